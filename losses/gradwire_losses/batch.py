@@ -1,0 +1,185 @@
+"""A batch as a loss sees it: sequences, which of their tokens are scored, and the batch's own fields beside them.
+
+Legend: ``B`` examples (rows of the caller's batch), ``S`` sequences (one an example for a plain batch, two for
+pairs, one a sample for groups), ``N`` tokens of all sequences, ``T`` scored tokens of all sequences. Everything is
+ragged and flat: a row's entries follow one another, and lengths cut them. Masked positions are absent, not zero.
+
+Alignment: entry ``t`` of a per-token field belongs to token ``t``: its log-probability given the tokens before
+it, the reward for emitting it, the value of the state it was emitted in. The first token of a sequence has no
+log-probability and is never scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Level = Literal["token", "sequence", "example"]
+
+
+class BatchError(ValueError):
+    """A batch breaks a rule.
+
+    Attributes:
+        field: the batch field.
+        row: the row of the caller's batch, where one row is to blame.
+        rule: the rule in short, e.g. ``"0 <= id < 32000"``.
+    """
+
+    def __init__(self, message: str, *, field: str = "", row: int | None = None, rule: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+        self.row = row
+        self.rule = rule
+
+
+def segment_ids(lengths: Tensor) -> Tensor:
+    """``[S] -> [sum(lengths)]``: the segment that each entry belongs to."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """``[T], [S] -> [S]``: the sum of each segment; 0 for an empty one. Differentiable."""
+    total = torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
+    return total.index_add(0, segment_ids(lengths), values)
+
+
+def segment_mean(values: Tensor, lengths: Tensor) -> Tensor:
+    """``[T], [S] -> [S]``: the mean of each segment; 0 for an empty one. Differentiable."""
+    return segment_sum(values, lengths) / lengths.clamp(min=1)
+
+
+def pad(values: Tensor, lengths: Tensor, fill: float = 0.0) -> tuple[Tensor, Tensor]:
+    """``[T], [S] -> [S, longest], [S, longest]``: rows side by side, and the mask of what is real."""
+    width = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(width, device=values.device) < lengths[:, None]
+    padded = torch.full(mask.shape, fill, dtype=values.dtype, device=values.device)
+    return padded.masked_scatter(mask, values), mask
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences and fields.
+
+    Attributes:
+        input_ids: ``[N]`` int64, the tokens of all sequences.
+        lengths: ``[S]`` int64, tokens a sequence.
+        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first.
+        group_sizes: ``[B]`` int64, sequences an example: 1 for rows, 2 for pairs (chosen, then rejected).
+        fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32 or int64, by ``levels``.
+        levels: name -> what the entries of a field belong to.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    scored: Tensor
+    group_sizes: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    levels: Mapping[str, Level] = field(default_factory=dict)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """``[S]`` int64: scored tokens a sequence, 0 where a mask leaves none."""
+        return segment_sum(self.scored.long(), self.lengths)
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.group_sizes)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_scored(self) -> int:
+        return int(self.scored.sum())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.fields.get(name)
+
+    def per_token(self, name: str) -> Tensor:
+        """``[T, ...]``: a field with each scored token's own entry, or its sequence's or example's, repeated."""
+        values, level = self.fields[name], self.levels[name]
+        if level == "example":
+            values, level = values.repeat_interleave(self.group_sizes, dim=0), "sequence"
+        return values.repeat_interleave(self.row_lengths, dim=0) if level == "sequence" else values
+
+    def select(self, examples: Tensor) -> Batch:
+        """The batch of these examples (indices ``[b]``), in this order."""
+        sequences = _entries(self.group_sizes, examples)
+        tokens = _entries(self.lengths, sequences)
+        scored_tokens = _entries(self.row_lengths, sequences)
+        index: dict[Level, Tensor] = {"token": scored_tokens, "sequence": sequences, "example": examples}
+        return Batch(
+            input_ids=self.input_ids[tokens],
+            lengths=self.lengths[sequences],
+            scored=self.scored[tokens],
+            group_sizes=self.group_sizes[examples],
+            fields={name: values[index[self.levels[name]]] for name, values in self.fields.items()},
+            levels=self.levels,
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(
+            self.input_ids.to(device),
+            self.lengths.to(device),
+            self.scored.to(device),
+            self.group_sizes.to(device),
+            {name: values.to(device) for name, values in self.fields.items()},
+            self.levels,
+        )
+
+
+def _entries(lengths: Tensor, segments: Tensor) -> Tensor:
+    """Indices of the entries of these segments, segment by segment."""
+    starts = lengths.cumsum(0) - lengths
+    chosen = lengths[segments]
+    within = torch.arange(int(chosen.sum()), device=lengths.device) - (chosen.cumsum(0) - chosen).repeat_interleave(chosen)
+    return starts[segments].repeat_interleave(chosen) + within
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the engine computed for a batch, in float32, by name; only what the loss asked for is there."""
+
+    by_name: Mapping[str, Tensor]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    @property
+    def logprobs(self) -> Tensor:
+        """``[T]``, differentiable: log-probability (nats) of each scored token."""
+        return self.by_name["logprobs"]
+
+    @property
+    def entropy(self) -> Tensor:
+        """``[T]``, differentiable: entropy (nats) of the distribution each scored token was drawn from."""
+        return self.by_name["entropy"]
+
+    @property
+    def values(self) -> Tensor:
+        """``[T]``, differentiable: the value head at the state each scored token was emitted in."""
+        return self.by_name["values"]
+
+    @property
+    def rewards(self) -> Tensor:
+        """``[S]``, differentiable: the reward head at each sequence's last token."""
+        return self.by_name["rewards"]
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """``[T]``: as logprobs, under the reference model; no gradient."""
+        return self.by_name["ref_logprobs"]
+
+    @property
+    def correct(self) -> Tensor:
+        """``[T]`` bool: whether the token is the most probable one."""
+        return self.by_name["correct"]

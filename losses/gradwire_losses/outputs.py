@@ -1,0 +1,208 @@
+"""What a loss returns: sums, and the counts that they are over.
+
+A loss never divides by the size of what it happens to see. It returns terms (a differentiable sum, and the
+count that the sum is to be averaged over) and metrics that merge, so that the engine may show it the batch in
+parts, accumulate over several calls, and divide once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a loss: ``sum / count``.
+
+    Attributes:
+        sum: differentiable scalar, coefficients already applied.
+        count: what the sum is averaged over; 0 when the batch holds none of it. Use 1 with unit ``"sum"`` for
+            a loss that is a plain sum.
+        unit: what is counted: ``"tokens"``, ``"sequences"``, ``"pairs"``, ``"groups"`` or ``"sum"``. Gradients of
+            one loss and unit accumulate over calls weighted by their counts; those of ``"sum"`` are added.
+    """
+
+    sum: Tensor
+    count: float
+    unit: str
+
+
+class Metric(Protocol):
+    """A figure that can be put together from parts of a batch."""
+
+    def merge(self, other: Self) -> Self: ...
+
+    def value(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Mean:
+    """``total / count``; NaN over nothing."""
+
+    total: float
+    count: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Mean:
+        """The mean of all elements."""
+        return cls(values.detach().double().sum().item(), values.numel())
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+
+@dataclass(frozen=True)
+class Sum:
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True)
+class ExpMean:
+    """``exp(total / count)``, as in perplexity."""
+
+    total: float
+    count: float
+
+    def merge(self, other: ExpMean) -> ExpMean:
+        return ExpMean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        if not self.count:
+            return math.nan
+        mean = self.total / self.count
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Max:
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Max:
+        return cls(values.detach().max().item() if values.numel() else -math.inf)
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.maximum, other.maximum))
+
+    def value(self) -> float:
+        return self.maximum if math.isfinite(self.maximum) else math.nan
+
+
+@dataclass(frozen=True)
+class Min:
+    minimum: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Min:
+        return cls(values.detach().min().item() if values.numel() else math.inf)
+
+    def merge(self, other: Min) -> Min:
+        return Min(min(self.minimum, other.minimum))
+
+    def value(self) -> float:
+        return self.minimum if math.isfinite(self.minimum) else math.nan
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and summed squared deviation, merged without cancellation (Chan et al. 1979)."""
+
+    count: float
+    mean: float
+    squares: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        if not values.numel():
+            return cls(0, 0.0, 0.0)
+        values = values.detach().double()
+        mean = values.mean()
+        return cls(values.numel(), mean.item(), (values - mean).square().sum().item())
+
+    def merge(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not count:
+            return self
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * other.count / count,
+            self.squares + other.squares + delta * delta * self.count * other.count / count,
+        )
+
+    @property
+    def variance(self) -> float:
+        """Unbiased; 0 for fewer than two values."""
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Std:
+    """Unbiased standard deviation; 0 for one value, NaN for none."""
+
+    moments: Moments
+
+    @classmethod
+    def of(cls, values: Tensor) -> Std:
+        return cls(Moments.of(values))
+
+    def merge(self, other: Std) -> Std:
+        return Std(self.moments.merge(other.moments))
+
+    def value(self) -> float:
+        return math.sqrt(self.moments.variance) if self.moments.count else math.nan
+
+
+@dataclass(frozen=True)
+class ExplainedVariance:
+    """``1 - Var(returns - values) / (Var(returns) + 1e-5)``; near 1 when values predict returns, 0 for a constant."""
+
+    residuals: Moments
+    returns: Moments
+
+    @classmethod
+    def of(cls, values: Tensor, returns: Tensor) -> ExplainedVariance:
+        return cls(Moments.of(returns - values), Moments.of(returns))
+
+    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        return ExplainedVariance(self.residuals.merge(other.residuals), self.returns.merge(other.returns))
+
+    def value(self) -> float:
+        return 1 - self.residuals.variance / (self.returns.variance + 1e-5) if self.returns.count else math.nan
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Terms and metrics by name. ``loss`` is the sum of the terms, each over its count."""
+
+    terms: Mapping[str, Term]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    def loss(self) -> Tensor:
+        """Differentiable scalar: the sum of the terms, each divided by its count (a term over nothing is 0)."""
+        parts = [term.sum / term.count if term.count else term.sum * 0.0 for term in self.terms.values()]
+        return torch.stack(parts).sum()
+
+
+def merge_metrics(parts: list[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """One set of metrics from those of the parts of a batch."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged

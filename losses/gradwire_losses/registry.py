@@ -1,0 +1,188 @@
+"""The registry: what a loss declares of itself, in the one place where it is written.
+
+From a :class:`LossSpec` follow the wire's ``ListLosses``, the client's checks, the engine's work and the
+reference page. A third party adds a loss with :func:`register_loss` in a file given to ``gradwire serve
+--losses`` or through the entry-point group ``gradwire.losses``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.outputs import LossOutput
+
+Layout = Literal["rows", "pairs", "groups"]
+ScoreName = Literal["logprobs", "entropy", "values", "rewards", "ref_logprobs", "correct"]
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """One batch field.
+
+    Attributes:
+        name: as the user types it.
+        dtype: ``"int"``, ``"float"`` or ``"bool"`` (0 or 1).
+        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``. Dimensions: rows, samples, tokens.
+        description: one sentence.
+        required: whether a batch must have it.
+        aligned_with: for a field with a tokens dimension that is not itself ids: the ids field it follows.
+        padding_mask: for an ids field: the mask field by which a client drops the padding. Masks that are only
+            that never travel.
+        ids: whether entries are token ids of the model's vocabulary.
+    """
+
+    name: str
+    dtype: Literal["int", "float", "bool"]
+    shapes: tuple[str, ...]
+    description: str
+    required: bool = False
+    aligned_with: str = ""
+    padding_mask: str = ""
+    ids: bool = False
+
+
+class LossConfig(BaseModel):
+    """Base of the losses' arguments: unknown names are refused, values are checked, infinities too."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class ReferenceConfig(LossConfig):
+    """Arguments of a loss that compares the policy with a frozen reference."""
+
+    reference_model: str | None = Field(
+        None,
+        description='"base" (the run\'s base weights, adapter off), "ema", a checkpoint "RUN_ID/NAME", or a model name',
+    )
+
+
+LossFunction = Callable[[Batch, Scores, Any], LossOutput]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss and what it declares.
+
+    Attributes:
+        name: the wire name.
+        function: ``(batch, scores, config) -> LossOutput``, pure.
+        config: pydantic model of ``loss_kwargs``.
+        layout: how the batch's fields become sequences: see ``gradwire_losses.layouts``.
+        fields: the batch fields.
+        scores: ``(config, names of the fields present) -> names of the scores needed``.
+        metrics: name -> one sentence.
+        reference: the paper or source of the formula.
+        formula: one line, plain text or TeX.
+        streams: ``(config, names of the fields present) -> bool``: whether merging the outputs over any partition of
+            the examples gives the output of the whole (terms add up in sum and count, metrics merge). A loss that
+            needs the whole batch at once (whitening, a penalty on the batch's KL) answers False.
+        head: the head a run must have: ``""``, ``"value"`` or ``"reward"``. A loss that can do without answers "".
+    """
+
+    name: str
+    function: LossFunction
+    config: type[LossConfig]
+    layout: Layout
+    fields: tuple[FieldSpec, ...]
+    scores: Callable[[Any, frozenset[str]], frozenset[ScoreName]]
+    metrics: Mapping[str, str]
+    reference: str
+    formula: str
+    streams: Callable[[Any, frozenset[str]], bool]
+    head: Literal["", "value", "reward"] = ""
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the function's docstring."""
+        return " ".join((self.function.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+_REGISTRY: dict[str, LossSpec] = {}
+
+
+def register_loss(
+    name: str,
+    *,
+    config: type[LossConfig] = LossConfig,
+    layout: Layout = "rows",
+    fields: Sequence[FieldSpec],
+    scores: Sequence[ScoreName] | Callable[[Any, frozenset[str]], frozenset[ScoreName]] = ("logprobs",),
+    metrics: Mapping[str, str],
+    reference: str,
+    formula: str,
+    streams: bool | Callable[[Any, frozenset[str]], bool] = False,
+    head: Literal["", "value", "reward"] = "",
+) -> Callable[[LossFunction], LossFunction]:
+    """Registers the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.
+
+    Raises:
+        ValueError: when another loss has the name.
+    """
+
+    def decorate(function: LossFunction) -> LossFunction:
+        if name in _REGISTRY:
+            raise ValueError(f"a loss named {name!r} is registered already, by {_REGISTRY[name].function.__module__}")
+        _REGISTRY[name] = LossSpec(
+            name=name,
+            function=function,
+            config=config,
+            layout=layout,
+            fields=tuple(fields),
+            scores=scores if callable(scores) else lambda config, present: frozenset(scores),
+            metrics=dict(metrics),
+            reference=reference,
+            formula=formula,
+            streams=streams if callable(streams) else lambda config, present: streams,
+            head=head,
+        )
+        return function
+
+    return decorate
+
+
+def get_loss(name: str) -> LossSpec:
+    """The loss of this name.
+
+    Raises:
+        KeyError: whose message names the losses there are.
+    """
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise KeyError(f"there is no loss named {name!r}; there are: {', '.join(sorted(_REGISTRY))}") from None
+
+
+def all_losses() -> list[LossSpec]:
+    """Every registered loss, by name."""
+    return [_REGISTRY[name] for name in sorted(_REGISTRY)]
+
+
+def load_builtin_losses() -> None:
+    """Imports every module of this package, and with them the losses that they register."""
+    package = importlib.import_module("gradwire_losses")
+    for module in pkgutil.iter_modules(package.__path__, "gradwire_losses."):
+        importlib.import_module(module.name)
+
+
+def load_plugin_losses() -> None:
+    """Loads the losses that installed packages offer in the entry-point group ``gradwire.losses``."""
+    for entry_point in importlib.metadata.entry_points(group="gradwire.losses"):
+        entry_point.load()
+
+
+def load_loss_file(path: Path) -> None:
+    """Runs a Python file that registers losses."""
+    spec = importlib.util.spec_from_file_location(f"gradwire_user_losses_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

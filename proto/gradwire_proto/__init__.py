@@ -1,0 +1,1 @@
+"""The wire contract of gradwire: messages, service stubs and the tensor codec."""

@@ -1,0 +1,46 @@
+# make setup | demo | test | test-slow | lint | proto
+# Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+PROTO_BIN := .venv-proto/bin
+PROTO_OUT ?= proto
+
+.PHONY: setup demo test test-slow lint proto
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,examples,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/three_stage_rlhf.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Generated with an older grpcio-tools on purpose: its output runs with protobuf 6 and 7.
+proto: .venv-proto/.installed
+	mkdir -p $(PROTO_OUT)
+	$(PROTO_BIN)/python -m grpc_tools.protoc -Iproto \
+	  --plugin=protoc-gen-mypy=$(PROTO_BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(PROTO_BIN)/protoc-gen-mypy_grpc \
+	  --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) --mypy_out=$(PROTO_OUT) --mypy_grpc_out=$(PROTO_OUT) \
+	  proto/gradwire_proto/v1/*.proto
+
+.venv-proto/.installed: Makefile
+	test -x $(PROTO_BIN)/python || $(PYTHON) -m venv .venv-proto
+	$(PROTO_BIN)/python -m pip install --quiet grpcio-tools==1.80.0 grpcio==1.85.1 protobuf==6.33.6 \
+	  mypy-protobuf==5.1.0 types-protobuf==7.35.1.20260906
+	touch $@

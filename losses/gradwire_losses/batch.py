@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -70,7 +71,7 @@ class Batch:
         lengths: ``[S]`` int64, tokens a sequence.
         scored: ``[N]`` bool, whether a token is scored; False for each sequence's first.
         group_sizes: ``[B]`` int64, sequences an example: 1 for rows, 2 for pairs (chosen, then rejected).
-        fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32 or int64, by ``levels``.
+        fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32, int64 or bool, by ``levels``.
         levels: name -> what the entries of a field belong to.
     """
 
@@ -81,7 +82,7 @@ class Batch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     levels: Mapping[str, Level] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def row_lengths(self) -> Tensor:
         """``[S]`` int64: scored tokens a sequence, 0 where a mask leaves none."""
         return segment_sum(self.scored.long(), self.lengths)
@@ -141,7 +142,9 @@ def _entries(lengths: Tensor, segments: Tensor) -> Tensor:
     """Indices of the entries of these segments, segment by segment."""
     starts = lengths.cumsum(0) - lengths
     chosen = lengths[segments]
-    within = torch.arange(int(chosen.sum()), device=lengths.device) - (chosen.cumsum(0) - chosen).repeat_interleave(chosen)
+    within = torch.arange(int(chosen.sum()), device=lengths.device) - (chosen.cumsum(0) - chosen).repeat_interleave(
+        chosen
+    )
     return starts[segments].repeat_interleave(chosen) + within
 
 

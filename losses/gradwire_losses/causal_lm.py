@@ -18,7 +18,11 @@ FIELDS = (
         aligned_with="input_ids",
     ),
     FieldSpec(
-        "loss_mask", "bool", ("[rows, tokens]",), "1 where a token is learned; all by default.", aligned_with="input_ids"
+        "loss_mask",
+        "bool",
+        ("[rows, tokens]",),
+        "1 where a token is learned; all by default.",
+        aligned_with="input_ids",
     ),
 )
 

@@ -1,0 +1,196 @@
+"""Columns of a batch brought to the shapes that a loss declares, with errors that say which row broke which rule.
+
+A column is values and the lengths that cut them: no lengths for one value a row, one array for a row of tokens
+(or of samples), two for a row of samples of tokens. Dimensions named ``samples``, ``tokens`` and ``steps`` may be
+ragged; any other is dense. A dense array given for a ragged dimension, or equal lengths given for a dense one,
+are taken for what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire_losses.batch import BatchError
+from gradwire_losses.registry import FieldSpec, LossSpec
+
+RAGGED_DIMENSIONS = frozenset({"samples", "tokens", "steps"})
+_KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
+_CAST: Mapping[str, type[np.generic]] = {"int": np.int64, "float": np.float32, "bool": np.bool_}
+
+Array = NDArray[Any]
+
+
+class Column(Protocol):
+    """What travels: ``values [total, *dense]`` and ``levels``, the lengths that cut them, outermost first."""
+
+    @property
+    def values(self) -> Array: ...
+
+    @property
+    def levels(self) -> tuple[Array, ...]: ...
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column that has one of the shapes its loss declares.
+
+    Attributes:
+        spec: what the loss declares.
+        dimensions: the shape it has, e.g. ``("rows", "tokens")``.
+        values: ``[total, *dense]``, as they came.
+        levels: lengths of each ragged dimension, int64, outermost first.
+        num_rows: rows of the batch.
+    """
+
+    spec: FieldSpec
+    dimensions: tuple[str, ...]
+    values: Array
+    levels: tuple[Array, ...]
+    num_rows: int
+
+    @property
+    def lengths(self) -> Array:
+        """The innermost lengths."""
+        return self.levels[-1]
+
+    def row_of(self, unit: int, level: int | None = None) -> int:
+        """The row that an entry belongs to; with ``level``, the row that the unit cut by that level belongs to."""
+        for lengths in reversed(self.levels if level is None else self.levels[:level]):
+            unit = _segment(lengths, unit)
+        return unit
+
+    def error(self, message: str, rule: str, *, row: int | None = None) -> BatchError:
+        where = self.spec.name if row is None else f"{self.spec.name}, row {row}"
+        return BatchError(f"{where}: {message}", field=self.spec.name, row=row, rule=rule)
+
+    def entry_error(self, entry: int, problem: str, rule: str) -> BatchError:
+        """The error of one entry, placed by its row, sample and token; ``problem`` follows its value."""
+        unit, place = entry, []
+        for name, lengths in zip(
+            reversed(self.dimensions[1 : 1 + len(self.levels)]), reversed(self.levels), strict=True
+        ):
+            outer = _segment(lengths, unit)
+            place.append(f"{name.removesuffix('s')} {unit - int(lengths[:outer].sum())}")
+            unit = outer
+        value = self.values[entry]
+        shown = f"is {value}" if value.ndim == 0 else f"holds {value.tolist()}"
+        return self.error(f"{' '.join([', '.join(reversed(place)), shown]).strip()}; {problem}", rule, row=unit)
+
+
+def _segment(lengths: Array, entry: int) -> int:
+    return int(np.searchsorted(np.cumsum(lengths), entry, side="right"))
+
+
+def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Field]:
+    """The columns as the fields that the loss declares.
+
+    Raises:
+        BatchError: for a field that is unknown, missing, of another dtype or shape, or of another number of rows.
+    """
+    specs = {spec.name: spec for spec in loss.fields}
+    accepted = f"{loss.name} takes {', '.join(specs)}"
+    for name in columns:
+        if name in specs:
+            continue
+        if any(name == spec.padding_mask for spec in loss.fields):
+            raise BatchError(
+                f"{name} does not travel: cut the padding of each row by it and leave it out (the SDK does both)",
+                field=name,
+                rule="rows without padding",
+            )
+        raise BatchError(f"{loss.name} has no batch field {name!r}; {accepted}", field=name, rule="a declared field")
+    for spec in loss.fields:
+        if spec.required and spec.name not in columns:
+            shapes = " or ".join(spec.shapes)
+            raise BatchError(
+                f"{loss.name} needs the batch field {spec.name!r}, {spec.dtype} {shapes}: {spec.description} "
+                f"The batch has {', '.join(columns) or 'no fields'}; {accepted}",
+                field=spec.name,
+                rule="required",
+            )
+    fields = {name: _shaped(specs[name], column) for name, column in columns.items()}
+    first = next((fields[spec.name] for spec in loss.fields if spec.name in fields), None)
+    if first is None or first.num_rows == 0:
+        raise BatchError("the batch is empty", field=first.spec.name if first else "", rule="at least one row")
+    for other in fields.values():
+        if other.num_rows != first.num_rows:
+            raise other.error(
+                f"has {other.num_rows} rows where {first.spec.name} has {first.num_rows}", "equal row counts"
+            )
+    return fields
+
+
+def _shaped(spec: FieldSpec, column: Column) -> Field:
+    values, levels = column.values, tuple(np.asarray(lengths).astype(np.int64) for lengths in column.levels)
+    shapes = " or ".join(spec.shapes)
+    if values.dtype.kind not in _KINDS[spec.dtype]:
+        raise BatchError(
+            f"{spec.name} must be {spec.dtype}, got {values.dtype}", field=spec.name, rule=f"dtype {spec.dtype}"
+        )
+    for outer, inner in zip(levels, [*(len(lengths) for lengths in levels[1:]), len(values)], strict=False):
+        if outer.sum() != inner:
+            raise BatchError(
+                f"{spec.name}: its row lengths add up to {outer.sum()} and cut {inner} entries",
+                field=spec.name,
+                rule="row lengths add up to the number of entries",
+            )
+    rank = len(levels) + values.ndim
+    shape = next((shape for shape in spec.shapes if len(dimensions_of(shape)) == rank), None)
+    if shape is None:
+        raise BatchError(
+            f"{spec.name} must be {shapes}, got an array of {rank} dimension{'s' * (rank != 1)}",
+            field=spec.name,
+            rule=f"shape {shapes}",
+        )
+    dimensions = dimensions_of(shape)
+    ragged = sum(name in RAGGED_DIMENSIONS for name in dimensions)
+    num_rows = len(levels[0]) if levels else len(values)
+    while len(levels) < ragged:
+        units, width = values.shape[:2]
+        levels = (*levels, np.full(units, width, dtype=np.int64))
+        values = values.reshape(units * width, *values.shape[2:])
+    while len(levels) > ragged:
+        *outer_levels, lengths = levels
+        width = int(lengths[0]) if len(lengths) else 0
+        field = Field(spec, dimensions, values, levels, num_rows)
+        if (uneven := lengths != width).any():
+            unit = int(uneven.argmax())
+            raise field.error(
+                f"{lengths[unit]} {dimensions[len(levels)]}, others have {width}",
+                f"shape {shape}",
+                row=field.row_of(unit, len(levels) - 1),
+            )
+        levels, values = tuple(outer_levels), values.reshape(len(lengths), width, *values.shape[1:])
+    return Field(spec, dimensions, values, levels, num_rows)
+
+
+def dimensions_of(shape: str) -> tuple[str, ...]:
+    """``"[rows, tokens]" -> ("rows", "tokens")``."""
+    return tuple(name.strip() for name in shape.strip("[] ").split(","))
+
+
+def cast(field: Field, entries: Array | None = None) -> Array:
+    """The values as int64, float32 or bool (a copy); of ``entries`` (a mask over them) only where it is given.
+
+    Raises:
+        BatchError: for a number that is not finite in float32, or a mask entry that is neither 0 nor 1.
+    """
+    values = field.values if entries is None else field.values[entries]
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = values.astype(_CAST[field.spec.dtype])
+    if field.spec.dtype == "float" and values.dtype.kind == "f":
+        wrong, problem, rule = ~np.isfinite(result), "numbers must be finite (in float32)", "finite"
+    elif field.spec.dtype == "bool" and values.dtype.kind != "b":
+        wrong, problem, rule = (values != 0) & (values != 1), "a mask holds 0 or 1", "0 or 1"
+    else:
+        return result
+    if wrong.any():
+        position = int(wrong.reshape(len(wrong), -1).any(axis=1).argmax())
+        entry = position if entries is None else int(np.flatnonzero(entries)[position])
+        raise field.entry_error(entry, problem, rule)
+    return result

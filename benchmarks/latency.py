@@ -21,9 +21,9 @@ from typing import Any
 import gradwire
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.support.slow_link import slow_link
-from tests.support.tiny import tiny_model
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from support.slow_link import slow_link
+from support.tiny import tiny_model
 
 IN_FLIGHT = 16
 
@@ -77,7 +77,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model")
         seconds = asyncio.run(measure(model, args.added_ms / 1e3, args.steps, args.repeats))
-    print(f"{'loop':<10} {'loopback':>12} {f'+{args.added_ms:g} ms':>12} {'speed kept':>11}   (medians of {args.repeats})")
+    print(
+        f"{'loop':<10} {'loopback':>12} {f'+{args.added_ms:g} ms':>12} {'speed kept':>11}   (medians of {args.repeats})"
+    )
     for loop in ("pipelined", "awaited"):
         near, far = (statistics.median(seconds[loop, link]) / args.steps for link in ("loopback", "slow"))
         print(f"{loop:<10} {near * 1e3:>9.2f} ms {far * 1e3:>9.2f} ms {near / far:>10.1%}")

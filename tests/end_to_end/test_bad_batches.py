@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
-
-from tests.end_to_end.conftest import settled
 
 pytestmark = pytest.mark.anyio
 
@@ -56,11 +55,6 @@ CASES: list[tuple[str, Any, str, dict[str, Any], type[gradwire.GradwireError], s
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture
 async def run(service: gradwire.ServiceClient) -> gradwire.TrainingClient:
     return await service.create_run("tiny", lora=2, head="value")
@@ -96,7 +90,7 @@ async def test_what_is_queued_behind_a_failure_fails_with_its_cause_and_then_the
     bad = run.forward_backward({"input_ids": [[4, 99999]]}, "causal_lm")
     behind, step = run.forward_backward(GOOD, "causal_lm"), run.optim_step()
     next_fb, next_step = run.forward_backward(GOOD, "causal_lm"), run.optim_step()
-    outcomes = await settled(good, bad, behind, step, next_fb, next_step)
+    outcomes = await asyncio.gather(good, bad, behind, step, next_fb, next_step, return_exceptions=True)
     assert isinstance(outcomes[0], gradwire.LossResult)
     assert isinstance(outcomes[1], gradwire.InvalidBatchError)
     for outcome in outcomes[2:4]:

@@ -9,9 +9,8 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
-
-from tests.end_to_end.conftest import VOCAB, Server
-from tests.support.batches import causal_lm
+from support.batches import VOCAB, causal_lm
+from support.server import Server
 
 pytestmark = pytest.mark.anyio
 
@@ -32,10 +31,10 @@ async def logprobs(run: gradwire.TrainingClient) -> list[list[float]]:
 
 @pytest.mark.parametrize(("kind", "settings"), SETTINGS, ids=[kind for kind, _ in SETTINGS])
 async def test_a_loaded_checkpoint_goes_on_bit_for_bit_after_a_restart(
-    model_path: Path, tmp_path: Path, rng: np.random.Generator, kind: str, settings: dict[str, Any]
+    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator, kind: str, settings: dict[str, Any]
 ) -> None:
     batches = [causal_lm(rng, 4, VOCAB) for _ in range(6)]
-    server = Server(model_path, tmp_path / "state").start()
+    server = Server(tiny_model_path, tmp_path / "state").start()
     async with gradwire.connect(server.address) as service:
         run = await service.create_run("tiny", **settings)
         await steps(run, batches[:3])
@@ -53,10 +52,10 @@ async def test_a_loaded_checkpoint_goes_on_bit_for_bit_after_a_restart(
 
 
 async def test_a_killed_server_continues_every_run_from_the_same_state(
-    model_path: Path, tmp_path: Path, rng: np.random.Generator
+    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     batches = [causal_lm(rng, 4, VOCAB) for _ in range(6)]
-    server = Server(model_path, tmp_path / "state").start()
+    server = Server(tiny_model_path, tmp_path / "state").start()
     async with gradwire.connect(server.address) as service:
         calm = await service.create_run("tiny", seed=7, lora={"rank": 4, "dropout": 0.1})
         expected = (await steps(calm, batches), await logprobs(calm))
@@ -75,7 +74,7 @@ async def test_a_killed_server_continues_every_run_from_the_same_state(
 
 @pytest.mark.parametrize("format", ["hf", "peft", "merged"])
 async def test_an_export_loads_with_plain_libraries_and_scores_the_same(
-    service: gradwire.ServiceClient, model_path: Path, tmp_path: Path, format: str
+    service: gradwire.ServiceClient, tiny_model_path: Path, tmp_path: Path, format: str
 ) -> None:
     import torch
     from peft import PeftModel
@@ -88,7 +87,7 @@ async def test_an_export_loads_with_plain_libraries_and_scores_the_same(
     [ours] = await run.compute_logprobs([row])
     folder = await run.export(tmp_path / format, format=format)
     if format == "peft":
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), folder)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_path), folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
@@ -126,13 +125,13 @@ async def test_a_fork_starts_from_the_checkpoint_and_leaves_it_alone(service: gr
     assert await logprobs(fork) != before and await logprobs(run) == before
 
 
-async def test_an_embedded_server_is_started_and_ended(model_path: Path, tmp_path: Path) -> None:
-    service = await gradwire.connect(models=[f"tiny={model_path}"], state_dir=tmp_path / "state")
+async def test_an_embedded_server_is_started_and_ended(tiny_model_path: Path, tmp_path: Path) -> None:
+    service = await gradwire.connect(models=[f"tiny={tiny_model_path}"], state_dir=tmp_path / "state")
     run = await service.create_run("tiny", lora=2)
     result = await run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm")
     assert result.num_loss_tokens == 2
     await service.close()
-    assert not (tmp_path / "state" / "lock").exists() or Server(model_path, tmp_path / "state").start().end() == 0
+    assert not (tmp_path / "state" / "lock").exists() or Server(tiny_model_path, tmp_path / "state").start().end() == 0
 
 
 def test_a_script_without_an_event_loop(server: Server) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
-
-from tests.end_to_end.conftest import VOCAB, Server
-from tests.support.batches import SEVEN, causal_lm, halves, preferences
+from support.batches import SEVEN, VOCAB, causal_lm, halves, preferences
+from support.server import Server
 
 pytestmark = pytest.mark.anyio
 
@@ -76,10 +76,10 @@ async def test_two_half_batches_and_a_step_are_one_whole_and_a_step(
 
 
 @pytest.fixture(scope="module")
-def small_server(model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def small_server(tiny_model_path: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server that computes a few rows at a time and keeps no graph."""
     running = Server(
-        model_path,
+        tiny_model_path,
         tmp_path_factory.mktemp("small-state"),
         *("--microbatch-tokens", "24", "--activation-budget-gib", "0.0001"),
     ).start()
@@ -138,8 +138,6 @@ async def test_one_hundred_pipelined_operations_come_back_in_order(
         await futures[index]
         finished.append(index)
 
-    import asyncio
-
     await asyncio.gather(*(note(index) for index in range(100)))
     assert finished == list(range(100))
     assert [(await futures[index]).step for index in range(1, 100, 2)] == list(range(1, 51))
@@ -183,9 +181,7 @@ async def test_a_custom_dpo_has_the_builtin_gradients(
     np.testing.assert_allclose(await weights(custom, PROBE), await weights(builtin, PROBE), atol=1e-5)
 
 
-async def test_the_calls_of_the_issue_run_as_written(
-    service: gradwire.ServiceClient, rng: np.random.Generator
-) -> None:
+async def test_the_calls_of_the_issue_run_as_written(service: gradwire.ServiceClient, rng: np.random.Generator) -> None:
     client = service
     training_client = await client.create_run("tiny", head="value")
     make, _, _ = SEVEN["enhanced_ppo"]

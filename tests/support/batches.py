@@ -9,6 +9,9 @@ import numpy as np
 
 Batch = dict[str, Any]
 
+VOCAB = 64
+"""Ids below this are in every tiny model's vocabulary."""
+
 
 def padded(rows: list[np.ndarray], dtype: Any) -> np.ndarray:
     out = np.zeros((len(rows), max(len(row) for row in rows)), dtype)

@@ -1,0 +1,169 @@
+"""Gradient accumulation that averages over what each loss counts, however many calls that took.
+
+Buffers hold sums of unnormalised gradients, one set for each key (loss name, unit of its terms), beside the count
+that each is to be divided by. Division happens once, at the step: two halves of a batch and one step are one whole
+batch and one step. An operation collects into buffers of its own and merges them when it has succeeded, so that
+one that fails leaves the accumulation as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+Key = tuple[str, str]
+Gradients = dict[str, Tensor]
+
+
+class GradientCollector:
+    """Gradients of one operation, by key, float32: a context manager around its backward passes.
+
+    Attributes:
+        by_key: key -> name -> summed gradient; of use once the context has ended without an error.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.by_key: dict[Key, Gradients] = {}
+        self._parameters = parameters
+        self._key: Key | None = None
+
+    def __enter__(self) -> Self:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(_Widen(self, name))
+            for name, parameter in self._parameters.items()
+            if parameter.dtype not in (torch.float32, torch.float64)
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._park()
+        for hook in self._hooks:
+            hook.remove()
+        if kind is not None:
+            self.by_key.clear()
+
+    def backward(
+        self, key: Key, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
+    ) -> None:
+        """Adds the gradient of ``sum(outputs . gradients)`` to the buffers of a key."""
+        if key != self._key:
+            self._park()
+            for name, gradient in self.by_key.setdefault(key, {}).items():
+                parameter = self._parameters[name]
+                if parameter.dtype == gradient.dtype:
+                    parameter.grad = gradient
+            self._key = key
+        torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds a gradient of lower precision to the current key's buffer."""
+        assert self._key is not None
+        buffers = self.by_key[self._key]
+        if name in buffers:
+            buffers[name].add_(gradient)
+        else:
+            buffers[name] = gradient.float()
+
+    def finite(self) -> bool:
+        """Whether all gradients are; waits for the device once."""
+        gradients = [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
+        return not gradients or bool(get_total_norm(gradients, norm_type=float("inf")).isfinite())
+
+    def _park(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                if self._key is not None:
+                    self.by_key[self._key][name] = parameter.grad
+                parameter.grad = None
+
+
+class _Widen:
+    """Moves a parameter's low-precision gradient into the float32 buffer as soon as it is complete."""
+
+    def __init__(self, collector: GradientCollector, name: str) -> None:
+        self.collector = collector
+        self.name = name
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.collector.add(self.name, parameter.grad)
+        parameter.grad = None
+
+
+class GradientAccumulator:
+    """What has been accumulated since the last step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, Gradients] = {}
+        self._counts: dict[Key, float] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been merged since the last step."""
+        return not self._counts
+
+    @property
+    def counts(self) -> Mapping[Key, float]:
+        """What each key's sum is to be divided by."""
+        return self._counts
+
+    def merge(self, gradients: Mapping[Key, Gradients], counts: Mapping[Key, float], *, scale: float = 1.0) -> None:
+        """Adds an operation's gradients, times ``scale``, and counts. The buffers given are taken over."""
+        for key, buffers in gradients.items():
+            if scale != 1.0 and buffers:
+                torch._foreach_mul_(list(buffers.values()), scale)
+            held = self._sums.setdefault(key, {})
+            shared = [name for name in buffers if name in held]
+            if shared:
+                torch._foreach_add_([held[name] for name in shared], [buffers[name] for name in shared])
+            held |= {name: gradient for name, gradient in buffers.items() if name not in held}
+        for key, count in counts.items():
+            self._counts[key] = self._counts.get(key, 0.0) + count
+
+    def normalised(self) -> tuple[Gradients, float]:
+        """Gradients by parameter name, and the factor that they are still to be multiplied by.
+
+        With one key these are the accumulator's own buffers and the factor is one over its count; with more, they
+        are new tensors, each key's sum over its count added up. A key that counts nothing contributes nothing.
+        """
+        keys = [key for key, count in self._counts.items() if count and self._sums.get(key)]
+        if not keys:
+            return {}, 1.0
+        if len(keys) == 1:
+            return self._sums[keys[0]], 1.0 / self._counts[keys[0]]
+        total: Gradients = {}
+        for key in keys:
+            for name, gradient in self._sums[key].items():
+                part = gradient / self._counts[key]
+                total[name] = total[name].add_(part) if name in total else part
+        return total, 1.0
+
+    def clear(self) -> None:
+        self._sums.clear()
+        self._counts.clear()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64."""
+        state = {
+            "|".join((*key, name)): gradient for key, sums in self._sums.items() for name, gradient in sums.items()
+        }
+        return state | {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
+        """Replaces what was accumulated; ``masters`` say on which device each parameter's sum belongs."""
+        self.clear()
+        for path, tensor in tensors.items():
+            loss, unit, name = path.rsplit("|", 2)
+            if name:
+                self._sums.setdefault((loss, unit), {})[name] = tensor.detach().clone().to(masters[name].device)
+            else:
+                self._counts[loss, unit] = tensor.item()

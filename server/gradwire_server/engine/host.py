@@ -1,0 +1,295 @@
+"""The models that the server may use, and one shared copy of each that is in use.
+
+A hosted model is split where the engine works: a *trunk* from token ids to final hidden states, and an *output
+head* from hidden states to logits, which :mod:`.scoring` applies in chunks. The split is checked against the
+model's own logits once, at load, so that an architecture that does more than that between the two is refused and
+not trained wrongly. Never remote code, never pickled weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from gradwire_server.engine.errors import OperationError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be said of a model without its weights; as ``ModelInfo`` on the wire."""
+
+    name: str
+    path: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    num_layers: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """From hidden states to logits: ``softcap * tanh(scale * (h W^T + b) / softcap)``, the cap where there is one.
+
+    Attributes:
+        weight: ``[V, H]``.
+        bias: ``[V]`` or None.
+        scale: factor of the product.
+        softcap: bound of the logits, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """What happens to ``h W^T + b`` before the softmax; elementwise."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class HostedModel:
+    """One copy of a model.
+
+    Attributes:
+        facts: its facts.
+        model: the transformers model; frozen where it is a shared base.
+        trunk: the part of it that ends in hidden states.
+        adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
+    """
+
+    def __init__(self, facts: ModelFacts, model: PreTrainedModel) -> None:
+        self.facts = facts
+        self.model = model
+        self.trunk = cast(nn.Module, model.get_decoder())
+        self.adapters: PeftModel | None = None
+        self._adapter_layers: list[Any] = []
+        self._adapter: str | None = None
+        self._training = False
+        self._checkpointing = False
+        model.eval()
+        check_split(self)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.get_input_embeddings().weight.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+
+    def output_head(self) -> OutputHead:
+        """The output head with the weights that the model has now."""
+        config = self.model.config.get_text_config()
+        linear = self.model.get_output_embeddings()
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return OutputHead(linear.weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
+
+    def adapters_changed(self) -> None:
+        """To be called when adapters were added to or removed from the model."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._adapter_layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in self._adapter_layers:
+            layer.enable_adapters(False)
+        self._adapter = None
+        self._training = False
+        self.model.eval()
+
+    def activate(self, adapter: str | None = None, *, training: bool = False, checkpointing: bool = False) -> None:
+        """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are."""
+        if adapter != self._adapter:
+            for layer in self._adapter_layers:
+                if adapter is None:
+                    layer.enable_adapters(False)
+                else:
+                    layer.set_adapter(adapter)
+                    if self._adapter is None:
+                        layer.enable_adapters(True)
+            self._adapter = adapter
+        if training != self._training:
+            self.model.train(training)
+            self._training = training
+        if checkpointing != self._checkpointing:
+            _set_checkpointing(self.model, checkpointing)
+            self._checkpointing = checkpointing
+
+
+def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    # transformers 5.23 renames gradient_checkpointing_* and warns about the old name.
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        if enabled:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            model.activation_checkpointing_disable()
+    elif enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_disable()
+
+
+@torch.no_grad()
+def check_split(hosted: HostedModel) -> None:
+    """Checks that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    facts = hosted.facts
+    length = min(6, facts.context_length)
+    ids = torch.arange(2 * length, device=hosted.device).view(2, length) % facts.vocab_size
+    head = hosted.output_head()
+    hidden = hosted.trunk(input_ids=ids, use_cache=False).last_hidden_state
+    bias = 0.0 if head.bias is None else head.bias.float()
+    ours = head.transform(hidden.float() @ head.weight.float().T + bias)
+    tolerance = 1e-3 if hosted.dtype in (torch.float32, torch.float64) else 5e-2
+    for row, width in enumerate((length, max(1, length // 2))):
+        theirs = hosted.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()
+        error = (ours[row, :width] - theirs).abs().max().item()
+        if not error <= tolerance * (1.0 + theirs.abs().max().item()):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {facts.name!r} ({facts.architecture}) is not supported: its logits differ by {error:.3g} from "
+                "those of its output head on its causal hidden states",
+            )
+
+
+class ModelHost:
+    """The allowed models, loaded on first use.
+
+    Args:
+        models: name -> folder or hub name. Only these may be named in a request.
+        device: ``"cpu"``, ``"cuda"`` (spread by accelerate over the GPUs where there are several) or ``"cuda:N"``.
+        dtype: of the weights; by default bfloat16 on CUDA and float32 on CPU.
+    """
+
+    def __init__(
+        self, models: Mapping[str, str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self._paths = dict(models)
+        self._loaded: dict[str, HostedModel] = {}
+        self._facts: dict[str, ModelFacts] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._paths)
+
+    def facts(self, name: str) -> ModelFacts:
+        """A model's facts, from its config alone.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it is no causal LM of transformers.
+        """
+        if name not in self._facts:
+            self._facts[name] = self._read_facts(name)
+        return self._facts[name]
+
+    def get(self, name: str) -> HostedModel:
+        """The shared, frozen copy of a model.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it cannot be loaded.
+        """
+        if name not in self._loaded:
+            hosted = self.load(name)
+            hosted.model.requires_grad_(False)
+            self._loaded[name] = hosted
+        return self._loaded[name]
+
+    def load(self, name: str) -> HostedModel:
+        """A copy of a model for one owner's use, from disk."""
+        facts = self.facts(name)
+        kwargs: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            spread = self.device.index is None and torch.cuda.device_count() > 1
+            kwargs["device_map"] = "auto" if spread else {"": str(self.device)}
+        logger.info("loading %s from %s as %s on %s", name, facts.path, facts.dtype, self.device)
+        with _explained(name, facts.path), preserved_rng():
+            model = AutoModelForCausalLM.from_pretrained(
+                facts.path,
+                dtype=self.dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                trust_remote_code=False,
+                **kwargs,
+            )
+        return HostedModel(facts, model)
+
+    def _read_facts(self, name: str) -> ModelFacts:
+        if name not in self._paths:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNKNOWN_MODEL,
+                f"there is no model {name!r} here; there are: {', '.join(self._paths) or 'none'}",
+                field="base_model",
+                rule="one of the server's models",
+            )
+        path = self._paths[name]
+        with _explained(name, path), preserved_rng():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        text = config.get_text_config()
+        generation = getattr(model, "generation_config", None)
+        generation_file = Path(path) / "generation_config.json"
+        if generation_file.is_file():
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_pretrained(path)
+        eos = getattr(generation, "eos_token_id", None)
+        eos = getattr(text, "eos_token_id", None) if eos is None else eos
+        return ModelFacts(
+            name=name,
+            path=path,
+            architecture=type(model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            vocab_size=int(text.vocab_size),
+            context_length=int(getattr(text, "max_position_embeddings", None) or 2**31 - 1),
+            hidden_size=int(text.hidden_size),
+            num_layers=int(text.num_hidden_layers),
+            dtype=str(self.dtype).removeprefix("torch."),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+            pad_token_id=getattr(text, "pad_token_id", None),
+        )
+
+
+@contextmanager
+def _explained(name: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {name!r} at {path} could not be loaded as a causal LM of transformers with safetensors weights: {error}",
+        ) from error
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Leaves torch's global generators as they were: loading and making modules draws numbers."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=list(devices)):
+        yield

@@ -1,0 +1,316 @@
+"""The weights of one run over a hosted model: an adapter on the shared copy, or a copy of its own.
+
+Legend: ``S`` sequences, ``N`` tokens of all of them, ``H`` hidden size. Sequences are ragged and flat, as in
+``gradwire_losses.batch``. Where the model computes in bfloat16, every trained tensor has a float32 *master* that
+the optimizer updates and checkpoints hold; the model's own tensor is its rounded image.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from gradwire_losses.batch import segment_ids
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.heads import HeadKind, ScalarHead
+from gradwire_server.engine.host import HostedModel, ModelFacts, ModelHost, OutputHead, preserved_rng
+
+HEAD_PREFIX = "head."
+
+
+class Policy:
+    """A model with one run's weights in it. This class itself is the frozen base, with nothing to train.
+
+    Attributes:
+        hosted: the copy of the model that it computes with.
+        head: its scalar head, or None.
+    """
+
+    def __init__(
+        self, hosted: HostedModel, *, head: ScalarHead | None = None, gradient_checkpointing: bool = False
+    ) -> None:
+        self.hosted = hosted
+        self.head = head
+        self.gradient_checkpointing = gradient_checkpointing
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, Tensor] = {}
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.hosted.facts
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model; call :meth:`activate` before using it directly."""
+        return self.hosted.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.hosted.device
+
+    @property
+    def adapter(self) -> str | None:
+        """The peft adapter's name, or None."""
+        return None
+
+    def activate(self, *, training: bool = False) -> None:
+        """Puts these weights and the mode (dropout, gradient checkpointing) in place. Free when they are already."""
+        self.hosted.activate(
+            self.adapter, training=training, checkpointing=training and self.gradient_checkpointing
+        )
+
+    def hidden(
+        self, input_ids: Tensor, lengths: Tensor, positions: Tensor | None = None, *, training: bool = False
+    ) -> Tensor:
+        """Final hidden states of ragged sequences, in one forward of the trunk.
+
+        Sequences are padded on the right to the longest. No mask is needed for that: attention is causal, so no
+        real token sees the padding behind it (checked when the model was loaded).
+
+        Args:
+            input_ids: ``[N]``, on the CPU.
+            lengths: ``[S]``, on the CPU.
+            positions: ``[P]`` indices into the tokens; all of them by default.
+            training: with dropout and gradient checkpointing, where the run has them.
+
+        Returns:
+            ``[P, H]`` on the policy's device, in the model's dtype.
+        """
+        self.activate(training=training)
+        width = int(lengths.max())
+        starts = lengths.cumsum(0) - lengths
+        sequences = segment_ids(lengths)
+        places = torch.arange(len(input_ids)) - starts[sequences] + sequences * width
+        padded = torch.zeros(len(lengths) * width, dtype=torch.int64)
+        padded[places] = input_ids
+        padded = padded.view(len(lengths), width).to(self.device, non_blocking=True)
+        states: Tensor = self.hosted.trunk(input_ids=padded, use_cache=False).last_hidden_state
+        wanted = places if positions is None else places[positions]
+        return states.flatten(0, 1).index_select(0, wanted.to(states.device, non_blocking=True))
+
+    def output_head(self) -> OutputHead:
+        return self.hosted.output_head()
+
+    def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Name -> parameter as the model computes with it, in an order that depends only on the configuration.
+
+        Names say nothing of the run, so that one run's tensors load into another's. The head's begin with "head.".
+        """
+        return self._parameters
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """Name -> float32 tensor that the optimizer updates: the parameter itself where it is not of lower precision.
+
+        Call :meth:`sync` after changing one.
+        """
+        return self._masters
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Rounds the masters into the parameters that are not their own masters."""
+        pairs = [(self._parameters[name], master) for name, master in self._masters.items()]
+        rounded = [(parameter, master) for parameter, master in pairs if parameter is not master]
+        if rounded:
+            torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Name -> the master itself, not a copy, detached."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], *, head: bool = True) -> None:
+        """Copies these weights into the run's.
+
+        Args:
+            tensors: as :meth:`state_tensors` gave them, of a run of the same model, LoRA settings and head.
+            head: False leaves the head's weights as they are, on both sides.
+
+        Raises:
+            OperationError: INVALID_ARGUMENT, before anything is changed, when names or shapes differ.
+        """
+        mine, given = (
+            {name for name in names if head or not name.startswith(HEAD_PREFIX)} for names in (self._masters, tensors)
+        )
+        differing = sorted(mine ^ given) or [
+            name for name in sorted(mine) if self._masters[name].shape != tensors[name].shape
+        ]
+        if differing:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"these weights belong to a run of another model, LoRA rank or head: {len(differing)} tensors differ, "
+                f"the first is {differing[0]!r}",
+                field="checkpoint",
+                rule="same base model, LoRA settings and head",
+            )
+        for name in mine:
+            self._masters[name].copy_(tensors[name])
+        self.sync()
+
+    def close(self) -> None:
+        """Gives back what the policy holds of the hosted model."""
+
+    def _train(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        if self.head is not None:
+            self._parameters |= {HEAD_PREFIX + name: value for name, value in self.head.named_parameters()}
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(True)
+            wide = parameter.dtype in (torch.float32, torch.float64)
+            self._masters[name] = parameter if wide else parameter.detach().float()
+
+
+class LoraPolicy(Policy):
+    """A LoRA adapter (Hu et al. 2021) on the model's shared copy. Many share one copy; none disturbs another.
+
+    Args:
+        hosted: the shared copy.
+        adapter: a name of letters, digits and hyphens, unique on that copy: the run's id, say.
+        settings: rank, alpha (0: twice the rank), dropout, target modules (none: every linear layer but the head).
+        seed: of the initial weights, which depend on nothing else.
+    """
+
+    def __init__(
+        self,
+        hosted: HostedModel,
+        adapter: str,
+        settings: training_pb2.LoraSettings,
+        *,
+        seed: int,
+        head: ScalarHead | None = None,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(hosted, head=head, gradient_checkpointing=gradient_checkpointing)
+        self._adapter = adapter
+        self._add(_lora_config(hosted, settings), seed)
+        parameters = {
+            ".".join(part for part in name.split(".") if part != adapter): parameter
+            for name, parameter in hosted.model.named_parameters()
+            if adapter in name.split(".")
+        }
+        self._train(parameters)
+
+    @property
+    def adapter(self) -> str:
+        return self._adapter
+
+    def close(self) -> None:
+        peft_model = self.hosted.adapters
+        if peft_model is None or self._adapter not in peft_model.peft_config:
+            return
+        self.hosted.activate(None)
+        if len(peft_model.peft_config) == 1:
+            peft_model.unload()
+            self.hosted.adapters = None
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that another adapter is active now: activate() sees to that
+                peft_model.delete_adapter(self._adapter)
+        self.hosted.adapters_changed()
+
+    def _add(self, config: Any, seed: int) -> None:
+        from peft import PeftModel
+
+        try:
+            with preserved_rng():
+                torch.manual_seed(seed)
+                if self.hosted.adapters is None:
+                    self.hosted.adapters = PeftModel(
+                        self.hosted.model, config, adapter_name=self._adapter, autocast_adapter_dtype=False
+                    )
+                else:
+                    self.hosted.adapters.add_adapter(self._adapter, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"the LoRA settings do not fit model {self.facts.name!r}: {error}",
+                field="lora",
+            ) from error
+        finally:
+            self.hosted.adapters_changed()
+
+
+class FullPolicy(Policy):
+    """A copy of the model of its own, all of whose weights are trained.
+
+    Args:
+        hosted: a copy that nobody else uses.
+    """
+
+    def __init__(
+        self, hosted: HostedModel, *, head: ScalarHead | None = None, gradient_checkpointing: bool = False
+    ) -> None:
+        super().__init__(hosted, head=head, gradient_checkpointing=gradient_checkpointing)
+        self._train(dict(hosted.model.named_parameters()))
+
+
+def make_policy(host: ModelHost, config: training_pb2.RunConfig, run_id: str) -> Policy:
+    """The policy that a run's configuration asks for.
+
+    Raises:
+        OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT with the field.
+    """
+    if config.head not in ("", "value", "reward"):
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"head is {config.head!r}; it is 'value', 'reward' or nothing",
+            field="head",
+            rule="'', 'value' or 'reward'",
+        )
+    facts = host.facts(config.base_model)
+    kind = cast(HeadKind, config.head)
+    if config.HasField("lora"):
+        hosted = host.get(config.base_model)
+        head = ScalarHead(kind, facts.hidden_size, config.seed, hosted.device) if kind else None
+        return LoraPolicy(
+            hosted,
+            run_id,
+            config.lora,
+            seed=config.seed,
+            head=head,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+    hosted = host.load(config.base_model)
+    head = ScalarHead(kind, facts.hidden_size, config.seed, hosted.device) if kind else None
+    return FullPolicy(hosted, head=head, gradient_checkpointing=config.gradient_checkpointing)
+
+
+def _lora_config(hosted: HostedModel, settings: training_pb2.LoraSettings) -> Any:
+    from peft import LoraConfig
+
+    def refuse(field: str, message: str, rule: str) -> OperationError:
+        return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=f"lora.{field}", rule=rule)
+
+    if settings.rank < 1:
+        raise refuse("rank", f"lora rank is {settings.rank}; it is at least 1", "rank >= 1")
+    if settings.alpha < 0:
+        raise refuse("alpha", f"lora alpha is {settings.alpha}; it is positive, or 0 for twice the rank", "alpha >= 0")
+    if not 0 <= settings.dropout < 1:
+        raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
+    targets: Sequence[str] = list(settings.target_modules)
+    output_head = hosted.model.get_output_embeddings()
+    head_name = next(name for name, module in hosted.model.named_modules() if module is output_head)
+    for target in targets:
+        if head_name == target or head_name.endswith("." + target):
+            raise refuse(
+                "target_modules",
+                f"{target!r} is the output head, and LoRA on it is not supported; leave it out",
+                "not the output head",
+            )
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast(int, settings.alpha or 2.0 * settings.rank),
+        lora_dropout=settings.dropout,
+        target_modules=list(targets) or "all-linear",
+        bias="none",
+        task_type="CAUSAL_LM",
+    )

@@ -1,0 +1,85 @@
+"""One run: everything that is its own. Nothing of a run lives anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.accumulate import GradientAccumulator
+from gradwire_server.engine.host import ModelHost, preserved_rng
+from gradwire_server.engine.optimizer import Optimizer
+from gradwire_server.engine.policy import Policy, make_policy
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.evaluate import KeptScores
+
+
+class EngineRun:
+    """The state of one run.
+
+    Attributes:
+        run_id: its id.
+        config: how it was created.
+        policy: its weights.
+        accumulator: gradients since the last step.
+        optimizer: AdamW and its moments.
+        step: optimizer steps taken.
+        seq: the newest operation applied.
+        kept: the scores of a KeptForward whose Backward has not come, by the forward's number.
+    """
+
+    def __init__(self, host: ModelHost, run_id: str, config: training_pb2.RunConfig) -> None:
+        self.run_id = run_id
+        self.config = config
+        self.policy: Policy = make_policy(host, config, run_id)
+        self.accumulator = GradientAccumulator()
+        self.optimizer = Optimizer(self.policy)
+        self.step = 0
+        self.seq = 0
+        self.kept: dict[int, KeptScores] = {}
+        with preserved_rng():
+            torch.manual_seed(config.seed)
+            self._rng = _generator_states()
+
+    @contextmanager
+    def rng(self) -> Iterator[None]:
+        """Torch's global generators are this run's within: to be held around each operation.
+
+        An operation that raises leaves the run's generators as they were before it.
+        """
+        with preserved_rng():
+            _set_generator_states(self._rng)
+            yield
+            self._rng = _generator_states()
+
+    def rng_tensors(self) -> dict[str, Tensor]:
+        """The state of the run's generators: "cpu", and "cuda:N" where there are GPUs; uint8."""
+        return dict(self._rng)
+
+    def load_rng_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up these states; generators of devices that are not here, or not in them, are left alone."""
+        self._rng |= {name: tensors[name].cpu() for name in self._rng if name in tensors}
+
+    def close(self) -> None:
+        """Gives back everything that the run holds."""
+        self.kept.clear()
+        self.accumulator.clear()
+        self.policy.close()
+
+
+def _generator_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _set_generator_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([states[f"cuda:{index}"] for index in range(torch.cuda.device_count())])

@@ -56,15 +56,18 @@ async def measure(model: Path, added_s: float, steps: int, repeats: int) -> dict
     rng = np.random.default_rng(0)
     batch = {"input_ids": rng.integers(3, 60, (16, 64))}
     seconds: dict[tuple[str, str], list[float]] = {}
-    async with gradwire.connect(models=[f"tiny={model}"]) as near, slow_link(near.address, added_s) as far_address:
-        async with gradwire.connect(far_address) as far:
-            runs = {"loopback": await near.create_run("tiny"), "slow": await far.create_run("tiny")}
-            for run in runs.values():
-                await pipelined(run, batch, 5)
-            for _ in range(repeats):
-                for loop in (pipelined, awaited):
-                    for link, run in runs.items():
-                        seconds.setdefault((loop.__name__, link), []).append(await loop(run, batch, steps))
+    async with (
+        gradwire.connect(models=[f"tiny={model}"]) as near,
+        slow_link(near.address, added_s) as far_address,
+        gradwire.connect(far_address) as far,
+    ):
+        runs = {"loopback": await near.create_run("tiny"), "slow": await far.create_run("tiny")}
+        for run in runs.values():
+            await pipelined(run, batch, 5)
+        for _ in range(repeats):
+            for loop in (pipelined, awaited):
+                for link, run in runs.items():
+                    seconds.setdefault((loop.__name__, link), []).append(await loop(run, batch, steps))
     return seconds
 
 

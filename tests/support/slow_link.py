@@ -55,7 +55,7 @@ async def slow_link(address: str, round_trip_s: float) -> AsyncIterator[str]:
 
     relay = await asyncio.start_server(connect, "127.0.0.1", 0)
     try:
-        yield "127.0.0.1:%d" % relay.sockets[0].getsockname()[1]
+        yield f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
     finally:
         relay.close()
         for link in open_links:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, ROW_TOKENS
 from gradwire_losses.outputs import ExpMean, LossOutput, Mean, Sum, Term
 from gradwire_losses.registry import FieldSpec, LossConfig, register_loss
 
-FIELDS = (
-    FieldSpec(
-        "input_ids", "int", ("[rows, tokens]",), "Token ids.", required=True, ids=True, padding_mask="attention_mask"
-    ),
-    FieldSpec(
-        "labels",
-        "int",
-        ("[rows, tokens]",),
-        "As in Hugging Face: the token's own id where it is learned, -100 where not.",
-        aligned_with="input_ids",
-    ),
-    FieldSpec(
-        "loss_mask",
-        "bool",
-        ("[rows, tokens]",),
-        "1 where a token is learned; all by default.",
-        aligned_with="input_ids",
-    ),
+LABELS = FieldSpec(
+    "labels",
+    "int",
+    ROW_TOKENS,
+    "As in Hugging Face: the token's own id where it is learned, -100 where not.",
+    aligned_with="input_ids",
 )
 
 
 @register_loss(
     "causal_lm",
-    fields=FIELDS,
+    fields=(INPUT_IDS, LABELS, LOSS_MASK),
     scores=("logprobs", "correct"),
     metrics={
         "perplexity": "exp of the mean negative log-likelihood of a token",

@@ -25,12 +25,22 @@ class Term:
         count: what the sum is averaged over; 0 when the batch holds none of it. Use 1 with unit ``"sum"`` for
             a loss that is a plain sum.
         unit: what is counted: ``"tokens"``, ``"sequences"``, ``"pairs"``, ``"groups"`` or ``"sum"``. Gradients of
-            one loss and unit accumulate over calls weighted by their counts; those of ``"sum"`` are added.
+            one loss and unit accumulate over calls weighted by their counts; those of ``"sum"`` are added. Terms
+            of one unit in one output have one count.
     """
 
     sum: Tensor
     count: float
     unit: str
+
+    def scaled(self, coefficient: float) -> Term:
+        """The term times a coefficient."""
+        return Term(self.sum * coefficient, self.count, self.unit)
+
+    def metric(self) -> Metric:
+        """The term's value, as a figure that merges like the term."""
+        total = self.sum.detach().double().item()
+        return Sum(total) if self.unit == "sum" else Mean(total, self.count)
 
 
 class Metric(Protocol):

@@ -66,6 +66,17 @@ class ReferenceConfig(LossConfig):
     )
 
 
+class PolicyConfig(ReferenceConfig):
+    """Arguments of a loss that compares log-probabilities of two policies."""
+
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="divides the logits before every log-probability of this call, the reference's too; that at which "
+        "the batch's own log-probabilities were taken",
+    )
+
+
 LossFunction = Callable[[Batch, Scores, Any], LossOutput]
 
 
@@ -80,6 +91,8 @@ class LossSpec:
         layout: how the batch's fields become sequences: see ``gradwire_losses.layouts``.
         fields: the batch fields.
         scores: ``(config, names of the fields present) -> names of the scores needed``.
+        optional_scores: scores that the function takes where the run has the head for them, and does without where
+            it has not.
         metrics: name -> one sentence.
         reference: the paper or source of the formula.
         formula: one line, plain text or TeX.
@@ -100,6 +113,7 @@ class LossSpec:
     formula: str
     streams: Callable[[Any, frozenset[str]], bool]
     head: Literal["", "value", "reward"] = ""
+    optional_scores: frozenset[ScoreName] = frozenset()
 
     @property
     def summary(self) -> str:
@@ -122,6 +136,7 @@ def register_loss(
     formula: str,
     streams: bool | Callable[[Any, frozenset[str]], bool] = False,
     head: Literal["", "value", "reward"] = "",
+    optional_scores: Sequence[ScoreName] = (),
 ) -> Callable[[LossFunction], LossFunction]:
     """Registers the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.
 
@@ -144,6 +159,7 @@ def register_loss(
             formula=formula,
             streams=streams if callable(streams) else lambda config, present: streams,
             head=head,
+            optional_scores=frozenset(optional_scores),
         )
         return function
 

@@ -1,0 +1,102 @@
+"""Advantage estimators: pure functions of rewards and values, without gradient.
+
+Ragged throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number
+a sequence, cut into groups by ``group_sizes [B]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire_losses.batch import pad, segment_ids, segment_mean, segment_sum
+
+GROUP_STD_FLOOR = 1e-4
+WHITEN_FLOOR = 1e-8
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    row_lengths: Tensor,
+    *,
+    gamma: float = 0.99,
+    gae_lambda: float = 0.95,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
+
+    Args:
+        rewards: ``[T]``, for emitting each token.
+        values: ``[T]``, of the state that each was emitted in.
+        row_lengths: ``[S]``.
+        gamma: discount of a step.
+        gae_lambda: 1 gives discounted returns less values, 0 one-step errors.
+        bootstrap_values: ``[S]``, the value of the state after each sequence's last token, for sequences that were
+            cut off (truncated). By default 0: the end is terminal.
+
+    Returns:
+        Advantages and returns (advantages + values), both ``[T]``.
+    """
+    reward_rows, mask = pad(rewards, row_lengths)
+    value_rows, _ = pad(values, row_lengths)
+    ends = values.new_zeros(len(row_lengths)) if bootstrap_values is None else bootstrap_values.to(values.dtype)
+    advantages = torch.zeros_like(value_rows)
+    advantage, next_value = torch.zeros_like(ends), ends
+    for t in range(mask.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        error = reward_rows[:, t] + gamma * next_value - value_rows[:, t]
+        advantage = torch.where(here, error + gamma * gae_lambda * advantage, advantage)
+        next_value = torch.where(here, value_rows[:, t], next_value)
+        advantages[:, t] = advantage
+    result = advantages[mask]
+    return result, result + values
+
+
+def rewards_to_go(rewards: Tensor, row_lengths: Tensor, gamma: float = 1.0) -> Tensor:
+    """``[T]``: of each token, the discounted sum of the rewards from it to the end of its sequence."""
+    return gae(rewards, torch.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def at_last_token(numbers: Tensor, row_lengths: Tensor) -> Tensor:
+    """``[S] -> [T]``: each sequence's number at its last scored token, 0 elsewhere."""
+    there = row_lengths > 0
+    result = numbers.new_zeros(int(row_lengths.sum()))
+    result[row_lengths.cumsum(0)[there] - 1] = numbers[there]
+    return result
+
+
+def group_spread(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation and whether rewards differ at all.
+
+    The deviation of a group of one, and of one whose rewards are all equal, is 0 exactly.
+    """
+    groups = segment_ids(group_sizes)
+    mean = segment_mean(rewards, group_sizes)
+    squares = segment_sum((rewards - mean[groups]).square(), group_sizes)
+    highest, lowest = torch.zeros_like(mean), torch.zeros_like(mean)
+    highest.scatter_reduce_(0, groups, rewards, "amax", include_self=False)
+    lowest.scatter_reduce_(0, groups, rewards, "amin", include_self=False)
+    differ = highest > lowest
+    return mean, torch.where(differ, (squares / (group_sizes - 1).clamp(min=1)).sqrt(), 0.0), differ
+
+
+def group_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True) -> Tensor:
+    """``[S]``: each reward less its group's mean, over the group's standard deviation + 1e-4 when ``scale``.
+
+    A group of one, and one whose rewards are all equal, gives zeros. Shao et al. 2024, arXiv 2402.03300; without
+    ``scale``, Liu et al. 2025, arXiv 2503.20783.
+    """
+    mean, std, differ = group_spread(rewards, group_sizes)
+    groups = segment_ids(group_sizes)
+    centred = torch.where(differ[groups], rewards - mean[groups], 0.0)
+    return centred / (std[groups] + GROUP_STD_FLOOR) if scale else centred
+
+
+def whiten(values: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; keeps the mean unless ``shift_mean``."""
+    if len(values) < 2:
+        return values - values if shift_mean else values
+    mean = values.mean()
+    whitened = (values - mean) * torch.rsqrt(values.var() + WHITEN_FLOOR)
+    return whitened if shift_mean else whitened + mean

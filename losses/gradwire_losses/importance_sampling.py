@@ -1,0 +1,125 @@
+"""Policy gradient on another policy's samples, weighted by importance. ``T`` scored tokens, ``S`` sequences."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from gradwire_losses.advantages import rewards_to_go
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROWS_OR_TOKENS, row_field
+from gradwire_losses.kl import KLEstimator, kl_estimate
+from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Term
+from gradwire_losses.policy import probability_ratio
+from gradwire_losses.reference import computed_by_engine, reference_logprobs
+from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
+
+
+class ImportanceSamplingConfig(PolicyConfig):
+    """Arguments of ``importance_sampling``."""
+
+    beta: float = Field(
+        0.1, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
+    )
+    clip_ratio: float = Field(
+        10.0,
+        ge=1,
+        description="the ratio counts at most so (truncated importance sampling): bias for a bounded variance. Not "
+        "PPO's distance from 1",
+    )
+    kl_estimator: KLEstimator = Field("k3", description="k1, k2 or k3: see gradwire_losses.kl")
+
+
+def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozenset[ScoreName]:
+    needed: set[ScoreName] = {"logprobs"}
+    return frozenset(needed | {"ref_logprobs"} if computed_by_engine(config, present) else needed)
+
+
+def _token_advantages(batch: Batch) -> Tensor:
+    """``[T]``: the batch's advantages, or of each token the rewards that follow."""
+    if (given := batch.get("advantages")) is not None:
+        return given if batch.levels["advantages"] == "token" else batch.per_token("advantages")
+    if batch.levels["rewards"] == "token":
+        return rewards_to_go(batch["rewards"], batch.row_lengths)
+    return batch.per_token("rewards")
+
+
+def _sequence_advantages(batch: Batch) -> Tensor:
+    """``[S]``: the batch's advantages or rewards; those of tokens added up."""
+    name = "advantages" if "advantages" in batch.fields else "rewards"
+    values = batch[name]
+    return segment_sum(values, batch.row_lengths) if batch.levels[name] == "token" else values
+
+
+@register_loss(
+    "importance_sampling",
+    config=ImportanceSamplingConfig,
+    fields=(
+        INPUT_IDS,
+        LOSS_MASK,
+        row_field(
+            "behavior_log_probs",
+            ROWS_OR_TOKENS,
+            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote them.",
+            required=True,
+        ),
+        row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; needed without advantages."),
+        row_field("advantages", ROWS_OR_TOKENS, "Advantage of each row or token, in place of rewards."),
+        REF_LOG_PROBS,
+    ),
+    scores=_scores,
+    metrics={
+        "policy_loss": "the weighted surrogate",
+        "is_ratio_mean": "mean importance ratio (of a token, or of a row for behavior_log_probs [rows])",
+        "is_ratio_max": "largest ratio, before truncation",
+        "is_ratio_min": "smallest ratio",
+        "clipped_fraction": "share of ratios above clip_ratio: they give no gradient",
+        "kl_divergence": "mean KL of a token to the reference (nats); NaN with no reference",
+        "advantage_mean": "mean advantage of a token or row",
+    },
+    reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling",
+    formula="-1/T sum_t min(exp(log p_t - log b_t), c) A_t + beta KL_t, or with rows for tokens",
+    streams=True,
+)
+def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSamplingConfig) -> LossOutput:
+    """Rewards of another policy's samples, each weighted by how much likelier this policy makes it.
+
+    With ``behavior_log_probs [rows, tokens]`` each token has its ratio and the loss is a mean over tokens; a reward of
+    a row counts for all of its tokens, rewards of tokens for those up to them. With ``[rows]`` a row has one ratio,
+    that of all of its scored tokens together, and the loss is a mean over rows, KL of a row being the sum over its
+    tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no baseline is subtracted.
+
+    Raises:
+        BatchError: when the batch has neither ``rewards`` nor ``advantages``, or both.
+    """
+    if ("rewards" in batch.fields) == ("advantages" in batch.fields):
+        have = "both" if "rewards" in batch.fields else "neither"
+        raise BatchError(
+            f"importance_sampling takes rewards or advantages; the batch has {have}",
+            field="rewards",
+            rule="one of rewards and advantages",
+        )
+    lengths, logprobs = batch.row_lengths, scores.logprobs
+    reference = reference_logprobs(batch, scores)
+    kl = None if reference is None else kl_estimate(logprobs, reference, config.kl_estimator)
+    if batch.levels["behavior_log_probs"] == "token":
+        ratio = probability_ratio(logprobs, batch["behavior_log_probs"])
+        advantages, unit = _token_advantages(batch), "tokens"
+    else:
+        there = lengths > 0
+        ratio = probability_ratio(segment_sum(logprobs, lengths), batch["behavior_log_probs"])[there]
+        advantages, unit = _sequence_advantages(batch)[there], "sequences"
+    policy = Term(-(ratio.clamp(max=config.clip_ratio) * advantages).sum(), len(ratio), unit)
+    terms = {"policy": policy}
+    if config.beta and kl is not None:
+        terms["kl"] = Term(config.beta * kl.sum(), len(ratio), unit)
+    metrics: dict[str, Metric] = {
+        "policy_loss": policy.metric(),
+        "is_ratio_mean": Mean.of(ratio),
+        "is_ratio_max": Max.of(ratio),
+        "is_ratio_min": Min.of(ratio),
+        "clipped_fraction": Mean.of(ratio > config.clip_ratio),
+        "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
+        "advantage_mean": Mean.of(advantages),
+    }
+    return LossOutput(terms, metrics)

@@ -1,0 +1,33 @@
+"""Estimators of KL(policy || reference) from log-probabilities of tokens that the policy wrote.
+
+``d = logprobs - ref_logprobs`` in nats, any shape. See Schulman 2020, "Approximating KL divergence"
+(http://joschu.net/blog/kl-approx.html). As a term of a loss, only k2's and k3's gradients are of use: that of k1 is
+zero in expectation, whatever the reference; k2's is the KL's own on the policy's samples.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+LINEAR_BEYOND = 20.0
+
+
+def exp_minus_one(x: Tensor) -> Tensor:
+    """``exp(x) - 1``, continued along its tangent beyond 20, so that distant policies give large numbers, not inf."""
+    bounded = x.clamp(max=LINEAR_BEYOND)
+    grown = torch.expm1(bounded)
+    return grown + (grown.detach() + 1) * (x - bounded)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """Of each token: ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d`` (unbiased as k1, never negative)."""
+    difference = logprobs - ref_logprobs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return exp_minus_one(-difference) + difference

@@ -35,9 +35,7 @@ class OperationError(Exception):
 
     @classmethod
     def from_batch_error(cls, error: BatchError) -> OperationError:
-        return cls(
-            training_pb2.ERROR_CODE_INVALID_BATCH, str(error), field=error.field, row=error.row, rule=error.rule
-        )
+        return cls(training_pb2.ERROR_CODE_INVALID_BATCH, str(error), field=error.field, row=error.row, rule=error.rule)
 
     def to_proto(self) -> training_pb2.Error:
         error = training_pb2.Error(code=self.code, message=self.message, field=self.field, rule=self.rule)

@@ -19,6 +19,7 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
 
@@ -102,7 +103,9 @@ class HostedModel:
         """The output head with the weights that the model has now."""
         config = self.model.config.get_text_config()
         linear = self.model.get_output_embeddings()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
         softcap = getattr(config, "final_logit_softcapping", None)
         return OutputHead(linear.weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
 
@@ -191,6 +194,7 @@ class ModelHost:
         self.device = torch.device(device)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self._paths = dict(models)
+        transformers_logging.disable_progress_bar()
         self._loaded: dict[str, HostedModel] = {}
         self._facts: dict[str, ModelFacts] = {}
 
@@ -283,7 +287,8 @@ def _explained(name: str, path: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {name!r} at {path} could not be loaded as a causal LM of transformers with safetensors weights: {error}",
+            f"model {name!r} at {path} could not be loaded as a causal LM of transformers with safetensors weights: "
+            f"{error}",
         ) from error
 
 
@@ -293,3 +298,18 @@ def preserved_rng() -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=list(devices)):
         yield
+
+
+def generator_states() -> dict[str, Tensor]:
+    """The states of torch's global generators: "cpu", and "cuda:N" where there are GPUs; uint8."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def set_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Puts states that :func:`generator_states` gave in place."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([states[f"cuda:{index}"] for index in range(torch.cuda.device_count())])

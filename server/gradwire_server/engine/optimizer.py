@@ -43,7 +43,10 @@ class Optimizer:
         self._masters = policy.masters()
         self._adamw: torch.optim.AdamW | None = None
         if self._masters:
-            fused = all(master.is_floating_point() and master.device.type in ("cpu", "cuda") for master in self._masters.values())
+            fused = all(
+                master.is_floating_point() and master.device.type in ("cpu", "cuda")
+                for master in self._masters.values()
+            )
             self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
 
     def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:

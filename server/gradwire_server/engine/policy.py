@@ -61,9 +61,7 @@ class Policy:
 
     def activate(self, *, training: bool = False) -> None:
         """Puts these weights and the mode (dropout, gradient checkpointing) in place. Free when they are already."""
-        self.hosted.activate(
-            self.adapter, training=training, checkpointing=training and self.gradient_checkpointing
-        )
+        self.hosted.activate(self.adapter, training=training, checkpointing=training and self.gradient_checkpointing)
 
     def hidden(
         self, input_ids: Tensor, lengths: Tensor, positions: Tensor | None = None, *, training: bool = False

@@ -11,12 +11,12 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientAccumulator
-from gradwire_server.engine.host import ModelHost, preserved_rng
+from gradwire_server.engine.host import ModelHost, generator_states, preserved_rng, set_generator_states
 from gradwire_server.engine.optimizer import Optimizer
 from gradwire_server.engine.policy import Policy, make_policy
 
 if TYPE_CHECKING:
-    from gradwire_server.engine.evaluate import KeptScores
+    from gradwire_server.engine.forward import KeptScores
 
 
 class EngineRun:
@@ -44,7 +44,7 @@ class EngineRun:
         self.kept: dict[int, KeptScores] = {}
         with preserved_rng():
             torch.manual_seed(config.seed)
-            self._rng = _generator_states()
+            self._rng = generator_states()
 
     @contextmanager
     def rng(self) -> Iterator[None]:
@@ -53,9 +53,9 @@ class EngineRun:
         An operation that raises leaves the run's generators as they were before it.
         """
         with preserved_rng():
-            _set_generator_states(self._rng)
+            set_generator_states(self._rng)
             yield
-            self._rng = _generator_states()
+            self._rng = generator_states()
 
     def rng_tensors(self) -> dict[str, Tensor]:
         """The state of the run's generators: "cpu", and "cuda:N" where there are GPUs; uint8."""
@@ -70,16 +70,3 @@ class EngineRun:
         self.kept.clear()
         self.accumulator.clear()
         self.policy.close()
-
-
-def _generator_states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def _set_generator_states(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([states[f"cuda:{index}"] for index in range(torch.cuda.device_count())])

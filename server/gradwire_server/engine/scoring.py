@@ -59,7 +59,7 @@ def score_tokens(
 
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -100,7 +100,9 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_correct: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_correct: None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         head: OutputHead = ctx.head

@@ -1,0 +1,394 @@
+"""A loss over a policy: what it is, what it reports, and its gradient.
+
+The loss always gives what it would give if it saw the whole batch at once. One that streams is evaluated micro-batch
+by micro-batch, each one's graph being used and freed at once. Any other is evaluated once, on the scores of the
+whole batch, and its gradient goes back through :class:`.forward.KeptScores`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
+from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.accumulate import GradientAccumulator, GradientCollector, Key
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.forward import KeptScores, check_scores, score_batch
+from gradwire_server.engine.planner import Budget, MicroBatch, split
+from gradwire_server.engine.policy import Policy
+
+Reference = Callable[[Batch, float], Tensor]
+"""``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the reference that the loss names."""
+
+CUSTOM: Key = ("custom", "weight")
+
+
+@dataclass(frozen=True)
+class LossEvaluation:
+    """What a forward or a forward and backward gave.
+
+    Attributes:
+        loss: None where no loss was asked for.
+        metrics: by name, "loss" among them where there is one.
+        outputs: by name: ``[T]`` of the scored tokens or (rewards) ``[S]``, float32 on the CPU, in the batch's order.
+        row_lengths: ``[S]`` scored tokens of each sequence.
+        num_tokens: that went through the model, padding not counted.
+        num_loss_tokens: that were scored.
+        num_microbatches: forwards of the trunk, those computed again not counted.
+        recomputed: whether the activation budget was exceeded and part was computed twice.
+        warnings: for the person.
+    """
+
+    loss: float | None
+    metrics: dict[str, float]
+    outputs: dict[str, Tensor]
+    row_lengths: Tensor
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+    num_microbatches: int
+    recomputed: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def forward(
+    policy: Policy,
+    batch: Batch,
+    loss: LossSpec | None = None,
+    config: LossConfig | None = None,
+    *,
+    reference: Reference | None = None,
+    outputs: Collection[str] = (),
+    temperature: float = 1.0,
+    budget: Budget,
+) -> LossEvaluation:
+    """Scores, and a loss of them where one is given; no gradients, no dropout.
+
+    Args:
+        reference: needed where the loss needs ``ref_logprobs``.
+        outputs: names of the scores to return.
+        temperature: divides the logits where there is no loss; a loss says it in its own arguments.
+
+    Raises:
+        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
+    """
+    check_scores(policy, outputs)
+    names = set(outputs)
+    if loss is not None and config is not None:
+        needed = _needed(loss, config, batch)
+        names |= needed - {"ref_logprobs"}
+        temperature = loss_temperature(config)
+    scores = score_batch(policy, batch, names, temperature=temperature, budget=budget)
+    sums = _LossSums(loss.name if loss else "")
+    if loss is not None and config is not None:
+        if "ref_logprobs" in needed:
+            scores["ref_logprobs"] = _reference_logprobs(loss, reference, batch, temperature)
+        with torch.no_grad():
+            sums.add(_call(loss, batch, {name: scores[name] for name in needed}, config))
+    return _evaluation(batch, scores, outputs, len(split(batch, budget.microbatch_tokens)), sums if loss else None)
+
+
+def forward_backward(
+    policy: Policy,
+    batch: Batch,
+    loss: LossSpec,
+    config: LossConfig,
+    accumulator: GradientAccumulator,
+    *,
+    reference: Reference | None = None,
+    outputs: Collection[str] = (),
+    budget: Budget,
+) -> LossEvaluation:
+    """A loss, and its gradient into the accumulator, which an error leaves as it was.
+
+    Raises:
+        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH, or NON_FINITE with the row to blame.
+    """
+    needed = _needed(loss, config, batch)
+    names = (needed - {"ref_logprobs"}) | set(outputs)
+    check_scores(policy, outputs)
+    check_scores(policy, names, field="loss_fn")
+    temperature = loss_temperature(config)
+    micros = split(batch, budget.microbatch_tokens)
+    ref_logprobs = None
+    if "ref_logprobs" in needed:
+        ref_logprobs = _reference_logprobs(loss, reference, batch, temperature)
+    streams = loss.streams(config, frozenset(batch.fields))
+    parts = [_alone(micro) for micro in micros] if streams else [_Part(batch, micros, None, None, None)]
+    sums = _LossSums(loss.name)
+    scores: dict[str, Tensor] = {}
+    recomputed = False
+    with GradientCollector(policy.trainable_parameters()) as collector:
+        for part in parts:
+            kept = KeptScores(
+                policy,
+                part.batch,
+                names,
+                temperature=temperature,
+                budget=budget,
+                micros=part.micros,
+                keep_single=True,
+            )
+            used = {name: kept.by_name[name] for name in needed if name != "ref_logprobs"}
+            if ref_logprobs is not None:
+                used["ref_logprobs"] = ref_logprobs if part.tokens is None else ref_logprobs[part.tokens]
+            gradients = _loss_gradients(loss, config, part, used, sums)
+            kept.backward(collector, gradients)
+            recomputed |= kept.recomputed
+            for name in outputs:
+                part.place(batch, name, kept.by_name[name], scores)
+    if not collector.finite():
+        raise OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE,
+            f"the gradient of {loss.name} with respect to the weights is not finite, though loss and scores are; "
+            "nothing was accumulated. A lower learning rate, or float32 weights, may help",
+        )
+    accumulator.merge(collector.by_key, sums.counts)
+    return replace(_evaluation(batch, scores, outputs, len(micros), sums), recomputed=recomputed)
+
+
+def kept_forward(
+    policy: Policy, batch: Batch, names: Collection[str], *, temperature: float = 1.0, budget: Budget
+) -> tuple[KeptScores, LossEvaluation]:
+    """The first half of a loss that the client computes: scores, whose graph waits for :func:`custom_backward`."""
+    kept = KeptScores(policy, batch, names, temperature=temperature, budget=budget)
+    evaluation = _evaluation(batch, kept.by_name, names, kept.num_microbatches, None)
+    return kept, replace(evaluation, recomputed=kept.recomputed)
+
+
+def custom_backward(
+    kept: KeptScores, gradients: Mapping[str, Tensor], weight: float, accumulator: GradientAccumulator
+) -> None:
+    """The second half: the gradient of the client's loss, in proportion to ``weight``, into the accumulator.
+
+    Args:
+        gradients: name of a score -> the loss's gradient with respect to it, flat, as the scores were.
+        weight: what the loss averages over; calls of one accumulation are averaged by it.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, or NON_FINITE with the row to blame.
+    """
+    if not 0 < weight < math.inf:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"weight is {weight}; it is what the loss averages over, and positive",
+            field="weight",
+            rule="weight > 0",
+        )
+    for name, gradient in gradients.items():
+        if name not in kept.by_name or gradient.shape != kept.by_name[name].shape:
+            there = f"{tuple(kept.by_name[name].shape)}" if name in kept.by_name else "not among the scores asked for"
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"a gradient of shape {tuple(gradient.shape)} came for {name}, which is {there}",
+                field=f"grad_{name}",
+                rule="shaped as the scores were",
+            )
+    rows = torch.arange(kept.batch.num_examples)
+    _check_finite(kept.batch, gradients, rows, "the gradient that the client computed for")
+    with GradientCollector(kept.policy.trainable_parameters()) as collector:
+        kept.backward(collector, {CUSTOM: gradients})
+    if not collector.finite():
+        raise OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE, "the gradient with respect to the weights is not finite"
+        )
+    accumulator.merge(collector.by_key, {CUSTOM: weight}, scale=weight)
+
+
+def loss_temperature(config: LossConfig) -> float:
+    """What divides the logits before a loss's log-probabilities: its argument ``sampling_temperature``, or 1."""
+    return float(getattr(config, "sampling_temperature", 1.0))
+
+
+# ------------------------------------------------------------------ parts of a batch
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a loss is shown at a time: the whole batch (indices None), or one micro-batch of it."""
+
+    batch: Batch
+    micros: list[MicroBatch]
+    examples: Tensor | None
+    sequences: Tensor | None
+    tokens: Tensor | None
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.arange(self.batch.num_examples) if self.examples is None else self.examples
+
+    def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
+        """Puts this part's scores where they belong in those of the whole batch."""
+        index = self.sequences if name == "rewards" else self.tokens
+        if index is None:
+            into[name] = values
+        else:
+            count = whole.num_sequences if name == "rewards" else whole.num_scored
+            into.setdefault(name, torch.zeros(count, dtype=values.dtype))[index] = values
+
+
+def _alone(micro: MicroBatch) -> _Part:
+    own = replace(
+        micro,
+        examples=torch.arange(len(micro.examples)),
+        sequences=torch.arange(len(micro.sequences)),
+        tokens=torch.arange(len(micro.tokens)),
+    )
+    return _Part(micro.batch, [own], micro.examples, micro.sequences, micro.tokens)
+
+
+class _LossSums:
+    """A loss's terms and metrics, put together from its parts."""
+
+    def __init__(self, loss_name: str) -> None:
+        self._loss_name = loss_name
+        self._sums: dict[str, float] = {}
+        self._units: dict[str, str] = {}
+        self._counts: dict[str, float] = {}
+        self._metrics: list[Mapping[str, Metric]] = []
+
+    def add(self, output: LossOutput) -> None:
+        for name, term in output.terms.items():
+            self._sums[name] = self._sums.get(name, 0.0) + term.sum.item()
+            self._counts[name] = term.count if term.unit == "sum" else self._counts.get(name, 0.0) + term.count
+            self._units[name] = term.unit
+        self._metrics.append(output.metrics)
+
+    @property
+    def counts(self) -> dict[Key, float]:
+        by_key: dict[Key, float] = {}
+        for name, unit in self._units.items():
+            if by_key.setdefault((self._loss_name, unit), self._counts[name]) != self._counts[name]:
+                raise ValueError(
+                    f"terms of {self._loss_name} count different numbers of {unit}: give them different units"
+                )
+        return by_key
+
+    def loss(self) -> float:
+        return sum(total / self._counts[name] for name, total in self._sums.items() if self._counts[name])
+
+    def metrics(self) -> dict[str, float]:
+        merged = {name: metric.value() for name, metric in merge_metrics(self._metrics).items()}
+        return {"loss": self.loss()} | merged
+
+
+# ------------------------------------------------------------------ the loss and the gradient of its scores
+
+
+def _needed(loss: LossSpec, config: LossConfig, batch: Batch) -> frozenset[str]:
+    try:
+        return frozenset(loss.scores(config, frozenset(batch.fields)))
+    except BatchError as error:
+        raise OperationError.from_batch_error(error) from error
+
+
+def _call(loss: LossSpec, batch: Batch, scores: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
+    try:
+        return loss.function(batch, Scores(scores), config)
+    except BatchError as error:
+        raise OperationError.from_batch_error(error) from error
+
+
+def _loss_gradients(
+    loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor], sums: _LossSums
+) -> dict[Key, dict[str, Tensor]]:
+    """Evaluates the loss, adds it to the sums, and gives the gradient of each unit's sum for each score.
+
+    Raises:
+        OperationError: NON_FINITE, with the row, where scores, the loss or a gradient are not finite.
+    """
+    _check_finite(part.batch, scores, part.rows, "the model gave non-finite")
+    leaves = {
+        name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
+        for name, values in ((name, values.detach()) for name, values in scores.items())
+    }
+    output = _call(loss, part.batch, leaves, config)
+    if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
+        raise _non_finite_loss(loss, config, part, scores)
+    sums.add(output)
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    units: dict[str, list[Tensor]] = {}
+    for term in output.terms.values():
+        if term.sum.requires_grad:
+            units.setdefault(term.unit, []).append(term.sum)
+    by_key: dict[Key, dict[str, Tensor]] = {}
+    for unit, terms in units.items():
+        found = torch.autograd.grad(
+            torch.stack(terms).sum(), list(trained.values()), allow_unused=True, retain_graph=True
+        )
+        gradients = {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+        _check_finite(part.batch, gradients, part.rows, f"{loss.name} has a non-finite gradient for")
+        by_key[loss.name, unit] = gradients
+    return by_key
+
+
+def _check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what: str) -> None:
+    """``rows``: of the caller's batch, for the examples of this one."""
+    for name, entries in values.items():
+        if not entries.is_floating_point() or bool(entries.isfinite().all()):
+            continue
+        first = int((~entries.isfinite()).nonzero()[0, 0])
+        sequence = first if name == "rewards" else int(segment_ids(batch.row_lengths)[first])
+        row = int(rows[segment_ids(batch.group_sizes)[sequence]])
+        raise OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE,
+            f"{what} {name} in row {row}; nothing was accumulated and the weights are untouched",
+            row=row,
+            rule="finite",
+        )
+
+
+def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor]) -> OperationError:
+    """The error that names the first row whose own loss is not finite, or no row if only the whole is so."""
+    row = None
+    sequences = segment_ids(part.batch.group_sizes)
+    for example in range(part.batch.num_examples):
+        of_sequence = sequences == example
+        index = {"rewards": of_sequence}
+        of_token = of_sequence.repeat_interleave(part.batch.row_lengths)
+        own = {name: values[index.get(name, of_token)] for name, values in scores.items()}
+        with torch.no_grad():
+            output = _call(loss, part.batch.select(torch.tensor([example])), own, config)
+        if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
+            row = int(part.rows[example])
+            break
+    where = "" if row is None else f" in row {row}"
+    return OperationError(
+        training_pb2.ERROR_CODE_NON_FINITE,
+        f"the loss {loss.name} is not finite{where}; nothing was accumulated and the weights are untouched",
+        row=row,
+        rule="finite",
+    )
+
+
+def _reference_logprobs(loss: LossSpec, reference: Reference | None, batch: Batch, temperature: float) -> Tensor:
+    if reference is None:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f'{loss.name} compares with a reference model and none is named: give reference_model, "base" say',
+            field="reference_model",
+            rule="required",
+        )
+    return reference(batch, temperature).detach().to("cpu", torch.float32)
+
+
+def _evaluation(
+    batch: Batch, scores: Mapping[str, Tensor], outputs: Collection[str], num_microbatches: int, sums: _LossSums | None
+) -> LossEvaluation:
+    return LossEvaluation(
+        loss=sums.loss() if sums else None,
+        metrics=sums.metrics() if sums else {},
+        outputs={name: scores[name].detach().float() for name in outputs},
+        row_lengths=batch.row_lengths,
+        num_sequences=batch.num_sequences,
+        num_tokens=len(batch.input_ids),
+        num_loss_tokens=batch.num_scored,
+        num_microbatches=num_microbatches,
+    )

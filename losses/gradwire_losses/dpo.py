@@ -9,10 +9,7 @@ from torch import Tensor
 from gradwire_losses.batch import Batch, Scores, segment_sum
 from gradwire_losses.fields import PAIR_FIELDS, PAIR_REF_LOG_PROBS
 from gradwire_losses.outputs import LossOutput, Mean, Sum, Term
-from gradwire_losses.reference import computed_by_engine, require_reference
 from gradwire_losses.registry import ReferenceConfig, ScoreName, register_loss
-
-REFERENCE_FIELD = "chosen_ref_log_probs"
 
 
 class DPOConfig(ReferenceConfig):
@@ -27,9 +24,7 @@ class DPOConfig(ReferenceConfig):
 
 
 def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
-    require_reference("dpo", config, present, REFERENCE_FIELD)
-    needed: set[ScoreName] = {"logprobs"}
-    return frozenset(needed | {"ref_logprobs"} if computed_by_engine(config, present, REFERENCE_FIELD) else needed)
+    return frozenset({"logprobs"} if "ref_log_probs" in present else {"logprobs", "ref_logprobs"})
 
 
 def response_logprobs(batch: Batch, values: Tensor) -> Tensor:

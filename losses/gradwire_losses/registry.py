@@ -90,7 +90,8 @@ class LossSpec:
         config: pydantic model of ``loss_kwargs``.
         layout: how the batch's fields become sequences: see ``gradwire_losses.layouts``.
         fields: the batch fields.
-        scores: ``(config, names of the fields present) -> names of the scores needed``.
+        scores: ``(config, names of the fields present, as in Batch.fields) -> names of the scores needed``. A loss that
+            needs ``ref_logprobs`` with no ``reference_model`` given is refused by the engine.
         optional_scores: scores that the function takes where the run has the head for them, and does without where
             it has not.
         metrics: name -> one sentence.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
 from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
-from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def forward(
     check_scores(policy, outputs)
     names = set(outputs)
     if loss is not None and config is not None:
-        needed = _needed(loss, config, batch)
+        needed = _needed(loss, config, batch, policy)
         names |= needed - {"ref_logprobs"}
         temperature = loss_temperature(config)
     scores = score_batch(policy, batch, names, temperature=temperature, budget=budget)
@@ -111,7 +111,7 @@ def forward_backward(
     Raises:
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH, or NON_FINITE with the row to blame.
     """
-    needed = _needed(loss, config, batch)
+    needed = _needed(loss, config, batch, policy)
     names = (needed - {"ref_logprobs"}) | set(outputs)
     check_scores(policy, outputs)
     check_scores(policy, names, field="loss_fn")
@@ -203,8 +203,8 @@ def custom_backward(
 
 
 def loss_temperature(config: LossConfig) -> float:
-    """What divides the logits before a loss's log-probabilities: its argument ``sampling_temperature``, or 1."""
-    return float(getattr(config, "sampling_temperature", 1.0))
+    """What divides the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
+    return config.temperature if isinstance(config, PolicyConfig) else 1.0
 
 
 # ------------------------------------------------------------------ parts of a batch
@@ -282,9 +282,11 @@ class _LossSums:
 # ------------------------------------------------------------------ the loss and the gradient of its scores
 
 
-def _needed(loss: LossSpec, config: LossConfig, batch: Batch) -> frozenset[str]:
+def _needed(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> frozenset[str]:
+    """What the loss asks for, and what it takes where the run has the head for it."""
+    there = {f"{policy.head.kind}s"} if policy.head is not None else set()
     try:
-        return frozenset(loss.scores(config, frozenset(batch.fields)))
+        return frozenset(loss.scores(config, frozenset(batch.fields)) | (loss.optional_scores & there))
     except BatchError as error:
         raise OperationError.from_batch_error(error) from error
 

@@ -57,6 +57,11 @@ def score_tokens(
     return TokenScores(logprobs, entropies if entropy else None, correct)
 
 
+def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
+    """``[T, V]`` logits over the temperature of few tokens' states ``[T, H]``; no gradient."""
+    return _logits(_Product(head.weight), hidden, head.bias, head, temperature)[0]
+
+
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -1,0 +1,58 @@
+"""Text to token ids and back with a model's own tokenizer. Needs the ``tokenizers`` library, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+FILE = "tokenizer.json"
+
+
+def find_tokenizer(path: str) -> Path | None:
+    """The tokenizer.json of a model folder, or of a hub name in the local cache; None where there is none."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder / FILE if (folder / FILE).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, FILE)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+class TextTokenizer:
+    """A model's tokenizer.
+
+    Args:
+        file: its tokenizer.json.
+
+    Attributes:
+        tokenizer: the object of the ``tokenizers`` library.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(file))
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text."""
+        return [found.ids for found in self.tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """The text of each sequence of ids."""
+        return list(
+            self.tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special_tokens)
+        )
+
+
+@lru_cache(maxsize=32)
+def load_tokenizer(file: Path) -> TextTokenizer:
+    """The tokenizer of a file, read once."""
+    return TextTokenizer(file)

@@ -1,0 +1,1 @@
+"""Generation: an interface, and the sampler that shares the engine's weights."""

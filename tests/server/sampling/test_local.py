@@ -1,0 +1,185 @@
+"""The local sampler: its distribution, its log-probabilities, when samples end, and what they depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.policy import LoraPolicy, Policy
+from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer
+from gradwire_server.sampling.base import SamplingParams
+from gradwire_server.sampling.local import LocalSampler, draw
+
+PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model_path: Path) -> Policy:
+    """The tiny model, made opinionated by larger output weights."""
+    hosted = ModelHost({"tiny": str(tiny_model_path)}).load("tiny")
+    with torch.no_grad():
+        hosted.model.get_output_embeddings().weight.mul_(8)
+    return Policy(hosted)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_path: Path) -> TextTokenizer:
+    file = find_tokenizer(str(tiny_model_path))
+    assert file is not None
+    return TextTokenizer(file)
+
+
+def full_logprobs(policy: Policy, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """What plain transformers says, one sequence at a time."""
+    policy.activate()
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_whole_distribution(policy: Policy, settings: dict[str, float]) -> None:
+    params = SamplingParams(max_tokens=12, seed=3, n=3, **settings)  # type: ignore[arg-type]
+    samples = LocalSampler().sample(policy, PROMPTS, params)
+    assert [len(of_prompt) for of_prompt in samples] == [3] * 4
+    for prompt, of_prompt in zip(PROMPTS, samples, strict=True):
+        for sample in of_prompt:
+            expected = full_logprobs(policy, prompt, sample.token_ids, params.temperature)
+            assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)
+
+
+def test_greedy_takes_the_most_probable_token(policy: Policy) -> None:
+    samples = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=10, seed=0, temperature=0))
+    for prompt, (sample,) in zip(PROMPTS, samples, strict=True):
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == sample.token_ids
+
+
+def test_samples_do_not_depend_on_what_they_are_batched_with(policy: Policy) -> None:
+    params = SamplingParams(max_tokens=15, seed=11, n=4)
+    together = LocalSampler().sample(policy, PROMPTS, params)
+    one_by_one = LocalSampler(cache_tokens=1).sample(policy, PROMPTS, params)
+    assert [[s.token_ids for s in of_prompt] for of_prompt in together] == [
+        [s.token_ids for s in of_prompt] for of_prompt in one_by_one
+    ]
+    assert len({tuple(s.token_ids) for s in together[0]}) > 1
+    other = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=15, seed=12, n=4))
+    assert [s.token_ids for s in other[0]] != [s.token_ids for s in together[0]]
+
+
+def test_first_tokens_follow_the_distribution(policy: Policy) -> None:
+    n = 6000
+    params = SamplingParams(max_tokens=1, seed=5, n=n, temperature=1.5, top_k=12)
+    (samples,) = LocalSampler().sample(policy, [PROMPTS[0]], params)
+    counts = np.bincount([sample.token_ids[0] for sample in samples], minlength=policy.facts.vocab_size)
+    with torch.no_grad():
+        logits = policy.model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].float() / 1.5
+    kept = logits.topk(12)
+    expected = torch.zeros_like(logits).scatter(0, kept.indices, kept.values.softmax(0)).numpy()
+    assert not counts[expected == 0].any()
+    deviation = np.abs(counts / n - expected) / np.sqrt(expected * (1 - expected) / n + 1e-12)
+    assert deviation[expected > 0].max() < 4.5
+
+
+def test_draw_inverts_the_distribution_at_its_edges() -> None:
+    logits = torch.log(torch.tensor([[0.0, 0.5, 0.3, 0.2, 0.0]])).expand(5, 5)
+    uniform = torch.tensor([0.0, 0.4999, 0.5001, 0.81, 1 - 2**-53], dtype=torch.float64)
+    plain = SamplingParams(max_tokens=1, seed=0)
+    tokens, logprobs = draw(logits, uniform, plain)
+    assert tokens.tolist() == [1, 1, 2, 3, 3]
+    assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.5, 0.3, 0.2, 0.2]))
+    nucleus, logprobs = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0, top_p=0.7))
+    assert nucleus.tolist() == [1, 1, 1, 2, 2]
+    assert torch.allclose(logprobs.exp(), torch.tensor([0.5, 0.5, 0.5, 0.3, 0.3]))
+    assert draw(logits, uniform, SamplingParams(max_tokens=1, seed=0, top_p=1e-9))[0].tolist() == [1] * 5
+
+
+def test_samples_end_at_end_tokens_stop_tokens_limits_and_the_context(policy: Policy) -> None:
+    free = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=30, seed=2, n=6, ignore_eos=True))
+    assert {s.stop_reason for of in free for s in of} == {"length"}
+    assert {len(s.token_ids) for of in free for s in of} == {30}
+    stop = free[0][0].token_ids[7]
+    params = SamplingParams(max_tokens=30, seed=2, n=6, ignore_eos=True, stop_token_ids=frozenset({stop}))
+    stopped = LocalSampler().sample(policy, PROMPTS, params)
+    for before, after in zip(sum(free, []), sum(stopped, []), strict=True):
+        expected = before.token_ids
+        if stop in expected:
+            expected = expected[: expected.index(stop) + 1]
+            assert after.stop_reason == "stop"
+        assert after.token_ids == expected
+    eos = policy.facts.eos_token_ids[0]
+    ended = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=120, seed=2, n=40, temperature=3.0))
+    reasons = {(s.stop_reason, s.token_ids[-1] == eos) for of in ended for s in of}
+    assert reasons == {("eos", True), ("length", False)}
+    long = [7] * (policy.facts.context_length - 3)
+    ((last,),) = LocalSampler().sample(policy, [long], SamplingParams(max_tokens=50, seed=0, ignore_eos=True))
+    assert (len(last.token_ids), last.stop_reason) == (3, "length")
+
+
+def test_texts_end_before_the_stop_string(policy: Policy, tokenizer: TextTokenizer) -> None:
+    params = SamplingParams(max_tokens=40, seed=4, n=3, ignore_eos=True)
+    free = LocalSampler().sample(policy, PROMPTS, params, tokenizer)
+    target = free[1][2].text
+    assert target is not None and len(target) > 20
+    stop = target[10:13]
+    stopped = LocalSampler().sample(
+        policy, PROMPTS, SamplingParams(max_tokens=40, seed=4, n=3, ignore_eos=True, stop=(stop, "never there")), tokenizer
+    )
+    sample = stopped[1][2]
+    assert sample.text == target[: target.index(stop)]
+    assert sample.stop_reason == "stop"
+    assert tokenizer.decode([sample.token_ids])[0] == target[: target.index(stop)] + stop
+    assert len(sample.logprobs) == len(sample.token_ids)
+
+
+def test_an_adapter_is_sampled_as_it_is_scored(tiny_model_path: Path) -> None:
+    hosted = ModelHost({"tiny": str(tiny_model_path)}).get("tiny")
+    policies = [LoraPolicy(hosted, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
+    with torch.no_grad():
+        for number, policy in enumerate(policies):
+            for name, master in policy.masters().items():
+                master.normal_(std=0.5, generator=torch.Generator().manual_seed(number))
+    samples = [LocalSampler().sample(p, PROMPTS, SamplingParams(max_tokens=10, seed=1)) for p in (*policies, Policy(hosted))]
+    assert len({tuple(sample[0][0].token_ids) for sample in samples}) == 3
+    for policy, of_policy in zip(policies, samples, strict=False):
+        for prompt, (sample,) in zip(PROMPTS, of_policy, strict=True):
+            assert torch.allclose(
+                torch.tensor(sample.logprobs), full_logprobs(policy, prompt, sample.token_ids), atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "row", "words"),
+    [([], None, "at least one"), ([[1], []], 1, "no tokens"), ([[1, 101]], 0, "101"), ([[1] * 256], 0, "context")],
+    ids=["none", "empty", "vocabulary", "context"],
+)
+def test_bad_prompts_are_named(policy: Policy, prompts: list[list[int]], row: int | None, words: str) -> None:
+    with pytest.raises(OperationError, match=words) as caught:
+        LocalSampler().sample(policy, prompts, SamplingParams(max_tokens=1, seed=0))
+    assert (caught.value.field, caught.value.row) == ("prompts", row)
+
+
+def test_stop_strings_need_a_tokenizer(policy: Policy) -> None:
+    with pytest.raises(OperationError, match="stop_token_ids"):
+        LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=1, seed=0, stop=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [({"max_tokens": 0}, "max_tokens"), ({"top_p": 1.5}, "top_p"), ({"temperature": -1}, "temperature"), ({"stop": [""]}, "stop")],
+    ids=str,
+)
+def test_arguments_are_checked(call: dict[str, object], field: str) -> None:
+    with pytest.raises(OperationError, match="must hold") as caught:
+        SamplingParams.from_call(training_pb2.SampleCall(**{"max_tokens": 4} | call), seed=0)  # type: ignore[arg-type]
+    assert caught.value.field == field

@@ -1,0 +1,289 @@
+"""Advantage estimators in numpy: pure functions of rewards and values.
+
+The twins of ``gradwire_losses.advantages`` (torch, on the server), with the same names and meaning. Ragged
+throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number a
+sequence, cut into groups by ``group_sizes [B]``. Results are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.ArrayLike
+Lengths = npt.ArrayLike
+
+GROUP_STD_FLOOR = 1e-4
+WHITEN_FLOOR = 1e-8
+
+
+def _floats(numbers: Numbers) -> Floats:
+    return np.asarray(numbers, dtype=np.float64)
+
+
+def _lengths(lengths: Lengths, total: int, what: str) -> npt.NDArray[np.int64]:
+    result = np.asarray(lengths, dtype=np.int64)
+    if int(result.sum()) != total:
+        raise ValueError(f"{what} sum to {int(result.sum())} where there are {total} entries")
+    return result
+
+
+def _segments(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def _segment_sum(numbers: Floats, lengths: npt.NDArray[np.int64]) -> Floats:
+    return np.bincount(_segments(lengths), weights=numbers, minlength=len(lengths)).astype(np.float64)
+
+
+def gae(
+    rewards: Numbers,
+    values: Numbers,
+    row_lengths: Lengths,
+    *,
+    gamma: float = 0.99,
+    gae_lambda: float = 0.95,
+    bootstrap_values: Numbers | None = None,
+    mask: npt.ArrayLike | None = None,
+) -> tuple[Floats, Floats]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
+
+    Args:
+        rewards: ``[T]``, for emitting each token.
+        values: ``[T]``, of the state that each was emitted in.
+        row_lengths: ``[S]``.
+        gamma: discount of a step.
+        gae_lambda: 1 gives discounted returns less values, 0 one-step errors.
+        bootstrap_values: ``[S]``, the value of the state after each sequence's last token: of one that was cut off
+            (truncated) what is still to come, of one that ended (terminated) 0, which is the default for all.
+        mask: ``[T]`` bool, False for tokens that the policy did not write (observations, tool results). Time does
+            not pass at them: the step after the last token before one is the first token after it. Their rewards
+            and values are ignored, their advantage and return are 0.
+
+    Returns:
+        Advantages and returns (advantages + values), both ``[T]``.
+    """
+    rewards, values = _floats(rewards), _floats(values)
+    lengths = _lengths(row_lengths, len(rewards), "row_lengths")
+    written = np.ones(len(rewards), dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
+    starts = np.cumsum(lengths) - lengths
+    next_value = np.zeros(len(lengths)) if bootstrap_values is None else _floats(bootstrap_values).copy()
+    advantage, advantages = np.zeros(len(lengths)), np.zeros(len(rewards))
+    for offset in range(int(lengths.max(initial=0)) - 1, -1, -1):
+        rows = np.flatnonzero(lengths > offset)
+        rows = rows[written[starts[rows] + offset]]
+        at = starts[rows] + offset
+        error = rewards[at] + gamma * next_value[rows] - values[at]
+        advantages[at] = advantage[rows] = error + gamma * gae_lambda * advantage[rows]
+        next_value[rows] = values[at]
+    return advantages, np.where(written, advantages + np.where(written, values, 0.0), 0.0)
+
+
+def rewards_to_go(rewards: Numbers, row_lengths: Lengths, gamma: float = 1.0) -> Floats:
+    """``[T]``: of each token, the discounted sum of the rewards from it to the end of its sequence."""
+    rewards = _floats(rewards)
+    return gae(rewards, np.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def at_last_token(numbers: Numbers, row_lengths: Lengths) -> Floats:
+    """``[S] -> [T]``: each sequence's number at its last token, 0 elsewhere."""
+    numbers, lengths = _floats(numbers), np.asarray(row_lengths, dtype=np.int64)
+    there = lengths > 0
+    result = np.zeros(int(lengths.sum()))
+    result[lengths.cumsum()[there] - 1] = numbers[there]
+    return result
+
+
+def over_tokens(numbers: Numbers, row_lengths: Lengths) -> Floats:
+    """``[S] -> [T]``: each sequence's number at every one of its tokens."""
+    return np.repeat(_floats(numbers), np.asarray(row_lengths, dtype=np.int64))
+
+
+def group_spread(rewards: Numbers, group_sizes: Lengths) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
+    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation and whether rewards differ at all.
+
+    The deviation of a group of one, and of one whose rewards are all equal, is 0 exactly.
+    """
+    rewards = _floats(rewards)
+    sizes = _lengths(group_sizes, len(rewards), "group_sizes")
+    groups = _segments(sizes)
+    mean = _segment_sum(rewards, sizes) / np.maximum(sizes, 1)
+    squares = _segment_sum((rewards - mean[groups]) ** 2, sizes)
+    highest, lowest = np.full(len(sizes), -np.inf), np.full(len(sizes), np.inf)
+    np.maximum.at(highest, groups, rewards)
+    np.minimum.at(lowest, groups, rewards)
+    differ = highest > lowest
+    return mean, np.where(differ, np.sqrt(squares / np.maximum(sizes - 1, 1)), 0.0), differ
+
+
+def group_advantages(rewards: Numbers, group_sizes: Lengths, *, scale: bool = True) -> Floats:
+    """``[S]``: each reward less its group's mean, over the group's standard deviation + 1e-4 when ``scale``.
+
+    A group of one, and one whose rewards are all equal, gives zeros. Shao et al. 2024, arXiv 2402.03300; without
+    ``scale``, Liu et al. 2025, arXiv 2503.20783.
+    """
+    rewards = _floats(rewards)
+    mean, std, differ = group_spread(rewards, group_sizes)
+    groups = _segments(np.asarray(group_sizes, dtype=np.int64))
+    centred = np.where(differ[groups], rewards - mean[groups], 0.0)
+    return centred / (std[groups] + GROUP_STD_FLOOR) if scale else centred
+
+
+def whiten(values: Numbers, *, shift_mean: bool = True) -> Floats:
+    """``(x - mean) / sqrt(var + 1e-8)`` with the unbiased variance; keeps the mean unless ``shift_mean``."""
+    values = _floats(values)
+    if len(values) < 2:
+        return values - values if shift_mean else values
+    mean = values.mean()
+    whitened = (values - mean) / np.sqrt(values.var(ddof=1) + WHITEN_FLOOR)
+    return whitened if shift_mean else whitened + mean
+
+
+def rloo_advantages(rewards: Numbers, group_sizes: Lengths) -> Floats:
+    """``[S]``: each reward less the mean of the *others* of its group (leave one out); 0 for a group of one.
+
+    Ahmadian et al. 2024, arXiv 2402.14740.
+    """
+    rewards = _floats(rewards)
+    sizes = _lengths(group_sizes, len(rewards), "group_sizes")
+    groups = _segments(sizes)
+    others = (_segment_sum(rewards, sizes)[groups] - rewards) / np.maximum(sizes - 1, 1)[groups]
+    return np.where(group_spread(rewards, sizes)[2][groups], rewards - others, 0.0)
+
+
+def reinforce_plus_plus_advantages(rewards: Numbers, row_lengths: Lengths, *, gamma: float = 1.0) -> Floats:
+    """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
+
+    Hu et al. 2025, arXiv 2501.03262.
+    """
+    return whiten(rewards_to_go(rewards, row_lengths, gamma))
+
+
+def reinforce_plus_plus_baseline_advantages(rewards: Numbers, group_sizes: Lengths, row_lengths: Lengths) -> Floats:
+    """``[T]``: each sequence's reward ``[S]`` less its group's mean, whitened over all tokens of the batch.
+
+    The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
+    """
+    return whiten(over_tokens(group_advantages(rewards, group_sizes, scale=False), row_lengths))
+
+
+def remax_advantages(rewards: Numbers, greedy_rewards: Numbers) -> Floats:
+    """``[S]``: each reward less that of the greedy response to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
+    return _floats(rewards) - _floats(greedy_rewards)
+
+
+def opo_advantages(rewards: Numbers, row_lengths: Lengths, group_sizes: Lengths) -> Floats:
+    """``[S]``: each reward less its group's mean weighted by length, the baseline of least variance.
+
+    Hao et al. 2025, arXiv 2505.23585. A group of one, and one whose rewards are all equal, gives zeros.
+    """
+    rewards, lengths = _floats(rewards), _floats(row_lengths)
+    sizes = _lengths(group_sizes, len(rewards), "group_sizes")
+    groups = _segments(sizes)
+    weights = np.maximum(_segment_sum(lengths, sizes), 1.0)
+    baseline = _segment_sum(lengths * rewards, sizes) / weights
+    return np.where(group_spread(rewards, sizes)[2][groups], rewards - baseline[groups], 0.0)
+
+
+def vtrace(
+    logprobs: Numbers,
+    behavior_logprobs: Numbers,
+    rewards: Numbers,
+    values: Numbers,
+    row_lengths: Lengths,
+    *,
+    gamma: float = 0.99,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    bootstrap_values: Numbers | None = None,
+) -> tuple[Floats, Floats]:
+    """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
+
+    Args:
+        logprobs, behavior_logprobs: ``[T]``, of each token under the policy and under the one that wrote it.
+        rewards, values, row_lengths, gamma, bootstrap_values: as in :func:`gae`.
+        rho_clip: ceiling of the ratio that weighs each temporal difference.
+        c_clip: ceiling of the ratio that passes a difference on to earlier tokens.
+
+    Returns:
+        Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
+    """
+    rewards, values = _floats(rewards), _floats(values)
+    lengths = _lengths(row_lengths, len(rewards), "row_lengths")
+    # The ceilings make an overflow of exp harmless; bounding the exponent keeps it quiet.
+    ratio = np.exp(np.minimum(_floats(logprobs) - _floats(behavior_logprobs), 60.0))
+    rho, c = np.minimum(ratio, rho_clip), np.minimum(ratio, c_clip)
+    starts = np.cumsum(lengths) - lengths
+    next_value = np.zeros(len(lengths)) if bootstrap_values is None else _floats(bootstrap_values).copy()
+    next_target, correction = next_value.copy(), np.zeros(len(lengths))
+    advantages, targets = np.zeros(len(rewards)), np.zeros(len(rewards))
+    for offset in range(int(lengths.max(initial=0)) - 1, -1, -1):
+        rows = np.flatnonzero(lengths > offset)
+        at = starts[rows] + offset
+        error = rho[at] * (rewards[at] + gamma * next_value[rows] - values[at])
+        advantages[at] = rho[at] * (rewards[at] + gamma * next_target[rows] - values[at])
+        correction[rows] = error + gamma * c[at] * correction[rows]
+        targets[at] = next_target[rows] = values[at] + correction[rows]
+        next_value[rows] = values[at]
+    return advantages, targets
+
+
+def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable]) -> list[npt.NDArray[np.int64]]:
+    """The steps (indices) that share group and anchor state, in order of first appearance: GiGPO's step groups."""
+    groups: dict[tuple[Hashable, Hashable], list[int]] = {}
+    for index, key in enumerate(zip(group_ids, anchor_states, strict=True)):
+        groups.setdefault(key, []).append(index)
+    return [np.array(members, dtype=np.int64) for members in groups.values()]
+
+
+def gigpo_step_advantages(
+    returns: Numbers, group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable], *, scale: bool = True
+) -> Floats:
+    """``[steps]``, ``A_S``: each step's return against those of the steps at the same anchor state of its group.
+
+    Args:
+        returns: ``[steps]``, discounted, from each step to the end of its episode (``G_t``).
+        group_ids: ``[steps]``, the group of episodes that each step belongs to.
+        anchor_states: ``[steps]``, what tells the states apart that steps were taken in.
+        scale: divide by the standard deviation of the step group + 1e-4.
+
+    A step alone at its state gives 0. Feng et al. 2025, arXiv 2505.10978.
+    """
+    returns = _floats(returns)
+    advantages = np.zeros(len(returns))
+    for members in gigpo_step_groups(group_ids, anchor_states):
+        advantages[members] = group_advantages(returns[members], [len(members)], scale=scale)
+    return advantages
+
+
+def gigpo_advantages(
+    episode_rewards: Numbers,
+    group_sizes: Lengths,
+    step_rewards: Numbers,
+    step_counts: Lengths,
+    anchor_states: Sequence[Hashable],
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    scale: bool = True,
+) -> Floats:
+    """``[steps]``: ``A_E + omega A_S`` of each step (Feng et al. 2025, arXiv 2505.10978).
+
+    Args:
+        episode_rewards: ``[S]``, of each whole episode.
+        group_sizes: ``[B]``, episodes that started from one state.
+        step_rewards: ``[steps]``, of all episodes' steps, one episode after the other.
+        step_counts: ``[S]``, steps of each episode.
+        anchor_states: ``[steps]``, see :func:`gigpo_step_advantages`.
+        gamma: discount of a step.
+        omega: weight of the step level.
+        scale: divide both levels by their groups' standard deviations.
+    """
+    counts = np.asarray(step_counts, dtype=np.int64)
+    episode = group_advantages(episode_rewards, group_sizes, scale=scale)
+    groups = np.repeat(_segments(np.asarray(group_sizes, dtype=np.int64)), counts).tolist()
+    returns = rewards_to_go(step_rewards, counts, gamma)
+    return np.repeat(episode, counts) + omega * gigpo_step_advantages(returns, groups, anchor_states, scale=scale)

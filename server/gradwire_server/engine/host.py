@@ -224,6 +224,15 @@ class ModelHost:
             self._loaded[name] = hosted
         return self._loaded[name]
 
+    def is_loaded(self, name: str) -> bool:
+        """Whether the shared copy of a model is in memory."""
+        return name in self._loaded
+
+    def release(self, name: str) -> None:
+        """Forgets the shared copy of a model, unless adapters are on it."""
+        if name in self._loaded and self._loaded[name].adapters is None:
+            del self._loaded[name]
+
     def load(self, name: str) -> HostedModel:
         """A copy of a model for one owner's use, from disk."""
         facts = self.facts(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from gradwire_server.engine.forward import KeptScores
 
 
+_EMA_VERSIONS = itertools.count()
+
+
 class EngineRun:
     """The state of one run.
 
@@ -31,6 +35,8 @@ class EngineRun:
         step: optimizer steps taken.
         seq: the newest operation applied.
         kept: the scores of a KeptForward whose Backward has not come, by the forward's number.
+        ema: the moving average of the weights, without head, once something has asked for it.
+        ema_version: another number, in this process, for each set of weights that an ``ema`` has held.
     """
 
     def __init__(self, host: ModelHost, run_id: str, config: training_pb2.RunConfig) -> None:
@@ -42,6 +48,9 @@ class EngineRun:
         self.step = 0
         self.seq = 0
         self.kept: dict[int, KeptScores] = {}
+        self.ema: Policy | None = None
+        self.ema_version = -1
+        self._host = host
         with preserved_rng():
             torch.manual_seed(config.seed)
             self._rng = generator_states()
@@ -65,8 +74,35 @@ class EngineRun:
         """Takes up these states; generators of devices that are not here, or not in them, are left alone."""
         self._rng |= {name: tensors[name].cpu() for name in self._rng if name in tensors}
 
+    def ensure_ema(self) -> Policy:
+        """The moving average; a copy of the weights as they are now where there was none."""
+        if self.ema is None:
+            config = training_pb2.RunConfig()
+            config.CopyFrom(self.config)
+            config.head = ""
+            self.ema = make_policy(self._host, config, f"{self.run_id}-ema")
+            self.ema.load_state_tensors(self.policy.state_tensors(), head=False)
+            self.ema_version = next(_EMA_VERSIONS)
+        return self.ema
+
+    @torch.no_grad()
+    def move_ema(self, decay: float) -> None:
+        """``ema <- decay * ema + (1 - decay) * weights``."""
+        ema = self.ensure_ema()
+        weights = self.policy.masters()
+        averages = ema.masters()
+        torch._foreach_lerp_(list(averages.values()), [weights[name] for name in averages], 1.0 - decay)
+        ema.sync()
+        self.ema_version = next(_EMA_VERSIONS)
+
+    def drop_ema(self) -> None:
+        if self.ema is not None:
+            self.ema.close()
+            self.ema = None
+
     def close(self) -> None:
         """Gives back everything that the run holds."""
         self.kept.clear()
+        self.drop_ema()
         self.accumulator.clear()
         self.policy.close()

@@ -1,4 +1,4 @@
-"""What every test gets: quiet threads, an asyncio loop that may not be blocked, a tiny model, no GPU tests without one."""
+"""What every test gets: quiet threads, an event loop that may not be blocked, a tiny model, GPU tests only with one."""
 
 from __future__ import annotations
 

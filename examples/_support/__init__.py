@@ -1,0 +1,1 @@
+"""What the examples share: a small model, tasks with checkable answers, a report."""

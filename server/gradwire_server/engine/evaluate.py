@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
 from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
-from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig
+from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig, PolicyConfig
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientAccumulator, GradientCollector, Key
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.forward import KeptScores, check_scores, score_batch
+from gradwire_server.engine.forward import HEAD_OF_SCORE, KeptScores, check_scores, score_batch
 from gradwire_server.engine.planner import Budget, MicroBatch, split
 from gradwire_server.engine.policy import Policy
 
@@ -89,7 +89,7 @@ def forward(
     sums = _LossSums(loss.name if loss else "")
     if loss is not None and config is not None:
         if "ref_logprobs" in needed:
-            scores["ref_logprobs"] = _reference_logprobs(loss, reference, batch, temperature)
+            scores["ref_logprobs"] = _reference_logprobs(loss, config, reference, batch)
         with torch.no_grad():
             sums.add(_call(loss, batch, {name: scores[name] for name in needed}, config))
     return _evaluation(batch, scores, outputs, len(split(batch, budget.microbatch_tokens)), sums if loss else None)
@@ -119,7 +119,7 @@ def forward_backward(
     micros = split(batch, budget.microbatch_tokens)
     ref_logprobs = None
     if "ref_logprobs" in needed:
-        ref_logprobs = _reference_logprobs(loss, reference, batch, temperature)
+        ref_logprobs = _reference_logprobs(loss, config, reference, batch)
     streams = loss.streams(config, frozenset(batch.fields))
     parts = [_alone(micro) for micro in micros] if streams else [_Part(batch, micros, None, None, None)]
     sums = _LossSums(loss.name)
@@ -291,10 +291,15 @@ def _needed(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) ->
         raise OperationError.from_batch_error(error) from error
 
 
-def _call(loss: LossSpec, batch: Batch, scores: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
+def _call(
+    loss: LossSpec, batch: Batch, scores: Mapping[str, Tensor], config: LossConfig, rows: Tensor | None = None
+) -> LossOutput:
+    """``rows``: of the caller's batch, for the examples of this one, where they are not the same."""
     try:
         return loss.function(batch, Scores(scores), config)
     except BatchError as error:
+        if rows is not None and error.row is not None:
+            error.row = int(rows[error.row])
         raise OperationError.from_batch_error(error) from error
 
 
@@ -311,7 +316,7 @@ def _loss_gradients(
         name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
         for name, values in ((name, values.detach()) for name, values in scores.items())
     }
-    output = _call(loss, part.batch, leaves, config)
+    output = _call(loss, part.batch, leaves, config, part.examples)
     if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
         raise _non_finite_loss(loss, config, part, scores)
     sums.add(output)
@@ -370,15 +375,15 @@ def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Ma
     )
 
 
-def _reference_logprobs(loss: LossSpec, reference: Reference | None, batch: Batch, temperature: float) -> Tensor:
-    if reference is None:
+def _reference_logprobs(loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch) -> Tensor:
+    if reference is None or getattr(config, "reference_model", None) is None:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
             f'{loss.name} compares with a reference model and none is named: give reference_model, "base" say',
             field="reference_model",
             rule="required",
         )
-    return reference(batch, temperature).detach().to("cpu", torch.float32)
+    return reference(batch, loss_temperature(config)).detach().to("cpu", torch.float32)
 
 
 def _evaluation(

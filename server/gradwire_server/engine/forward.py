@@ -22,7 +22,7 @@ from gradwire_server.engine.scoring import score_tokens
 
 TOKEN_SCORES = frozenset({"logprobs", "entropy", "values", "correct"})
 SCORES = TOKEN_SCORES | {"rewards"}
-_HEADS = {"values": "value", "rewards": "reward"}
+HEAD_OF_SCORE = {"values": "value", "rewards": "reward"}
 
 
 def check_scores(policy: Policy, names: Collection[str], *, field: str = "outputs") -> None:
@@ -39,7 +39,7 @@ def check_scores(policy: Policy, names: Collection[str], *, field: str = "output
                 field=field,
                 rule=f"one of {', '.join(sorted(SCORES))}",
             )
-        kind = _HEADS.get(name)
+        kind = HEAD_OF_SCORE.get(name)
         if kind and (policy.head is None or policy.head.kind != kind):
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,

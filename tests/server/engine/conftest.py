@@ -1,0 +1,126 @@
+"""A tiny Llama loaded through the real host, runs over it, and a random batch for any registered loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_losses.layouts import read_batch
+from gradwire_losses.registry import LossSpec, load_builtin_losses
+from gradwire_proto.codec import Column
+from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.run import EngineRun
+from transformers import LlamaConfig, LlamaForCausalLM
+
+load_builtin_losses()
+
+VOCAB = 64
+CONTEXT = 64
+
+MakeRun = Callable[..., EngineRun]
+MakeBatch = Callable[..., Batch]
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """Random valid columns for whatever a loss declares: its required fields, its masks, and rewards."""
+
+    generator: np.random.Generator
+
+    def columns(self, loss: LossSpec, rows: int, longest: int = 9) -> dict[str, Column]:
+        lengths: dict[str, tuple[np.ndarray, ...]] = {}
+        samples = np.full(rows, 3, np.uint32)
+        for field in loss.fields:
+            if field.ids and "samples" in field.shapes[0]:
+                lengths[field.name] = (samples, self.generator.integers(1, longest, 3 * rows).astype(np.uint32))
+            elif field.ids:
+                lengths[field.name] = (self.generator.integers(1, longest, rows).astype(np.uint32),)
+        columns = {}
+        for field in loss.fields:
+            if not (field.required or field.name in ("rewards", "loss_mask", "response_masks")):
+                continue
+            shape = field.shapes[-1]
+            if field.ids or "tokens" in shape:
+                levels = lengths[field.name if field.ids else field.aligned_with]
+                count = int(levels[-1].sum())
+            else:
+                levels = (samples,) if "samples" in shape else ()
+                count = int(samples.sum()) if "samples" in shape else rows
+            columns[field.name] = Column(self._values(field.name, field.dtype, count), levels)
+        return columns
+
+    def _values(self, name: str, dtype: str, count: int) -> np.ndarray:
+        if dtype == "int":
+            return self.generator.integers(0, VOCAB, count)
+        if dtype == "bool":
+            return self.generator.random(count) < 0.8
+        mean, spread = (-4.0, 0.3) if "log_probs" in name else (0.0, 1.0)
+        return self.generator.normal(mean, spread, count).astype(np.float32)
+
+    def batch(self, loss: LossSpec, rows: int = 8, longest: int = 9) -> Batch:
+        return read_batch(loss, self.columns(loss, rows, longest), vocab_size=VOCAB, context_length=CONTEXT)
+
+
+@pytest.fixture
+def batches() -> RandomBatches:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"batch seed {seed}")
+    return RandomBatches(np.random.default_rng(seed))
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def host(model_path: Path) -> ModelHost:
+    return ModelHost({"tiny": str(model_path)})
+
+
+@pytest.fixture
+def make_run(host: ModelHost) -> Iterator[MakeRun]:
+    """``make_run(lora=rank or settings, head=..., seed=..., run_id=..., host=...)``"""
+    made: list[EngineRun] = []
+
+    def make(
+        lora: int | dict[str, Any] | None = None,
+        head: str = "",
+        seed: int = 0,
+        run_id: str | None = None,
+        host: ModelHost = host,
+        gradient_checkpointing: bool = False,
+    ) -> EngineRun:
+        config = RunConfig(
+            base_model="tiny", head=head, seed=seed, gradient_checkpointing=gradient_checkpointing
+        )
+        if lora is not None:
+            config.lora.CopyFrom(LoraSettings(**({"rank": lora} if isinstance(lora, int) else lora)))
+        made.append(EngineRun(host, run_id or f"run-{len(made)}", config))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()

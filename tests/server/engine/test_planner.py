@@ -1,0 +1,50 @@
+"""Micro-batches: within the budget, complete, deterministic, and with indices that lead back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_losses.registry import get_loss
+from gradwire_server.engine.planner import split
+
+
+def batch_of(lengths: list[int], group_sizes: list[int] | None = None) -> Batch:
+    sizes = torch.tensor(lengths)
+    scored = torch.ones(int(sizes.sum()), dtype=torch.bool)
+    scored[sizes.cumsum(0) - sizes] = False
+    groups = torch.tensor(group_sizes or [1] * len(lengths))
+    return Batch(torch.arange(int(sizes.sum())), sizes, scored, groups)
+
+
+@pytest.mark.parametrize("loss", ["causal_lm", "dpo", "grpo"])
+@pytest.mark.parametrize("tokens", [1, 20, 60, 10**6])
+def test_every_example_goes_through_once_and_indices_lead_back(batches: Any, loss: str, tokens: int) -> None:
+    batch = batches.batch(get_loss(loss), rows=11)
+    micros = split(batch, tokens)
+    examples = torch.cat([micro.examples for micro in micros])
+    assert sorted(examples.tolist()) == list(range(11))
+    for micro in micros:
+        assert micro.padded_tokens == micro.batch.num_sequences * int(micro.batch.lengths.max())
+        assert micro.padded_tokens <= tokens or len(micro.examples) == 1
+        assert torch.equal(batch.lengths[micro.sequences], micro.batch.lengths)
+        scored_ids = batch.input_ids[batch.scored]
+        assert torch.equal(scored_ids[micro.tokens], micro.batch.input_ids[micro.batch.scored])
+
+
+def test_neighbours_have_similar_lengths() -> None:
+    micros = split(batch_of([1, 9, 2, 8, 1, 9, 2, 8]), 36)
+    assert [sorted(micro.batch.lengths.tolist()) for micro in micros] == [[8, 8, 9, 9], [1, 1, 2, 2]]
+    assert [micro.examples.tolist() for micro in micros] == [[1, 5, 3, 7], [2, 6, 0, 4]]
+
+
+def test_an_example_larger_than_the_budget_goes_alone() -> None:
+    micros = split(batch_of([50, 3, 3]), 10)
+    assert [micro.batch.lengths.tolist() for micro in micros] == [[50], [3, 3]]
+
+
+def test_groups_are_never_split() -> None:
+    micros = split(batch_of([4, 2, 3, 3, 1, 1], [2, 1, 3]), 8)
+    assert [micro.batch.group_sizes.tolist() for micro in micros] == [[2], [1], [3]]

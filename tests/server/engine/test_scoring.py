@@ -1,0 +1,122 @@
+"""Token scores against plain softmax, and by gradient check."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.scoring import score_tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+T, H, V = 13, 8, 21
+
+
+def tensors(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    hidden = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randn(V, dtype=dtype, requires_grad=True) if bias else None, torch.randint(V, (T,))
+
+
+def plain(hidden: Tensor, head: OutputHead, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    logits = hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
+    log_p = torch.log_softmax(head.transform(logits) / temperature, dim=-1)
+    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
+    return logprobs, -(log_p.exp() * log_p).sum(-1), log_p.argmax(-1) == targets
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 3 * V, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (1.0, 3.0), (2.0, 5.0)])
+def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: float, softcap: float | None) -> None:
+    hidden, weight, bias, targets = tensors(torch.float64)
+    head = OutputHead(weight, bias, scale, softcap)
+    scores = score_tokens(
+        hidden, head, targets, temperature=temperature, entropy=True, chunk_elements=chunk_elements
+    )
+    logprobs, entropy, correct = plain(hidden, head, targets, temperature)
+    assert scores.entropy is not None and bias is not None
+    torch.testing.assert_close(scores.logprobs, logprobs)
+    torch.testing.assert_close(scores.entropy, entropy)
+    assert torch.equal(scores.correct, correct)
+    upstream = torch.randn(2, T, dtype=torch.float64)
+    ours = torch.autograd.grad((scores.logprobs, scores.entropy), (hidden, weight, bias), tuple(upstream))
+    theirs = torch.autograd.grad((logprobs, entropy), (hidden, weight, bias), tuple(upstream))
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_gradcheck(entropy: bool, softcap: float | None) -> None:
+    hidden, weight, bias, targets = tensors(torch.float64)
+
+    def score(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        head = OutputHead(weight, bias, 0.8, softcap)
+        scores = score_tokens(hidden, head, targets, temperature=1.3, entropy=entropy, chunk_elements=4 * V)
+        return (scores.logprobs,) if scores.entropy is None else (scores.logprobs, scores.entropy)
+
+    assert torch.autograd.gradcheck(score, (hidden, weight, bias))
+
+
+def test_frozen_head_gets_no_gradient_and_hidden_does() -> None:
+    hidden, weight, _, targets = tensors(bias=False)
+    scores = score_tokens(hidden, OutputHead(weight.detach()), targets)
+    scores.logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+    assert weight.grad is None
+
+
+def test_no_tokens_give_no_scores_and_zero_gradients() -> None:
+    hidden, weight, _, _ = tensors(bias=False)
+    scores = score_tokens(hidden[:0], OutputHead(weight), torch.zeros(0, dtype=torch.int64), entropy=True)
+    assert scores.logprobs.shape == (0,) and scores.entropy is not None and scores.entropy.shape == (0,)
+    scores.logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_extreme_logits_stay_finite() -> None:
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    hidden = torch.ones(3, 1, requires_grad=True)
+    scores = score_tokens(hidden, OutputHead(weight), torch.tensor([0, 1, 2]), entropy=True)
+    assert scores.entropy is not None
+    torch.testing.assert_close(scores.logprobs, torch.tensor([0.0, -2e4, -1e4]))
+    torch.testing.assert_close(scores.entropy, torch.zeros(3))
+    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_low_precision_weights_are_multiplied_in_float32() -> None:
+    hidden, weight, _, targets = tensors(torch.bfloat16, bias=False)
+    scores = score_tokens(hidden, OutputHead(weight), targets, entropy=True)
+    expected, entropy, _ = plain(hidden.float(), OutputHead(weight.float()), targets, 1.0)
+    assert scores.logprobs.dtype == torch.float32
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-5, rtol=1e-5)
+    scores.logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_logits_are_never_materialised_for_more_than_a_chunk() -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.numel = max(self.numel, tensor.numel())
+            return result
+
+    tokens, vocabulary, chunk = 256, 512, 16 * 512
+    hidden = torch.randn(tokens, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    with Largest() as largest:
+        scores = score_tokens(
+            hidden, OutputHead(weight), torch.randint(vocabulary, (tokens,)), entropy=True, chunk_elements=chunk
+        )
+        scores.logprobs.sum().backward()
+    assert largest.numel <= chunk
+    assert math.isfinite(scores.logprobs.sum().item())

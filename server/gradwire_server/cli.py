@@ -1,0 +1,207 @@
+"""`gradwire serve` and `gradwire status`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from gradwire_server.serve import Server
+
+try:
+    import typer
+    from pydantic import ValidationError
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradwire_server.config import Limits, ServerConfig, parse_model
+except ImportError as missing:
+    raise SystemExit(
+        f"gradwire: the server is not installed ({missing.name} is missing): pip install 'gradwire[server]'"
+    ) from None
+
+PARENT_CHECK_S = 0.5
+
+
+class Durability(StrEnum):
+    """The choices of --durability."""
+
+    JOURNAL = "journal"
+    CHECKPOINT = "checkpoint"
+
+
+app = typer.Typer(
+    help="gradwire: the gradients on this machine, the training loop wherever you are.", no_args_is_help=True
+)
+console = Console(stderr=True)
+
+
+@app.command()
+def serve(
+    model: Annotated[list[str], typer.Option(help="Hugging Face name, folder, or NAME=FOLDER; repeat for more.")],
+    state_dir: Annotated[Path, typer.Option(help="Where runs, checkpoints and the journal live.")] = Path(
+        "gradwire-state"
+    ),
+    address: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free one.")] = "127.0.0.1:50051",
+    losses: Annotated[
+        list[Path] | None, typer.Option(help="A Python file that registers losses; repeat for more.")
+    ] = None,
+    durability: Annotated[
+        Durability, typer.Option(help="journal: replay after a crash. checkpoint: go back to the last one.")
+    ] = Durability.JOURNAL,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; the best there is when absent.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; bfloat16 on a GPU when absent.")] = "",
+    microbatch_tokens: Annotated[int | None, typer.Option(help="Tokens of one micro-batch.")] = None,
+    activation_budget_gib: Annotated[float | None, typer.Option(help="Memory for kept graphs.")] = None,
+    reference_cache_gib: Annotated[float | None, typer.Option(help="Memory for reference models.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
+    grace: Annotated[float, typer.Option(help="Seconds that a shutdown waits for the operation that runs.")] = 20.0,
+    limit: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of a limit (see `gradwire status`); repeat.")
+    ] = None,
+    keys_file: Annotated[Path | None, typer.Option(help="Lines of OWNER:SHA256 of an API key.")] = None,
+    insecure_bind: Annotated[bool, typer.Option(help="Listen beyond loopback without keys.")] = False,
+    ready_file: Annotated[Path | None, typer.Option(help="Gets the address once the server listens.")] = None,
+    die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
+    parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
+    verbose: Annotated[bool, typer.Option(help="Log more.")] = False,
+) -> None:
+    """Holds models and serves training runs."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = ServerConfig(
+            address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
+            losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
+            device=device, dtype=dtype, microbatch_tokens=microbatch_tokens,
+            activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
+            grace_s=grace, keys_file=keys_file,
+            insecure_bind=insecure_bind, limits=Limits.model_validate(dict(map(_limit, limit or ()))),
+        )  # fmt: skip
+    except ValidationError as error:
+        for problem in error.errors():
+            console.print(
+                f"gradwire: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", style="red", markup=False
+            )
+        raise typer.Exit(2) from None
+    parent = parent_pid or (os.getppid() if die_with_parent else None)
+    raise typer.Exit(asyncio.run(_serve(config, ready_file, parent)))
+
+
+def _limit(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name.replace("-", "_"), value
+
+
+async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None) -> int:
+    from gradwire_server.errors import RpcError
+    from gradwire_server.serve import Server, start_failure
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
+    server = Server(config)
+    starting, stopped = loop.create_task(server.start()), loop.create_task(stop.wait())
+    try:
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            _announce(server, ready_file)
+            await stopped
+        else:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    except RpcError as error:
+        console.print(start_failure(error), style="red", markup=False)
+        return 1
+    finally:
+        await server.stop()
+        for task in (watcher, stopped):
+            if task is not None:
+                task.cancel()
+    if server.left_queued:
+        console.print(
+            f"gradwire: stopped; {server.left_queued} queued operations go on at the next start", markup=False
+        )
+    return 0
+
+
+async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
+    """PR_SET_PDEATHSIG fires when the parent's *thread* ends, which an SDK's may do early; so the pid is watched."""
+    while os.getppid() == parent:  # noqa: ASYNC110  nobody sets an event when a process ends
+        await asyncio.sleep(PARENT_CHECK_S)
+    stop.set()
+
+
+def _announce(server: Server, ready_file: Path | None) -> None:
+    table = Table(title=f"gradwire on {server.engine.hello.device}", title_justify="left")
+    for column in ("model", "architecture", "parameters", "context", "dtype", "tokenizer"):
+        table.add_column(column)
+    for model in server.engine.hello.models:
+        table.add_row(
+            model.name, model.architecture, f"{model.num_parameters:,}", str(model.context_length), model.dtype,
+            "yes" if model.has_tokenizer else "no",
+        )  # fmt: skip
+    console.print(table)
+    config = server.config
+    console.print(
+        f"{len(server.engine.hello.losses)} losses, {server.runs.count} runs in {config.state_dir}", markup=False
+    )
+    if config.keys_file is None:
+        console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
+    print(f"gradwire: listening on {server.address}", flush=True)
+    if ready_file is not None:
+        partial = ready_file.with_name(ready_file.name + ".partial")
+        partial.write_text(server.address + "\n")
+        partial.rename(ready_file)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of a server.")] = "127.0.0.1:50051",
+    api_key: Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")] = "",
+) -> None:
+    """Says what a server holds and what its runs are doing."""
+    import grpc
+    from gradwire_proto.v1 import training_pb2 as pb
+    from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
+
+    metadata: Any = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    out = Console()
+    with grpc.insecure_channel(address) as channel:
+        stub = TrainingServiceStub(channel)
+        try:
+            info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5, metadata=metadata)
+            runs = stub.ListRuns(pb.ListRunsRequest(page_size=50), timeout=5, metadata=metadata).runs
+        except grpc.RpcError as error:
+            console.print(f"gradwire: {address}: {error.details()}", style="red", markup=False)
+            raise typer.Exit(1) from None
+    engine = "ready" if info.engine_ready else "starting"
+    out.print(f"gradwire {info.version} on {info.device}, engine {engine}, up {info.uptime_s:.0f} s")
+    out.print(f"durability {info.durability}")
+    table = Table()
+    for column in ("run", "name", "model", "step", "accepted", "applied", "checkpoint"):
+        table.add_column(column)
+    for run in runs:
+        table.add_row(
+            run.run_id, run.config.name, run.config.base_model, str(run.step), str(run.accepted_seq),
+            str(run.applied_seq), run.latest_checkpoint.partition("/")[2],
+        )  # fmt: skip
+    out.print(table)
+    out.print("limits: " + ", ".join(f"{name}={value}" for name, value in sorted(info.limits.items())), markup=False)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The engine as the front sees it: a child process that answers in order, and is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import ServerConfig
+from gradwire_server.engine.link import AsyncEngineLink, Buffer, LinkClosed
+from gradwire_server.errors import RpcError
+
+log = logging.getLogger(__name__)
+
+RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
+HEALTHY_S = 60.0
+
+
+class EngineDied(Exception):
+    """The engine ended before it answered. `suspect`: it was carrying out this request."""
+
+    def __init__(self, suspect: bool) -> None:
+        super().__init__("the engine died")
+        self.suspect = suspect
+
+
+class Engine(Protocol):
+    """What the scheduler needs of an engine."""
+
+    @property
+    def generation(self) -> int:
+        """Counts the processes: what one held, the next does not. 0 while there is none."""
+
+    @property
+    def hello(self) -> engine_pb2.EngineHello: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    async def ready(self) -> None:
+        """Waits until there is an engine."""
+
+    async def request(
+        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+    ) -> tuple[engine_pb2.EngineReply, Buffer]:
+        """Sends a request, in the order of the calls.
+
+        Raises:
+            EngineDied: it may or may not have been carried out.
+            RpcError: the engine refused it.
+        """
+
+
+def command(config: ServerConfig, fd: int) -> list[str]:
+    """How the engine is started."""
+    flags: dict[str, object] = {
+        "--device": config.device or None,
+        "--dtype": config.dtype or None,
+        "--microbatch-tokens": config.microbatch_tokens,
+        "--activation-budget-gib": config.activation_budget_gib,
+        "--reference-cache-gib": config.reference_cache_gib,
+        "--threads": config.threads,
+    }
+    words = [sys.executable, "-m", "gradwire_server.engine", "--fd", str(fd), "--state-dir", str(config.state_dir)]
+    for name, path in config.models.items():
+        words += ["--model", f"{name}={path}"]
+    for losses in config.losses:
+        words += ["--losses", str(losses)]
+    for flag, value in flags.items():
+        if value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+class _Connection:
+    """One engine process: its link, and the requests that it has not answered."""
+
+    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process) -> None:
+        self.link, self.process = link, process
+        self.waiting: dict[int, asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]]] = {}
+        self.outgoing: asyncio.Queue[tuple[engine_pb2.EngineRequest, Sequence[Buffer]]] = asyncio.Queue()
+
+    async def send(self) -> None:
+        while True:
+            await self.link.send(*await self.outgoing.get())
+
+    async def receive(self) -> None:
+        while True:
+            reply, payload = await self.link.receive(engine_pb2.EngineReply)
+            answer = self.waiting.pop(reply.id, None)
+            if answer is not None and not answer.done():
+                answer.set_result((reply, payload))
+
+    def lost(self) -> None:
+        for position, answer in enumerate(self.waiting.values()):
+            if not answer.done():
+                answer.set_exception(EngineDied(suspect=position == 0))
+        self.waiting.clear()
+
+
+class EngineProcess:
+    """Starts the engine, keeps it running, and carries requests to it.
+
+    Args:
+        config: of the server.
+        on_change: called with whether there is an engine, whenever that changes.
+    """
+
+    def __init__(self, config: ServerConfig, on_change: Callable[[bool], object] = bool) -> None:
+        self._config, self._on_change = config, on_change
+        self._ids = itertools.count(1)
+        self._connection: _Connection | None = None
+        self._ready = asyncio.Event()
+        self._stopping = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self.generation = 0
+        self.hello = engine_pb2.EngineHello()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def ready(self) -> None:
+        await self._ready.wait()
+
+    async def start(self) -> engine_pb2.EngineHello:
+        """Starts the first engine.
+
+        Raises:
+            RpcError: what the engine says stopped it.
+        """
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(started))
+        await started
+        return self.hello
+
+    async def request(
+        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+    ) -> tuple[engine_pb2.EngineReply, Buffer]:
+        connection = self._connection
+        if connection is None:
+            raise EngineDied(suspect=False)
+        request.id = next(self._ids)
+        answer: asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]] = asyncio.get_running_loop().create_future()
+        connection.waiting[request.id] = answer
+        connection.outgoing.put_nowait((request, payload))
+        reply, data = await answer
+        if reply.HasField("error"):
+            raise RpcError.of(reply.error)
+        return reply, data
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the engine finish what it does, for so long, and ends it."""
+        self._stopping = True
+        connection = self._connection
+        if connection is not None:
+            connection.outgoing.put_nowait(
+                (engine_pb2.EngineRequest(id=next(self._ids), shutdown=engine_pb2.EngineShutdown()), ())
+            )
+            try:
+                await asyncio.wait_for(connection.process.wait(), grace_s)
+            except TimeoutError:
+                log.warning("the engine did not end within %.0f s and is killed", grace_s)
+                connection.process.kill()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        failures = 0
+        while not self._stopping:
+            await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
+            began = asyncio.get_running_loop().time()
+            try:
+                await self._live(started)
+            except (RpcError, LinkClosed, OSError) as error:
+                if not started.done():
+                    started.set_exception(_start_error(error))
+                    return
+                if not self._stopping:
+                    log.error("the engine ended: %s", error)
+            failures = 1 if asyncio.get_running_loop().time() - began > HEALTHY_S else failures + 1
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        """The life of one engine process; ends by raising why it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = command(self._config, theirs.fileno())
+            env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env=env,
+                start_new_session=True,
+            )
+        connection = _Connection(AsyncEngineLink(ours), process)
+        tasks = []
+        try:
+            first, _ = await connection.link.receive(engine_pb2.EngineReply)
+            if first.HasField("error"):
+                raise RpcError.of(first.error)
+            self.hello = first.hello
+            self.generation += 1
+            self._connection = connection
+            self._ready.set()
+            if not started.done():
+                started.set_result(None)
+            self._on_change(True)
+            tasks = [asyncio.create_task(connection.send()), asyncio.create_task(connection.receive())]
+            done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            self._ready.clear()
+            self._connection = None
+            self._on_change(False)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            code = await process.wait()
+            connection.link.close()
+            connection.lost()
+            if not self._stopping:
+                log.warning("the engine process %d ended with code %d", process.pid, code)
+
+
+def _start_error(error: Exception) -> RpcError:
+    if isinstance(error, RpcError):
+        return error
+    return RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"the engine did not start ({error}); its own words are above")

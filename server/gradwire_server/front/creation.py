@@ -1,0 +1,125 @@
+"""Making runs: from a model, or from a checkpoint; once per idempotency key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import Limits
+from gradwire_server.errors import RpcError
+from gradwire_server.runs import RunRecord, Runs, new_record
+from gradwire_server.scheduler import Scheduler
+
+HEADS = ("", "value", "reward")
+
+
+class Creator:
+    """Creates runs in tasks of the server, so that a client that leaves half-way leaves no half of a run.
+
+    Args:
+        models: allowed model name -> path.
+    """
+
+    def __init__(self, scheduler: Scheduler, runs: Runs, limits: Limits, models: Mapping[str, str]) -> None:
+        self._scheduler, self._runs, self._limits = scheduler, runs, limits
+        self._names = dict(models)
+        self._by_path = {path: name for name, path in models.items()}
+        self._creating: dict[str, asyncio.Task[None]] = {}
+
+    async def create(self, request: pb.CreateRunRequest, owner: str) -> RunRecord:
+        config = pb.RunConfig()
+        config.CopyFrom(request.config)
+        config.base_model = self.model(config.base_model, "base_model")
+        self._check(config)
+        return await self._once(new_record(owner, config, request.idempotency_key, _content(request)))
+
+    async def fork(self, request: pb.ForkRunRequest, owner: str) -> RunRecord:
+        source, checkpoint = self._runs.checkpoint(request.checkpoint, owner)
+        config = pb.RunConfig()
+        config.CopyFrom(source.config)
+        if request.HasField("head"):
+            config.head = request.head
+        config.seed, config.name = request.seed, request.name
+        self._check(config)
+        record = new_record(owner, config, request.idempotency_key, _content(request))
+        known = self._known(record)
+        if known is None:
+            record.origin = engine_pb2.EngineCreateRun(
+                run_id=record.run_id,
+                config=config,
+                checkpoint=await self._runs.adopt(checkpoint, source, record.run_id),
+                weights_only=not request.with_optimizer,
+                fresh_head=request.HasField("head") and request.head != source.config.head,
+            )
+            record.forked_from = checkpoint.path
+        return await self._once(record)
+
+    def model(self, name: str, field: str) -> str:
+        """The allowed model of this name or path.
+
+        Raises:
+            RpcError: UNKNOWN_MODEL, with the names that there are.
+        """
+        name = self._by_path.get(name, name)
+        if name not in self._names:
+            known = ", ".join(sorted(self._names))
+            raise RpcError(
+                pb.ERROR_CODE_UNKNOWN_MODEL,
+                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` adds more)",
+                field=field,
+            )
+        return name
+
+    async def _once(self, record: RunRecord) -> RunRecord:
+        known = self._known(record)
+        if known is None:
+            known = record
+            task = self._creating[record.run_id] = asyncio.create_task(self._scheduler.create(record))
+            task.add_done_callback(lambda done: self._created(record.run_id, done))
+        if known.run_id in self._creating:
+            await asyncio.shield(self._creating[known.run_id])
+        return known
+
+    def _created(self, run_id: str, task: asyncio.Task[Any]) -> None:
+        del self._creating[run_id]
+        if not task.cancelled():
+            task.exception()  # it is for whoever waits, if anyone still does
+
+    def _known(self, record: RunRecord) -> RunRecord | None:
+        known = self._runs.by_key(record.owner, record.idempotency_key)
+        if known is not None and known.request != record.request:
+            raise RpcError(
+                pb.ERROR_CODE_ALREADY_EXISTS,
+                f"this idempotency key made the run {known.run_id} with other settings; a new run takes a new key",
+                field="idempotency_key",
+            )
+        return known
+
+    def _check(self, config: pb.RunConfig) -> None:
+        if config.head not in HEADS:
+            raise _invalid(f'head is {config.head[:50]!r}; it is "", "value" or "reward"', "head")
+        if config.HasField("lora"):
+            if not config.lora.rank:
+                raise _invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")
+            if not 0.0 <= config.lora.dropout < 1.0:
+                raise _invalid(f"lora.dropout is {config.lora.dropout}; 0 <= dropout < 1", "lora.dropout")
+            if not 0.0 <= config.lora.alpha < float("inf"):
+                raise _invalid(
+                    f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha"
+                )
+        limit = self._limits.max_name_chars
+        for field, text in [("name", config.name), *(("tags", text) for pair in config.tags.items() for text in pair)]:
+            if len(text) > limit:
+                raise _invalid(f"{field} has {len(text)} characters; {limit} at most (--limit max_name_chars=N)", field)
+
+
+def _content(request: pb.CreateRunRequest | pb.ForkRunRequest) -> bytes:
+    return request.SerializeToString(deterministic=True)
+
+
+def _invalid(message: str, field: str) -> RpcError:
+    return RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

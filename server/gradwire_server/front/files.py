@@ -1,0 +1,35 @@
+"""The files of a checkpoint or an export, as frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import CHUNK_BYTES
+
+
+async def frames(folder: Path) -> AsyncIterator[pb.DownloadFrame]:
+    """Every regular file below the folder, in order of path; links are not followed."""
+
+    def list_files() -> list[tuple[Path, int]]:
+        found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return [(path, path.stat().st_size) for path in found]
+
+    for path, size in await asyncio.to_thread(list_files):
+        frame = pb.DownloadFrame(file=path.relative_to(folder).as_posix(), size_bytes=size)
+        file = await asyncio.to_thread(path.open, "rb")
+        try:
+            left = size
+            while left or frame.file:
+                chunk = await asyncio.to_thread(file.read, min(left, CHUNK_BYTES))
+                if left and not chunk:
+                    raise OSError(f"{path} was cut short while it was read")
+                frame.chunk = chunk
+                left -= len(chunk)
+                yield frame
+                frame = pb.DownloadFrame()
+        finally:
+            file.close()

@@ -1,0 +1,156 @@
+"""Around every RPC: who calls, and which of the errors inside may leave.
+
+A caller that is not let in is refused before its body is read. An exception that was not meant for the caller
+leaves as INTERNAL with a request id; what it was is in the log under that id. A message that cannot be parsed is
+an INVALID_ARGUMENT, not gRPC's UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import GRPC_STATUS, RpcError
+
+log = logging.getLogger(__name__)
+
+ERROR_METADATA = "gradwire-error-bin"
+MAX_MESSAGE_CHARS = 1500
+_OPEN = "/grpc.health.v1.Health/"
+
+CALLER: ContextVar[str] = ContextVar("gradwire_caller")
+"""Whose call this is: the owner of the key it came with; empty on a server without keys."""
+
+
+class Keys:
+    """API keys, of which the server knows only SHA-256 hashes. No keys: everyone is the same owner."""
+
+    def __init__(self, owners: dict[str, str] | None = None) -> None:
+        self._owners = owners
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """From lines of `owner:sha256 in hex`; empty lines and lines that begin with # are skipped."""
+        lines = (line.strip() for line in path.read_text().splitlines())
+        pairs = (line.rpartition(":") for line in lines if line and not line.startswith("#"))
+        return cls({digest.strip().lower(): owner.strip() for owner, _, digest in pairs})
+
+    def owner(self, metadata: Any) -> str:
+        """
+        Raises:
+            RpcError: UNAUTHENTICATED.
+        """
+        if self._owners is None:
+            return ""
+        given = next((value for key, value in metadata or () if key == "authorization"), "")
+        key = given.removeprefix("Bearer ") if isinstance(given, str) else ""
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        found = [owner for known, owner in self._owners.items() if hmac.compare_digest(known, digest)]
+        if not key or not found:
+            raise RpcError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")
+        return found[0]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Wraps every handler but the health service's."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(_OPEN):
+            return handler
+        try:
+            owner = self._keys.owner(details.invocation_metadata)
+        except RpcError as error:
+            return _refusing(error)
+        return _guarded(handler, owner, details.method)
+
+
+def _refusing(error: RpcError) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that reads nothing: a stream's, whatever the method is."""
+
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await _abort(context, error.error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _guarded(handler: Any, owner: str, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    parse = handler.request_deserializer
+
+    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield parse(request)
+
+    def take(request: Any) -> Any:
+        CALLER.set(owner)
+        return parsed(request) if handler.request_streaming else parse(request)
+
+    async def one(request: Any, context: Any) -> Any:
+        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        try:
+            return await behaviour(take(request), context)
+        except Exception as error:  # the last door: nothing that was not written for the caller passes
+            await _refuse(context, error, method)
+
+    async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        try:
+            async with aclosing(behaviour(take(request), context)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:  # as above
+            await _refuse(context, error, method)
+
+    make: Any = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+        many if handler.response_streaming else one, None, handler.response_serializer
+    )
+    return wrapped
+
+
+async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, RpcError):
+        await _abort(context, error.error)
+    if isinstance(error, DecodeError):
+        message = "the message cannot be parsed; client and server may be of different versions"
+        await _abort(context, pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message))
+    request_id = secrets.token_hex(8)
+    log.error("request %s of %s failed", request_id, method, exc_info=error)
+    message = f"the server made a mistake; its log has it as request {request_id}"
+    await _abort(context, pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id))
+    raise AssertionError("abort raises")
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: pb.Error) -> NoReturn:
+    if len(error.message) > MAX_MESSAGE_CHARS:
+        error.message = error.message[:MAX_MESSAGE_CHARS] + "…"
+    metadata = ((ERROR_METADATA, error.SerializeToString()),)
+    status = GRPC_STATUS.get(error.code, grpc.StatusCode.INTERNAL)
+    await context.abort(status, error.message, metadata)
+    raise AssertionError("abort raises")

@@ -1,0 +1,180 @@
+"""`gradwire.v1.TrainingService`: each RPC is a call on the runs, the scheduler or the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceServicer
+
+from gradwire_server.config import CHUNK_BYTES, ServerConfig
+from gradwire_server.engine_process import Engine, EngineDied
+from gradwire_server.errors import RpcError, unknown_checkpoint
+from gradwire_server.front import files
+from gradwire_server.front.creation import Creator
+from gradwire_server.front.interceptors import CALLER
+from gradwire_server.front.submissions import Submissions
+from gradwire_server.front.tokenizing import Tokenizers
+from gradwire_server.runs import RunRecord, Runs
+from gradwire_server.scheduler import Scheduler
+from gradwire_server.segments import Buffer
+
+PROTOCOL = 1
+
+
+class TrainingService(TrainingServiceServicer):
+    """The service over the core objects. `stopping` ends its streams."""
+
+    def __init__(self, config: ServerConfig, engine: Engine, runs: Runs, scheduler: Scheduler) -> None:
+        self._config, self._engine, self._runs, self._scheduler = config, engine, runs, scheduler
+        self._creator = Creator(scheduler, runs, config.limits, config.models)
+        self._tokenizers = Tokenizers(engine.hello.tokenizer_files)
+        self._began = time.monotonic()
+        self.stopping = asyncio.Event()
+
+    def _run(self, run_id: str) -> RunRecord:
+        return self._runs.get(run_id, CALLER.get())
+
+    # ---- the server ----
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
+        return pb.ServerInfo(
+            version=version("gradwire"),
+            protocol=PROTOCOL,
+            device=self._engine.hello.device,
+            engine_ready=self._engine.is_ready,
+            uptime_s=time.monotonic() - self._began,
+            durability=self._config.durability,
+            limits=self._config.limits.model_dump() | {"max_chunk_bytes": CHUNK_BYTES},
+        )
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=self._engine.hello.models)
+
+    async def ListLosses(self, request: pb.ListLossesRequest, context: Any) -> pb.ListLossesResponse:
+        return pb.ListLossesResponse(losses=self._engine.hello.losses)
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        self._check_count(len(request.texts), "texts")
+        model = self._creator.model(request.model, "model")
+        found = await self._tokenizers.encode(model, request.texts, request.add_special_tokens)
+        return pb.EncodeResponse(sequences=[pb.TokenIds(ids=ids) for ids in found])
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
+        self._check_count(len(request.sequences), "sequences")
+        model = self._creator.model(request.model, "model")
+        sequences = [sequence.ids for sequence in request.sequences]
+        return pb.DecodeResponse(texts=await self._tokenizers.decode(model, sequences, request.skip_special_tokens))
+
+    def _check_count(self, count: int, field: str) -> None:
+        limit = self._config.limits.max_encode_texts
+        if count > limit:
+            message = f"{count} {field}; {limit} at most (--limit max_encode_texts=N)"
+            raise RpcError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"max_encode_texts = {limit}")
+
+    # ---- runs ----
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.Run:
+        return (await self._creator.create(request, CALLER.get())).to_proto()
+
+    async def ForkRun(self, request: pb.ForkRunRequest, context: Any) -> pb.Run:
+        return (await self._creator.fork(request, CALLER.get())).to_proto()
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.Run:
+        return self._run(request.run_id).to_proto()
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
+        page, token = self._runs.page(CALLER.get(), request.page_size, request.page_token)
+        return pb.ListRunsResponse(runs=[record.to_proto() for record in page], next_page_token=token)
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
+        await self._scheduler.delete(self._run(request.run_id))
+        return pb.DeleteRunResponse()
+
+    # ---- operations ----
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
+        record = self._run(request.run_id)
+        limit = self._config.limits.max_name_chars
+        if len(request.writer) > limit:
+            raise RpcError(
+                pb.ERROR_CODE_INVALID_ARGUMENT,
+                f"writer has {len(request.writer)} characters; {limit} at most",
+                field="writer",
+            )
+        epoch = await self._scheduler.open(record, request.takeover, request.writer)
+        return pb.OpenRunResponse(epoch=epoch, run=record.to_proto())
+
+    async def Submit(
+        self, request_iterator: AsyncIterator[pb.SubmitFrame], context: Any
+    ) -> AsyncIterator[pb.SubmitAck]:
+        submissions = Submissions(self._scheduler, self._runs, self._config.limits, CALLER.get())
+        async for ack in submissions.acks(request_iterator, self.stopping):
+            yield ack
+
+    async def Results(self, request: pb.ResultsRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
+        record = self._run(request.run_id)
+        async for result in self._scheduler.results(record, request.from_seq):
+            for frame in _frames(result.header, result.payload):
+                yield frame
+
+    async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
+        await self._scheduler.release(self._run(request.run_id), request.up_to_seq)
+        return pb.AckResultsResponse()
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        cancelled = await self._scheduler.cancel(self._run(request.run_id), request.seq, request.epoch)
+        return pb.CancelResponse(cancelled=cancelled)
+
+    # ---- sampling outside a run ----
+
+    async def Sample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
+        asked = pb.SampleRequest()
+        asked.CopyFrom(request)
+        if request.model in self._config.models or "/" not in request.model:
+            asked.model = self._creator.model(request.model, "model")
+        else:
+            self._runs.checkpoint(request.model, CALLER.get())
+        try:
+            reply, payload = await self._engine.request(engine_pb2.EngineRequest(sample=asked))
+        except EngineDied as error:
+            message = "the engine ended while it sampled; it is being started again, try again"
+            raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
+        for frame in _frames(reply.result, payload):
+            yield frame
+
+    # ---- checkpoints ----
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsResponse:
+        checkpoints = self._run(request.run_id).checkpoints.values()
+        return pb.ListCheckpointsResponse(checkpoints=sorted(checkpoints, key=lambda saved: (saved.seq, saved.name)))
+
+    async def DeleteCheckpoint(self, request: pb.DeleteCheckpointRequest, context: Any) -> pb.DeleteCheckpointResponse:
+        record, checkpoint = self._runs.checkpoint(request.checkpoint, CALLER.get())
+        await self._scheduler.delete_checkpoint(record, checkpoint.name)
+        return pb.DeleteCheckpointResponse()
+
+    async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadFrame]:
+        if request.WhichOneof("source") == "export":
+            run_id, _, name = request.export.partition("/")
+            folder = self._runs.folder(self._run(run_id).run_id, "exports", name)
+        else:
+            record, checkpoint = self._runs.checkpoint(request.checkpoint, CALLER.get())
+            folder = self._runs.folder(record.run_id, "checkpoints", checkpoint.name)
+        if not await asyncio.to_thread(folder.is_dir):
+            raise unknown_checkpoint(request.export or request.checkpoint)
+        async for frame in files.frames(folder):
+            yield frame
+
+
+def _frames(header: pb.OperationResult, payload: Buffer) -> Iterator[pb.ResultFrame]:
+    header.payload_bytes = len(payload)
+    view = memoryview(payload)
+    yield pb.ResultFrame(header=header, chunk=bytes(view[:CHUNK_BYTES]))
+    for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+        yield pb.ResultFrame(chunk=bytes(view[start : start + CHUNK_BYTES]))

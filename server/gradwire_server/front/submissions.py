@@ -1,0 +1,177 @@
+"""One Submit stream: frames in, operations to the scheduler, acknowledgements out as they become durable."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+
+from gradwire_proto import codec
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import CHUNK_BYTES, Limits
+from gradwire_server.errors import RpcError
+from gradwire_server.runs import NAME, ORIGIN, Runs
+from gradwire_server.scheduler import Scheduler
+
+
+def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
+    """What is wrong with an operation that can be seen without its model. It becomes the operation's result, so
+    that the operations numbered behind it are not left waiting."""
+    kind = header.operation.WhichOneof("kind")
+    if kind is None:
+        return _invalid(
+            "the operation is of a kind that this server does not know; is it older than the client?", "operation"
+        )
+    if header.payload_bytes > limits.max_payload_bytes:
+        return _limit(f"a payload of {header.payload_bytes} bytes", "max_payload_bytes", limits.max_payload_bytes)
+    if len(header.tensors) > limits.max_tensors:
+        return _limit(f"{len(header.tensors)} tensors", "max_tensors", limits.max_tensors)
+    try:
+        codec.check(header.tensors, header.payload_bytes)
+    except codec.CodecError as error:
+        return pb.Error(code=pb.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule)
+    for spec in header.tensors:
+        rows = spec.level_sizes[0] if spec.level_sizes else spec.shape[0]
+        if rows > limits.max_rows:
+            return _limit(f"{rows} rows in {spec.name!r}", "max_rows", limits.max_rows, spec.name)
+    if kind in ("save_checkpoint", "export"):
+        name = header.operation.save_checkpoint.name if kind == "save_checkpoint" else header.operation.export.name
+        if name and (not NAME.fullmatch(name) or name == ORIGIN):
+            return _invalid(
+                f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', 100 at most", "name", NAME.pattern
+            )
+    return None
+
+
+def _invalid(message: str, field: str, rule: str = "") -> pb.Error:
+    return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message, field=field, rule=rule)
+
+
+def _limit(what: str, name: str, limit: int, field: str = "") -> pb.Error:
+    message = f"{what}: the limit is {limit} (--limit {name}=N)"
+    return pb.Error(code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field=field, rule=f"{name} = {limit}")
+
+
+@dataclass
+class _Incoming:
+    """An operation whose payload is still coming in; it is not kept when it will be refused anyway."""
+
+    header: pb.OperationHeader
+    refusal: pb.Error | None
+    chunks: list[bytes] = field(default_factory=list)
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, chunk: bytes) -> None:
+        if not chunk:
+            return
+        if len(chunk) > CHUNK_BYTES:
+            raise _broken(f"a chunk of {len(chunk)} bytes; {CHUNK_BYTES} at most")
+        self.received += len(chunk)
+        if self.received > self.header.payload_bytes:
+            raise _broken(
+                f"operation {self.header.seq} sends more than the {self.header.payload_bytes} bytes it announced"
+            )
+        self._digest.update(chunk)
+        if self.refusal is None:
+            self.chunks.append(chunk)
+
+    @property
+    def complete(self) -> bool:
+        return self.received == self.header.payload_bytes
+
+    def check_digest(self) -> None:
+        digest = self._digest.digest() if self.received else b""
+        if digest != self.header.payload_digest:
+            raise RpcError(
+                pb.ERROR_CODE_PAYLOAD_CORRUPT,
+                f"the payload of operation {self.header.seq} is not the one its digest names; submit it again",
+            )
+
+
+def _broken(message: str) -> RpcError:
+    return RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, f"the stream of frames is broken: {message}")
+
+
+class Submissions:
+    """Reads a stream on behalf of an owner."""
+
+    def __init__(self, scheduler: Scheduler, runs: Runs, limits: Limits, owner: str) -> None:
+        self._scheduler, self._runs, self._limits, self._owner = scheduler, runs, limits, owner
+        self._acks: asyncio.Queue[pb.SubmitAck | None] = asyncio.Queue()
+        self._outstanding = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def acks(self, frames: AsyncIterable[pb.SubmitFrame], stopping: asyncio.Event) -> AsyncIterator[pb.SubmitAck]:
+        """Acknowledgements, until the client has ended its side and has them all, or the server stops.
+
+        Raises:
+            RpcError: for frames out of order. What was handed to the scheduler before goes on.
+        """
+        reader = asyncio.create_task(self._read(frames))
+        stopper = asyncio.create_task(stopping.wait())
+        for task in (reader, stopper):
+            task.add_done_callback(lambda _: self._acks.put_nowait(None))
+        try:
+            while True:
+                ack = await self._acks.get()
+                if ack is not None:
+                    yield ack
+                elif reader.done():
+                    reader.result()
+                    return
+                else:
+                    raise RpcError(
+                        pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; submit again once it is back"
+                    )
+        finally:
+            reader.cancel()
+            stopper.cancel()
+            await asyncio.gather(reader, stopper, return_exceptions=True)
+
+    async def _read(self, frames: AsyncIterable[pb.SubmitFrame]) -> None:
+        incoming: _Incoming | None = None
+        async for frame in frames:
+            if frame.HasField("header"):
+                if incoming is not None:
+                    raise _broken(f"a header came before the payload of operation {incoming.header.seq} was complete")
+                header = pb.OperationHeader()
+                header.CopyFrom(frame.header)  # a reference would keep the frame's chunk in memory
+                incoming = _Incoming(header, check(header, self._limits))
+            elif incoming is None:
+                raise _broken("a chunk came before a header")
+            incoming.add(frame.chunk)
+            if incoming.complete:
+                self._hand_over(incoming)
+                incoming = None
+        if incoming is not None:
+            raise _broken(f"it ended before the payload of operation {incoming.header.seq} was complete")
+        await self._idle.wait()
+
+    def _hand_over(self, incoming: _Incoming) -> None:
+        header = incoming.header
+        try:
+            self._runs.get(header.run_id, self._owner)
+            incoming.check_digest()
+            future = self._scheduler.submit(header, incoming.chunks, incoming.refusal)
+        except RpcError as error:
+            self._acks.put_nowait(pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error))
+            return
+        self._outstanding += 1
+        self._idle.clear()
+        future.add_done_callback(lambda done: self._acknowledged(header, done))
+
+    def _acknowledged(self, header: pb.OperationHeader, done: asyncio.Future[pb.SubmitAck]) -> None:
+        error = done.exception()
+        if isinstance(error, RpcError):
+            self._acks.put_nowait(pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error))
+        elif error is None:
+            self._acks.put_nowait(done.result())
+        self._outstanding -= 1
+        if not self._outstanding:
+            self._idle.set()

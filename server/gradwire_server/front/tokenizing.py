@@ -1,0 +1,53 @@
+"""Text to token ids and back with the models' own tokenizers, in threads: no model, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from gradwire_proto.v1 import training_pb2 as pb
+from tokenizers import Tokenizer
+
+from gradwire_server.errors import RpcError
+
+
+class Tokenizers:
+    """The tokenizers of the models that have one.
+
+    Args:
+        files: model name -> path of its `tokenizer.json`.
+    """
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = dict(files)
+        self._loaded: dict[str, Tokenizer] = {}
+
+    async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        def run() -> list[list[int]]:
+            tokenizer = self._load(model)
+            return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+        return await asyncio.to_thread(run)
+
+    async def decode(self, model: str, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        def run() -> list[str]:
+            tokenizer = self._load(model)
+            return list(
+                tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special_tokens)
+            )
+
+        return await asyncio.to_thread(run)
+
+    def _load(self, model: str) -> Tokenizer:
+        if model not in self._files:
+            raise RpcError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                f"the model {model!r} has no tokenizer.json on the server; encode with your own tokenizer",
+                field="model",
+            )
+        if model not in self._loaded:
+            tokenizer = Tokenizer.from_file(self._files[model])
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            self._loaded[model] = tokenizer
+        return self._loaded[model]

@@ -1,0 +1,273 @@
+"""What was asked and what was answered, on disk before it is acknowledged and before it is delivered.
+
+Operations and results are rows; their payloads are records of segments beside the database. The journal decides
+nothing about order: the scheduler does, and the journal holds it to it (an operation is appended only right
+behind the one before it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
+from gradwire_server.store import Store
+
+READ_BYTES = 8 << 20
+"""About how many bytes of results are read at a time."""
+
+
+def identity(header: pb.OperationHeader) -> bytes:
+    """What makes two submissions of one number the same: operation, tensors and payload; not who submits it when."""
+    content = pb.OperationHeader(
+        operation=header.operation,
+        tensors=header.tensors,
+        payload_bytes=header.payload_bytes,
+        payload_digest=header.payload_digest,
+    )
+    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A journaled operation. `status` is that of its result, STATUS_UNSPECIFIED while it has none."""
+
+    header: pb.OperationHeader
+    identity: bytes
+    accepted_at: float
+    status: pb.Status.ValueType
+    deaths: int
+    location: Location | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    header: pb.OperationResult
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class RunMarks:
+    """What a result changes of its run's row, in the same transaction."""
+
+    applied_seq: int
+    step: int
+    failure_seq: int
+    failure: str
+
+
+class Journal:
+    """The journal of all runs of a state folder.
+
+    Args:
+        state_dir: holds `gradwire.db` and `journal/`.
+        keep_payloads: False is `durability=checkpoint`: operations are known but cannot be replayed.
+    """
+
+    def __init__(self, state_dir: Path, *, keep_payloads: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.segments = Segments(state_dir / "journal", segment_bytes)
+        self.store = Store(state_dir / "gradwire.db", self.segments.sync, self.segments.abandon)
+        self.keep_payloads = keep_payloads
+
+    # ---- operations ----
+
+    def append(
+        self, header: pb.OperationHeader, content: bytes, accepted_at: float, payload: Sequence[Buffer]
+    ) -> asyncio.Future[Location | None]:
+        """Makes an operation durable; the future gives where its payload lies.
+
+        Raises (through the future):
+            RpcError: STORAGE_FULL.
+            LookupError: when the number before it is not in the journal, because its own append failed.
+        """
+
+        def work(connection: sqlite3.Connection) -> Location | None:
+            row = (header.seq, header.run_id, header.seq - 1)
+            moved = connection.execute("UPDATE runs SET accepted_seq = ? WHERE run_id = ? AND accepted_seq = ?", row)
+            if moved.rowcount != 1:
+                raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
+            location = self.segments.append(payload) if payload and self.keep_payloads else None
+            connection.execute(
+                "INSERT INTO operations (run_id, seq, identity, header, accepted_at, segment, offset)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (header.run_id, header.seq, content, header.SerializeToString(), accepted_at, *_columns(location)),
+            )
+            return location
+
+        return self.store.write(work)
+
+    async def identity_of(self, run_id: str, seq: int) -> bytes | None:
+        """Of a journaled operation; None when it was collected."""
+        query = "SELECT identity FROM operations WHERE run_id = ? AND seq = ?"
+        row = await self.store.read(lambda connection: connection.execute(query, (run_id, seq)).fetchone())
+        return row[0] if row else None
+
+    async def entries(self, run_id: str, after_seq: int, up_to_seq: int) -> list[Entry]:
+        """Operations of a run in order, without their payloads."""
+        query = (
+            "SELECT header, identity, accepted_at, status, deaths, segment, offset FROM operations"
+            " WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
+        )
+        rows = await self.store.read(
+            lambda connection: connection.execute(query, (run_id, after_seq, up_to_seq)).fetchall()
+        )
+        return [
+            Entry(pb.OperationHeader.FromString(header), content, at, status, deaths, _location(segment, offset))
+            for header, content, at, status, deaths, segment, offset in rows
+        ]
+
+    async def payload(self, location: Location) -> bytearray:
+        """
+        Raises:
+            CorruptRecord: when the bytes are not those that were written.
+        """
+        return await asyncio.to_thread(self.segments.read, location)
+
+    def count_death(self, run_id: str, seq: int) -> asyncio.Future[None]:
+        """Remembers that the engine died while it carried this operation out."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "UPDATE operations SET deaths = deaths + 1 WHERE run_id = ? AND seq = ?"
+            connection.execute(query, (run_id, seq))
+
+        return self.store.write(work)
+
+    # ---- results ----
+
+    def put_result(
+        self,
+        run_id: str,
+        result: pb.OperationResult,
+        payload: Sequence[Buffer],
+        marks: RunMarks,
+        checkpoint: pb.Checkpoint | None = None,
+    ) -> asyncio.Future[None]:
+        """Makes a result durable, once, with what it changes of its run and the checkpoint it saved."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            location = self.segments.append(payload) if any(map(len, payload)) else None
+            connection.execute(
+                "INSERT OR IGNORE INTO results (run_id, seq, header, segment, offset) VALUES (?, ?, ?, ?, ?)",
+                (run_id, result.seq, result.SerializeToString(), *_columns(location)),
+            )
+            connection.execute(
+                "UPDATE operations SET status = ? WHERE run_id = ? AND seq = ?", (result.status, run_id, result.seq)
+            )
+            connection.execute(
+                "UPDATE runs SET applied_seq = max(applied_seq, ?), step = ?, failure_seq = ?, failure = ?"
+                " WHERE run_id = ?",
+                (marks.applied_seq, marks.step, marks.failure_seq, marks.failure, run_id),
+            )
+            if checkpoint is not None:
+                connection.execute(
+                    "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
+                    (run_id, checkpoint.name, checkpoint.SerializeToString()),
+                )
+
+        return self.store.write(work)
+
+    async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
+        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
+        query = (
+            "SELECT header, segment, offset FROM results"
+            " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
+        )
+
+        def read(connection: sqlite3.Connection) -> list[StoredResult]:
+            found, size = list[StoredResult](), 0
+            for header, segment, offset in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
+                result = pb.OperationResult.FromString(header)
+                found.append(_with_payload(self.segments, result, _location(segment, offset)))
+                size += len(found[-1].payload)
+                if size >= READ_BYTES:
+                    break
+            return found
+
+        return await self.store.read(read)
+
+    def release(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
+        """Forgets results; that their operations had some is not forgotten."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM results WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+            connection.execute(
+                "UPDATE runs SET released_seq = max(released_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
+            )
+
+        return self.store.write(work)
+
+    # ---- growing and shrinking ----
+
+    def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
+        """Collects operations that no recovery can need: those that a run's oldest kept checkpoint contains.
+
+        An operation whose result is still kept stays known, without its payload.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
+                " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
+                (run_id, up_to_seq, run_id),
+            )
+            connection.execute(
+                "UPDATE operations SET segment = NULL, offset = NULL"
+                " WHERE run_id = ? AND seq <= ? AND segment IS NOT NULL",
+                (run_id, up_to_seq),
+            )
+
+        return self.store.write(work)
+
+    def collect(self) -> asyncio.Future[None]:
+        """Deletes the segments that no row refers to any more."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "SELECT segment FROM operations UNION SELECT segment FROM results"
+            self.segments.forget({segment for (segment,) in connection.execute(query) if segment is not None})
+
+        return self.store.write(work)
+
+    def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
+        """Makes every number past `to_seq` void, and fences whoever wrote them."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for table in ("operations", "results"):
+                connection.execute(f"DELETE FROM {table} WHERE run_id = ? AND seq > ?", (run_id, to_seq))
+            connection.execute(
+                "UPDATE runs SET accepted_seq = ?, applied_seq = min(applied_seq, ?), step = ?, failure_seq = 0,"
+                " failure = '', rewound_to_seq = ?, rewound_epoch = epoch, epoch = epoch + 1, writer = ''"
+                " WHERE run_id = ?",
+                (to_seq, to_seq, step, to_seq, run_id),
+            )
+
+        return self.store.write(work)
+
+    async def close(self) -> None:
+        await self.store.close()
+        self.segments.close()
+
+
+def _columns(location: Location | None) -> tuple[int | None, int | None]:
+    return (None, None) if location is None else (location.segment, location.offset)
+
+
+def _location(segment: int | None, offset: int | None) -> Location | None:
+    return None if segment is None or offset is None else Location(segment, offset)
+
+
+def _with_payload(segments: Segments, result: pb.OperationResult, location: Location | None) -> StoredResult:
+    if location is None:
+        return StoredResult(result, b"")
+    try:
+        return StoredResult(result, segments.read(location))
+    except CorruptRecord:
+        lost = pb.OperationResult(seq=result.seq, status=pb.STATUS_FAILED, timings=result.timings)
+        lost.error.code = pb.ERROR_CODE_PAYLOAD_CORRUPT
+        lost.error.message = f"operation {result.seq} was carried out, but its result was damaged on the server's disk"
+        return StoredResult(lost, b"")

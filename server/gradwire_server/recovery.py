@@ -1,0 +1,107 @@
+"""Bringing a run into an engine that does not hold it: its newest valid checkpoint, then the journal behind it."""
+
+from __future__ import annotations
+
+import logging
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.engine_process import Engine, EngineDied
+from gradwire_server.errors import RpcError
+from gradwire_server.journal import Entry, Journal
+from gradwire_server.run_queue import changes_state
+from gradwire_server.runs import RunRecord
+from gradwire_server.segments import CorruptRecord
+
+log = logging.getLogger(__name__)
+
+_TRY_OLDER = (pb.ERROR_CODE_CHECKPOINT_CORRUPT, pb.ERROR_CODE_UNKNOWN_CHECKPOINT)
+
+
+class ReplayDied(Exception):
+    """The engine died while it repeated this operation."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(f"the engine died while it repeated operation {seq}")
+        self.seq = seq
+
+
+async def restore(engine: Engine, journal: Journal, record: RunRecord) -> None:
+    """Makes the run in the engine as it was after its last result.
+
+    Raises:
+        EngineDied: of no operation's doing.
+        ReplayDied: of this one's.
+        RpcError: the run cannot be restored, and why.
+    """
+    base = await _begin(engine, record)
+    replayed = 0
+    for entry in await behind(journal, record, base):
+        if entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation):
+            await _repeat(engine, journal, record, entry)
+            replayed += 1
+    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, replayed)
+
+
+async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:
+    """The operations with results behind a checkpoint, in order.
+
+    Raises:
+        RpcError: CHECKPOINT_CORRUPT when some were collected already, because a newer checkpoint held them.
+    """
+    entries = await journal.entries(record.run_id, base, record.accepted_seq)
+    if record.accepted_seq > base and (not entries or entries[0].header.seq != base + 1):
+        raise RpcError(
+            pb.ERROR_CODE_CHECKPOINT_CORRUPT,
+            f"no checkpoint of the run {record.run_id} can be read that its journal goes on from",
+        )
+    return entries
+
+
+async def _begin(engine: Engine, record: RunRecord) -> int:
+    """Makes the run from its newest readable checkpoint, or from nothing; gives the number it holds."""
+    for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
+        create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
+        try:
+            await engine.request(engine_pb2.EngineRequest(create_run=create))
+        except RpcError as error:
+            if error.code not in _TRY_OLDER:
+                raise
+            log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
+        else:
+            return checkpoint.seq
+    await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
+    return 0
+
+
+async def _repeat(engine: Engine, journal: Journal, record: RunRecord, entry: Entry) -> None:
+    header = entry.header
+    if header.payload_bytes and entry.location is None:
+        raise RpcError(
+            pb.ERROR_CODE_CHECKPOINT_CORRUPT,
+            f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was collected",
+        )
+    try:
+        payload = [await journal.payload(entry.location)] if entry.location else []
+        reply, _ = await engine.request(operation_request(header), payload)
+    except CorruptRecord as error:
+        raise RpcError(
+            pb.ERROR_CODE_PAYLOAD_CORRUPT,
+            f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was damaged on disk",
+        ) from error
+    except EngineDied as error:
+        raise (ReplayDied(header.seq) if error.suspect else error) from error
+    if reply.result.status != pb.STATUS_SUCCEEDED:
+        raise RpcError(
+            pb.ERROR_CODE_INTERNAL,
+            f"operation {header.seq} of the run {record.run_id} succeeded once and failed when it was repeated:"
+            f" {reply.result.error.message}",
+        )
+
+
+def operation_request(header: pb.OperationHeader) -> engine_pb2.EngineRequest:
+    operation = engine_pb2.EngineOperation(
+        run_id=header.run_id, seq=header.seq, operation=header.operation, tensors=header.tensors
+    )
+    return engine_pb2.EngineRequest(operation=operation)

@@ -1,0 +1,299 @@
+"""The order of one run: which number comes next, what waits for it, and what a failure takes with it.
+
+Rules
+  * Numbers are contiguous from 1. One that comes early waits in a bounded window, in memory and unacknowledged,
+    until the gap before it is closed; then it is journaled and acknowledged. So whatever was acknowledged will be
+    carried out, and a writer that leaves a gap behind leaves nothing that the next writer must work around.
+  * What is behind a failure, through the next optim_step, is aborted, unless whoever submitted it had been told
+    of the failure. A step that is aborted ends it; a step that fails by itself begins a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import Limits
+from gradwire_server.errors import RpcError
+from gradwire_server.journal import RunMarks, StoredResult
+from gradwire_server.runs import RunRecord
+from gradwire_server.segments import Buffer, Location
+
+RECENT_RESULTS = 256
+RECENT_BYTES = 1 << 20
+"""Results no larger than this are handed to their readers from memory."""
+
+_CHANGES = (
+    "forward_backward",
+    "kept_forward",
+    "backward",
+    "optim_step",
+    "zero_grad",
+    "load_checkpoint",
+    "update_reference",
+)
+
+
+def changes_state(operation: pb.Operation) -> bool:
+    """Whether a recovery must repeat it. A sample without a seed of its own moves the run's generator."""
+    kind = operation.WhichOneof("kind")
+    return kind in _CHANGES or (kind == "sample" and not operation.sample.HasField("seed"))
+
+
+@dataclass(eq=False)
+class Pending:
+    """An operation without a result."""
+
+    header: pb.OperationHeader
+    content: bytes
+    payload: Sequence[Buffer] | None
+    accepted_at: float
+    ack: asyncio.Future[pb.SubmitAck]
+    refusal: pb.Error | None = None
+    location: Location | None = None
+    durable: bool = False
+    cancelled: bool = False
+    retried: bool = False
+    deaths: int = 0
+
+    @property
+    def seq(self) -> int:
+        return self.header.seq
+
+    @property
+    def kind(self) -> str:
+        return self.header.operation.WhichOneof("kind") or ""
+
+
+@dataclass(eq=False)
+class RunQueue:
+    """What the scheduler keeps of a run. `generation`: of the engine process that holds it."""
+
+    record: RunRecord
+    limits: Limits
+    window: dict[int, Pending] = field(default_factory=dict)
+    pending: dict[int, Pending] = field(default_factory=dict)
+    running: Pending | None = None
+    generation: int = 0
+    restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    replay_deaths: dict[int, int] = field(default_factory=dict)
+    closed: RpcError | None = None
+
+    def __post_init__(self) -> None:
+        self.next_seq = self.record.accepted_seq + 1
+        self.queued_bytes = 0
+        self._stored: set[int] = set()
+        self._recent: OrderedDict[int, StoredResult] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    # ---- coming in ----
+
+    def check_epoch(self, epoch: int) -> None:
+        """
+        Raises:
+            RpcError: STALE_EPOCH; REWOUND when it is stale because the run went back.
+        """
+        record = self.record
+        if epoch == record.epoch:
+            return
+        if epoch <= record.rewound_epoch:
+            raise self.rewound()
+        raise RpcError(
+            pb.ERROR_CODE_STALE_EPOCH,
+            f"another writer ({record.writer or 'unknown'}) has taken over the run {record.run_id}: this one writes"
+            f" with epoch {epoch}, the run is at {record.epoch}; open the run again to take it back",
+        )
+
+    def rewound(self) -> RpcError:
+        return RpcError(
+            pb.ERROR_CODE_REWOUND,
+            f"the run {self.record.run_id} went back to operation {self.record.rewound_to_seq} (durability=checkpoint"
+            " and the engine was restarted): later operations are void; open the run again and go on from there",
+        )
+
+    def offer(self, operation: Pending) -> asyncio.Future[pb.SubmitAck] | None:
+        """Lets an operation wait for its turn. Gives the acknowledgement of an equal one that waits already.
+
+        Raises:
+            RpcError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED. The number is not consumed.
+        """
+        seq, limits = operation.seq, self.limits
+        known = self.window.get(seq) or self.pending.get(seq)
+        if known is not None:
+            if known.content != operation.content:
+                raise reused(seq)
+            return known.ack
+        if seq >= self.next_seq + limits.max_window:
+            raise RpcError(
+                pb.ERROR_CODE_SEQ_GAP,
+                f"operation {seq} is too far ahead: {self.next_seq} is expected next, and at most {limits.max_window}"
+                " numbers wait (--limit max_window=N); submit the missing ones first",
+            )
+        closes_gap = seq == self.next_seq and bool(self.window)
+        if len(self.window) + len(self.pending) >= limits.max_queued_operations and not closes_gap:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the run has {limits.max_queued_operations} operations queued (--limit max_queued_operations=N); await"
+                " some results, then submit this one again",
+            )
+        size = operation.header.payload_bytes
+        if self.queued_bytes + size > limits.max_queued_bytes and self.queued_bytes and not closes_gap:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the run's queued operations hold {self.queued_bytes} bytes, and this one would pass"
+                f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
+                " submit this one again",
+            )
+        self.window[seq] = operation
+        self.queued_bytes += size
+        return None
+
+    def admit(self) -> list[Pending]:
+        """The operations whose turn to be journaled has come."""
+        admitted = []
+        while (operation := self.window.pop(self.next_seq, None)) is not None:
+            self.pending[self.next_seq] = operation
+            self.next_seq += 1
+            admitted.append(operation)
+        return admitted
+
+    def refuse(self, operation: Pending, error: BaseException) -> None:
+        """Takes back an operation that could not be journaled: its number is free again."""
+        self._drop(operation)
+        self.next_seq = min(self.next_seq, operation.seq)
+        if not operation.ack.done():
+            operation.ack.set_exception(error)
+
+    def fence(self) -> None:
+        """Refuses what waits for a gap to be closed: a new writer begins behind the last accepted number."""
+        waiting, self.window = self.window, {}
+        for operation in waiting.values():
+            self.queued_bytes -= operation.header.payload_bytes
+            if not operation.ack.done():
+                try:
+                    self.check_epoch(operation.header.epoch)
+                except RpcError as error:
+                    operation.ack.set_exception(error)
+
+    # ---- going out ----
+
+    @property
+    def head(self) -> Pending | None:
+        """The next operation to carry out, if it can be now."""
+        if self.running is not None or self.closed is not None:
+            return None
+        head = next((operation for operation in self.pending.values() if not operation.cancelled), None)
+        return head if head is not None and head.durable else None
+
+    def verdict(self, operation: Pending) -> pb.OperationResult | None:
+        """The result of an operation that is not to be carried out; None for one that is."""
+        record = self.record
+        if record.failure_seq and operation.header.failure_seen >= record.failure_seq:
+            record.failure_seq, record.failure = 0, ""
+        if record.failure_seq:
+            result = failed(
+                operation.seq,
+                pb.ERROR_CODE_ABORTED_PREDECESSOR,
+                f"operation {operation.seq} ({operation.kind}) was not carried out, because operation"
+                f" {record.failure_seq} before it failed: {record.failure}",
+            )
+            result.error.cause_seq = record.failure_seq
+            return result
+        if operation.refusal is not None:
+            return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=operation.refusal)
+        return None
+
+    def finish(self, operation: Pending, result: pb.OperationResult) -> RunMarks:
+        """Takes a result into account; gives what it changes of the run's row."""
+        record = self.record
+        self._drop(operation)
+        if result.status == pb.STATUS_FAILED:
+            if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
+                record.failure_seq, record.failure = operation.seq, result.error.message
+            elif operation.kind == "optim_step":
+                record.failure_seq, record.failure = 0, ""
+        elif result.status == pb.STATUS_SUCCEEDED:
+            if operation.kind == "optim_step":
+                record.step = result.optim_step.step
+            elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
+                record.step = result.checkpoint.step
+        applied = next(iter(self.pending), self.next_seq) - 1
+        return RunMarks(applied, record.step, record.failure_seq, record.failure)
+
+    def _drop(self, operation: Pending) -> None:
+        if self.pending.pop(operation.seq, None) is not None:
+            self.queued_bytes -= operation.header.payload_bytes
+
+    # ---- results ----
+
+    def stored(self, result: StoredResult) -> None:
+        """A result is durable: its readers may have it."""
+        if len(result.payload) <= RECENT_BYTES:
+            self._recent[result.header.seq] = result
+            if len(self._recent) > RECENT_RESULTS:
+                self._recent.popitem(last=False)
+        self.skip(result.header.seq)
+
+    def skip(self, seq: int) -> None:
+        """Marks a result as durable without keeping it."""
+        self._stored.add(seq)
+        while self.record.applied_seq + 1 in self._stored:
+            self.record.applied_seq += 1
+            self._stored.discard(self.record.applied_seq)
+        self.notify()
+
+    def recent(self, seq: int) -> StoredResult | None:
+        return self._recent.get(seq)
+
+    def released(self, up_to_seq: int) -> None:
+        self.record.released_seq = max(self.record.released_seq, up_to_seq)
+        for seq in [seq for seq in self._recent if seq <= up_to_seq]:
+            del self._recent[seq]
+        self.notify()
+
+    def reset(self) -> None:
+        """After a rewind: nothing queued, nothing stored past the mark."""
+        error = self.rewound()
+        for operation in [*self.pending.values(), *self.window.values()]:
+            if not operation.ack.done():
+                operation.ack.set_exception(error)
+        self.pending.clear()
+        self.window.clear()
+        self._stored.clear()
+        self._recent.clear()
+        self.queued_bytes = 0
+        self.next_seq = self.record.accepted_seq + 1
+        self.notify()
+
+    def close(self, reason: RpcError) -> None:
+        """Ends every reader with this error, and every unacknowledged submission."""
+        self.closed = reason
+        for operation in [*self.pending.values(), *self.window.values()]:
+            if not operation.ack.done():
+                operation.ack.set_exception(reason)
+        self.notify()
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change; take it before looking."""
+        return self._changed
+
+
+def failed(seq: int, code: pb.ErrorCode.ValueType, message: str) -> pb.OperationResult:
+    return pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=pb.Error(code=code, message=message))
+
+
+def reused(seq: int) -> RpcError:
+    return RpcError(
+        pb.ERROR_CODE_SEQ_REUSED,
+        f"number {seq} was used for another operation; a new operation takes a new number",
+        field="seq",
+    )

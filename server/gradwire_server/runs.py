@@ -1,0 +1,260 @@
+"""Runs: who owns them, who writes to them, what they were made from, which checkpoints they keep."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import RpcError, unknown_checkpoint, unknown_run
+from gradwire_server.store import Store
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ORIGIN = "fork-origin"
+"""The folder, among a fork's own checkpoints, of the one that it started from."""
+
+
+@dataclass
+class RunRecord:
+    """A run as its row has it. `failure_seq`: the failure that what is behind it must have seen; 0 for none."""
+
+    run_id: str
+    owner: str
+    config: pb.RunConfig
+    created_at: float
+    origin: engine_pb2.EngineCreateRun
+    forked_from: str = ""
+    idempotency_key: str = ""
+    request: bytes = b""
+    ready: bool = False
+    epoch: int = 0
+    writer: str = ""
+    accepted_seq: int = 0
+    applied_seq: int = 0
+    released_seq: int = 0
+    step: int = 0
+    failure_seq: int = 0
+    failure: str = ""
+    rewound_to_seq: int = 0
+    rewound_epoch: int = 0
+    num_trainable_parameters: int = 0
+    checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
+
+    @property
+    def newest_checkpoint(self) -> pb.Checkpoint | None:
+        return max(self.checkpoints.values(), key=lambda checkpoint: checkpoint.seq, default=None)
+
+    def to_proto(self) -> pb.Run:
+        newest = self.newest_checkpoint
+        return pb.Run(
+            run_id=self.run_id,
+            config=self.config,
+            epoch=self.epoch,
+            accepted_seq=self.accepted_seq,
+            applied_seq=self.applied_seq,
+            released_seq=self.released_seq,
+            step=self.step,
+            latest_checkpoint=newest.path if newest else "",
+            created_at=self.created_at,
+            rewound_to_seq=self.rewound_to_seq,
+            num_trainable_parameters=self.num_trainable_parameters,
+            forked_from=self.forked_from,
+        )
+
+
+_COLUMNS = (
+    "run_id", "owner", "config", "created_at", "origin", "forked_from", "idempotency_key", "request", "ready", "epoch",
+    "writer", "accepted_seq", "applied_seq", "released_seq", "step", "failure_seq", "failure", "rewound_to_seq",
+    "rewound_epoch", "num_trainable_parameters",
+)  # fmt: skip
+
+
+def new_run_id() -> str:
+    return "run-" + base64.b32encode(secrets.token_bytes(10)).decode().lower()
+
+
+class Runs:
+    """Every run of a state folder, in memory and in the store."""
+
+    def __init__(self, store: Store, state_dir: Path, max_runs: int) -> None:
+        self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
+        self._records: dict[str, RunRecord] = {}
+
+    async def load(self) -> list[RunRecord]:
+        """Reads the rows; forgets runs whose creation was never finished."""
+        await self._store.write(lambda connection: connection.execute("DELETE FROM runs WHERE ready = 0").close())
+        rows = await self._store.read(
+            lambda connection: connection.execute(
+                f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY created_at"
+            ).fetchall()
+        )
+        for row in rows:
+            values = dict(zip(_COLUMNS, row, strict=True))
+            values["config"] = pb.RunConfig.FromString(values["config"])
+            values["origin"] = engine_pb2.EngineCreateRun.FromString(values["origin"])
+            self._records[values["run_id"]] = RunRecord(**values)
+        saved = await self._store.read(
+            lambda connection: connection.execute("SELECT run_id, name, checkpoint FROM checkpoints").fetchall()
+        )
+        for run_id, name, checkpoint in saved:
+            if run_id in self._records:
+                self._records[run_id].checkpoints[name] = pb.Checkpoint.FromString(checkpoint)
+        return list(self._records.values())
+
+    def get(self, run_id: str, owner: str) -> RunRecord:
+        """
+        Raises:
+            RpcError: UNKNOWN_RUN, also for another's.
+        """
+        record = self._records.get(run_id)
+        if record is None or record.owner != owner or not record.ready:
+            raise unknown_run(run_id)
+        return record
+
+    @property
+    def count(self) -> int:
+        return len(self._records)
+
+    def by_key(self, owner: str, key: str) -> RunRecord | None:
+        """The run that this idempotency key made, or is making."""
+        found = (r for r in self._records.values() if key and r.owner == owner and r.idempotency_key == key)
+        return next(found, None)
+
+    def page(self, owner: str, size: int, token: str) -> tuple[list[RunRecord], str]:
+        """Runs of an owner, oldest first, from behind the token; and the next token, empty at the end."""
+        size = min(size or 100, 1000)
+        mine = sorted(
+            (record for record in self._records.values() if record.owner == owner and record.ready),
+            key=lambda record: (record.created_at, record.run_id),
+        )
+        start = 0
+        if token:
+            last = next((i for i, record in enumerate(mine) if record.run_id == token), None)
+            if last is None:
+                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "unknown page_token; list again", field="page_token")
+            start = last + 1
+        page = mine[start : start + size]
+        return page, page[-1].run_id if start + size < len(mine) else ""
+
+    async def insert(self, record: RunRecord) -> None:
+        """Makes room for a run that is being created; it is listed once :meth:`finish` says so."""
+        if len(self._records) >= self._max_runs:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the server keeps {self._max_runs} runs already (--limit max_runs=N); delete one first",
+                rule=f"runs <= {self._max_runs}",
+            )
+        self._records[record.run_id] = record
+        values = {name: getattr(record, name) for name in _COLUMNS}
+        values |= {"config": record.config.SerializeToString(), "origin": record.origin.SerializeToString()}
+        query = f"INSERT INTO runs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+        await self._store.write(lambda connection: connection.execute(query, tuple(values.values())).close())
+
+    async def finish(self, record: RunRecord, num_trainable_parameters: int, step: int) -> None:
+        """Makes a created run durable and visible."""
+        query = "UPDATE runs SET ready = 1, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
+        values = (num_trainable_parameters, step, record.run_id)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        record.num_trainable_parameters, record.step, record.ready = num_trainable_parameters, step, True
+
+    async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
+        """Gives the right to write; durable before it returns.
+
+        Raises:
+            RpcError: RUN_BUSY when another writer holds the run and `takeover` is not set.
+        """
+        if record.writer and record.writer != writer and not takeover:
+            raise RpcError(
+                pb.ERROR_CODE_RUN_BUSY,
+                f"the run {record.run_id} is held by the writer {record.writer!r}; open it with takeover to fence it",
+            )
+        record.epoch, record.writer = record.epoch + 1, writer
+        values = (record.epoch, writer, record.run_id)
+        epoch = record.epoch
+        query = "UPDATE runs SET epoch = ?, writer = ? WHERE run_id = ?"
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        return epoch
+
+    async def delete(self, record: RunRecord) -> None:
+        """Forgets a run, its operations, results, checkpoints and files."""
+        self._records.pop(record.run_id, None)
+
+        def work(connection: sqlite3.Connection) -> None:
+            for table in ("operations", "results", "checkpoints", "runs"):
+                connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
+
+        await self._store.write(work)
+        await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
+
+    # ---- checkpoints ----
+
+    def checkpoint(self, path: str, owner: str) -> tuple[RunRecord, pb.Checkpoint]:
+        """The checkpoint "RUN_ID/NAME" of a run that the owner may read.
+
+        Raises:
+            RpcError: UNKNOWN_CHECKPOINT.
+        """
+        run_id, _, name = path.partition("/")
+        record = self._records.get(run_id)
+        if record is None or record.owner != owner or name not in record.checkpoints:
+            raise unknown_checkpoint(path)
+        return record, record.checkpoints[name]
+
+    async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
+        """Forgets the row first, so that a half-deleted folder is never recovered from."""
+        del record.checkpoints[name]
+        query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)
+
+    def folder(self, run_id: str, kind: str, name: str) -> Path:
+        """Of a checkpoint or an export.
+
+        Raises:
+            RpcError: INVALID_ARGUMENT for a name that could leave the folder.
+        """
+        if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
+            raise RpcError(
+                pb.ERROR_CODE_INVALID_ARGUMENT, f"{name[:100]!r} is not a name", field="name", rule=NAME.pattern
+            )
+        return self._folder / run_id / kind / name
+
+    async def adopt(self, checkpoint: pb.Checkpoint, source: RunRecord, run_id: str) -> str:
+        """Gives a fork its origin as a checkpoint of its own (hard links where possible), so that deleting the
+        one it came from costs it nothing."""
+        target = self.folder(run_id, "checkpoints", ORIGIN)
+        folder = self.folder(source.run_id, "checkpoints", checkpoint.name)
+
+        def copy() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(folder, target, copy_function=_link_or_copy)
+
+        try:
+            await asyncio.to_thread(copy)
+        except FileNotFoundError as error:
+            raise unknown_checkpoint(checkpoint.path) from error
+        return f"{run_id}/{ORIGIN}"
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another filesystem, or one without links
+        shutil.copy2(source, target)
+
+
+def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:
+    """A run that is not made yet."""
+    run_id = new_run_id()
+    origin = engine_pb2.EngineCreateRun(run_id=run_id, config=config)
+    return RunRecord(run_id, owner, config, time.time(), origin, idempotency_key=key, request=request)

@@ -1,0 +1,165 @@
+"""Append-only files for payloads, beside the database that refers to them.
+
+A record is a magic word, its length, its BLAKE2b-128, and the bytes. A record counts once a committed row refers
+to it, so what a crash leaves behind the last one is dropped when the folder is opened again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_HEADER = struct.Struct("<4sQ16s")
+_MAGIC = b"gwr1"
+SEGMENT_BYTES = 64 << 20
+
+Buffer = bytes | bytearray | memoryview
+
+
+class CorruptRecord(Exception):
+    """A record is cut short, or its bytes are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    segment: int
+    offset: int
+
+
+class Segments:
+    """The folder of segments. `append`, `sync` and `forget` belong to one thread; `read` to any."""
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder, self._segment_bytes = folder, segment_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fd = -1
+        self._dirty = False
+        numbers = self.numbers()
+        self._current = numbers[-1] if numbers else 0
+        if numbers:
+            self.dropped_bytes = self._drop_torn_tail(self._current)
+            self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND)
+        else:
+            self.dropped_bytes = 0
+
+    def numbers(self) -> list[int]:
+        """The segments that exist, oldest first."""
+        return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
+
+    def append(self, buffers: Sequence[Buffer]) -> Location:
+        """Writes one record; durable after the next :meth:`sync`."""
+        if self._fd < 0 or os.fstat(self._fd).st_size >= self._segment_bytes:
+            self._roll()
+        length, digest = 0, hashlib.blake2b(digest_size=16)
+        for buffer in buffers:
+            length += len(buffer)
+            digest.update(buffer)
+        offset = os.fstat(self._fd).st_size
+        self._dirty = True
+        try:
+            for buffer in (_HEADER.pack(_MAGIC, length, digest.digest()), *buffers):
+                view = memoryview(buffer)
+                while view:
+                    view = view[os.write(self._fd, view) :]
+        except OSError:
+            os.ftruncate(self._fd, offset)
+            raise
+        return Location(self._current, offset)
+
+    def sync(self) -> None:
+        """Makes every record so far durable."""
+        if self._dirty:
+            os.fsync(self._fd)
+            self._dirty = False
+
+    def abandon(self) -> None:
+        """Goes on in a new file: after a failed fsync nobody knows what the old one holds."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._dirty = -1, False
+
+    def read(self, location: Location) -> bytearray:
+        """The bytes of a record.
+
+        Raises:
+            CorruptRecord: when they are not what was written.
+        """
+        try:
+            fd = os.open(self._path(location.segment), os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CorruptRecord(f"segment {location.segment} is gone") from error
+        try:
+            return _read(fd, location.offset)
+        finally:
+            os.close(fd)
+
+    def forget(self, keep: set[int]) -> None:
+        """Deletes the segments that are neither kept nor current."""
+        for number in self.numbers():
+            if number not in keep and number != self._current:
+                self._path(number).unlink()
+
+    def close(self) -> None:
+        self.sync()
+        self.abandon()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.segment"
+
+    def _roll(self) -> None:
+        if self._fd >= 0:
+            self.sync()
+            os.close(self._fd)
+        self._fd = -1
+        self._current += 1
+        self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        folder = os.open(self._folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def _drop_torn_tail(self, number: int) -> int:
+        fd = os.open(self._path(number), os.O_RDWR)
+        try:
+            size = os.fstat(fd).st_size
+            end = max(_whole_records(fd), default=0)
+            if end < size:
+                os.ftruncate(fd, end)
+                os.fsync(fd)
+            return size - end
+        finally:
+            os.close(fd)
+
+
+def _read(fd: int, offset: int) -> bytearray:
+    header = os.pread(fd, _HEADER.size, offset)
+    if len(header) < _HEADER.size:
+        raise CorruptRecord("a record is cut short")
+    magic, length, digest = _HEADER.unpack(header)
+    if magic != _MAGIC or offset + _HEADER.size + length > os.fstat(fd).st_size:
+        raise CorruptRecord("a record is cut short")
+    data = bytearray(length)
+    view, position = memoryview(data), offset + _HEADER.size
+    while view:
+        count = os.preadv(fd, [view], position)
+        if not count:
+            raise CorruptRecord("a record is cut short")
+        view, position = view[count:], position + count
+    if hashlib.blake2b(data, digest_size=16).digest() != digest:
+        raise CorruptRecord("a record's bytes do not match its checksum")
+    return data
+
+
+def _whole_records(fd: int) -> Iterator[int]:
+    """The end of each record from the start of the file until the first that is not whole."""
+    end = 0
+    while True:
+        try:
+            data = _read(fd, end)
+        except CorruptRecord:
+            return
+        end += _HEADER.size + len(data)
+        yield end

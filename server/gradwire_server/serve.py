@@ -1,0 +1,167 @@
+"""The server put together: state folder, engine, scheduler, gRPC door; started in this order, stopped in the other."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from types import TracebackType
+from typing import Any
+
+import grpc
+import grpc.aio
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.engine_process import Engine, EngineProcess
+from gradwire_server.errors import RpcError
+from gradwire_server.front.interceptors import Guard, Keys
+from gradwire_server.front.service import TrainingService
+from gradwire_server.journal import Journal
+from gradwire_server.runs import Runs
+from gradwire_server.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+SERVICE = "gradwire.v1.TrainingService"
+STREAMS_GRACE_S = 1.0
+ENGINE_GRACE_S = 5.0
+
+
+def grpc_options(limits: Limits) -> list[tuple[str, int]]:
+    """Bursts of thousands of calls wait, frequent pings are allowed, nothing is
+    compressed, two servers never share a port by accident."""
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 40_000),
+        ("grpc.max_concurrent_streams", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+class Server:
+    """One server over one state folder.
+
+    Args:
+        config: its settings.
+        engine: another than the child process that the settings describe; it is the caller's to stop.
+    """
+
+    def __init__(self, config: ServerConfig, engine: Engine | None = None) -> None:
+        self.config = config
+        self._given = engine
+        self._own_engine: EngineProcess | None = None
+        self._journal: Journal | None = None
+        self._lock = -1
+        self._grpc: Any = None
+        self._health: Any = None
+        self.address = ""
+        self.left_queued = 0
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._given or self._own_engine
+        if engine is None:
+            raise RuntimeError("the server is not started")
+        return engine
+
+    async def start(self) -> None:
+        """
+        Raises:
+            RpcError: the engine did not start, and why.
+            SystemExit: the address or the state folder cannot be had; with a sentence.
+        """
+        config = self.config
+        if config.keys_file is None and not config.loopback and not config.insecure_bind:
+            raise SystemExit(
+                f"gradwire: without API keys the server listens on loopback only, not on {config.address};"
+                " give --keys-file, or --insecure-bind to let anyone in"
+            )
+        keys = Keys() if config.keys_file is None else Keys.read(config.keys_file)
+        config.state_dir.mkdir(parents=True, exist_ok=True)
+        self._lock_state()
+        self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
+        self.runs = Runs(journal.store, config.state_dir, config.limits.max_runs)
+        records = await self.runs.load()
+        self._health = health.aio.HealthServicer()
+        if self._given is None:
+            self._own_engine = EngineProcess(config, self._engine_changed)
+            await self._own_engine.start()
+        self.scheduler = Scheduler(self.engine, journal, self.runs, config.limits, config.payload_memory_bytes)
+        await self.scheduler.start(records)
+        self._service = TrainingService(config, self.engine, self.runs, self.scheduler)
+        self._grpc = grpc.aio.server(interceptors=[Guard(keys)], options=grpc_options(config.limits))
+        add_TrainingServiceServicer_to_server(self._service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        try:
+            port = self._grpc.add_insecure_port(config.address)
+        except RuntimeError as error:
+            raise SystemExit(f"gradwire: cannot listen on {config.address}: {error}") from error
+        await self._grpc.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._set_ready(True)
+        self.address = f"{config.address.rpartition(':')[0]}:{port}"
+
+    async def stop(self) -> None:
+        """Accepts no more, finishes what is being carried out, ends the streams, then the engine, then the journal."""
+        if self._grpc is not None:
+            await self._health.enter_graceful_shutdown()
+            self.left_queued = await self.scheduler.drain(self.config.grace_s)
+            self._service.stopping.set()
+            await self._grpc.stop(STREAMS_GRACE_S)
+        if self._own_engine is not None:
+            await self._own_engine.stop(ENGINE_GRACE_S)
+        if self._journal is not None:
+            await self._journal.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    async def __aenter__(self) -> Server:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _lock_state(self) -> None:
+        lock = os.open(self.config.state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode() or "another process"
+            os.close(lock)
+            raise SystemExit(
+                f"gradwire: the state folder {self.config.state_dir} is in use by process {holder}"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+
+    def _engine_changed(self, ready: bool) -> None:
+        if self._grpc is not None:
+            self._changing = asyncio.ensure_future(self._set_ready(ready))
+
+    async def _set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(SERVICE, status.SERVING if ready else status.NOT_SERVING)
+
+
+def start_failure(error: RpcError) -> str:
+    """The sentence with which a server that could not start ends."""
+    return f"gradwire: {pb.ErrorCode.Name(error.code).removeprefix('ERROR_CODE_').lower()}: {error}"

@@ -1,0 +1,198 @@
+"""One SQLite database with one writer thread that groups commits.
+
+Whatever waits while a commit is being fsynced goes into the next one: many concurrent writes cost one fsync, and
+the event loop never waits for the disk. Writes are carried out in the order they were asked for, each in a
+savepoint of its own, so that one that fails takes nobody with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import RpcError
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+
+MAX_GROUP = 512
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    run_id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    config BLOB NOT NULL,
+    created_at REAL NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    request BLOB NOT NULL,
+    ready INTEGER NOT NULL DEFAULT 0,
+    epoch INTEGER NOT NULL DEFAULT 0,
+    writer TEXT NOT NULL DEFAULT '',
+    accepted_seq INTEGER NOT NULL DEFAULT 0,
+    applied_seq INTEGER NOT NULL DEFAULT 0,
+    released_seq INTEGER NOT NULL DEFAULT 0,
+    step INTEGER NOT NULL DEFAULT 0,
+    failure_seq INTEGER NOT NULL DEFAULT 0,
+    failure TEXT NOT NULL DEFAULT '',
+    rewound_to_seq INTEGER NOT NULL DEFAULT 0,
+    rewound_epoch INTEGER NOT NULL DEFAULT 0,
+    num_trainable_parameters INTEGER NOT NULL DEFAULT 0,
+    forked_from TEXT NOT NULL DEFAULT '',
+    origin BLOB
+);
+CREATE UNIQUE INDEX IF NOT EXISTS runs_by_key ON runs (owner, idempotency_key) WHERE idempotency_key != '';
+CREATE TABLE IF NOT EXISTS operations (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    identity BLOB NOT NULL,
+    header BLOB NOT NULL,
+    accepted_at REAL NOT NULL,
+    status INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
+    segment INTEGER,
+    offset INTEGER,
+    PRIMARY KEY (run_id, seq)
+);
+CREATE INDEX IF NOT EXISTS operations_by_segment ON operations (segment);
+CREATE TABLE IF NOT EXISTS results (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    header BLOB NOT NULL,
+    segment INTEGER,
+    offset INTEGER,
+    PRIMARY KEY (run_id, seq)
+);
+CREATE INDEX IF NOT EXISTS results_by_segment ON results (segment);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    run_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    checkpoint BLOB NOT NULL,
+    PRIMARY KEY (run_id, name)
+);
+"""
+
+
+@dataclass(frozen=True)
+class _Item:
+    work: Work[Any]
+    done: asyncio.Future[Any]
+
+
+class Store:
+    """The database. Made on a running event loop.
+
+    Args:
+        path: of the database file.
+        before_commit: called in the writer thread before each commit; what it raises fails the whole group.
+        on_failed_group: called in the writer thread when a group failed as a whole.
+    """
+
+    def __init__(
+        self, path: Path, before_commit: Callable[[], object] = bool, on_failed_group: Callable[[], object] = bool
+    ) -> None:
+        self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
+        self._loop = asyncio.get_running_loop()
+        connection = self._connect()
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.executescript(SCHEMA)
+        connection.close()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
+        self._writer.start()
+        self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
+        self._reading: sqlite3.Connection | None = None
+
+    def write(self, work: Work[T]) -> asyncio.Future[T]:
+        """Carries the work out in the writer thread; the future is done once it is durable (or has failed)."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put(_Item(work, done))
+        return done
+
+    async def read(self, query: Work[T]) -> T:
+        """Runs a query in the reader thread: it sees what was durable when it started."""
+
+        def run() -> T:
+            if self._reading is None:
+                self._reading = self._connect()
+            return query(self._reading)
+
+        return await self._loop.run_in_executor(self._reader, run)
+
+    async def close(self) -> None:
+        """Writes what was asked for so far, then ends the threads."""
+        self._queue.put(None)
+        await asyncio.to_thread(self._writer.join)
+        if self._reading is not None:
+            await self.read(lambda connection: connection.close())
+        self._reader.shutdown()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _write(self) -> None:
+        connection = self._connect()
+        ending = False
+        while not ending:
+            group = [self._queue.get()]
+            while len(group) < MAX_GROUP and not self._queue.empty():
+                group.append(self._queue.get())
+            ending = None in group
+            items = [item for item in group if item is not None]
+            if items:
+                outcomes = self._commit(connection, items)
+                self._loop.call_soon_threadsafe(_deliver, items, outcomes)
+        connection.close()
+
+    def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
+        outcomes: list[Any] = []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for item in items:
+                connection.execute("SAVEPOINT item")
+                try:
+                    outcomes.append((item.work(connection), None))
+                except Exception as error:  # whatever it is, it is handed to whoever asked for the work
+                    connection.execute("ROLLBACK TO item")
+                    outcomes.append((None, _storage_error(error)))
+                connection.execute("RELEASE item")
+            self._before_commit()
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._on_failed_group()
+            return [(None, _storage_error(error))] * len(items)
+        return outcomes
+
+
+def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
+    for item, (value, error) in zip(items, outcomes, strict=True):
+        if item.done.cancelled():
+            continue
+        if error is None:
+            item.done.set_result(value)
+        else:
+            item.done.set_exception(error)
+
+
+def _storage_error(error: Exception) -> Exception:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error))
+    if full:
+        return RpcError(
+            pb.ERROR_CODE_STORAGE_FULL,
+            "the server's disk is full: nothing was written; make room in its --state-dir and try again",
+        )
+    return error

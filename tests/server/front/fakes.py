@@ -1,0 +1,129 @@
+"""An engine without a model: it adds numbers, and can be told to wait, to fail and to die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine_process import EngineDied
+from gradwire_server.errors import RpcError
+
+
+@dataclass
+class FakeRun:
+    """A run whose whole state is a list of what was done to it."""
+
+    history: list[str] = field(default_factory=list)
+    step: int = 0
+
+
+class FakeEngine:
+    """Carries requests out one after the other. `loss_fn` says what a forward_backward does:
+    "fail" fails, "die" ends the engine, anything else is written down."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self.generation = 1
+        self.runs: dict[str, FakeRun] = {}
+        self.seen: list[tuple[str, int]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.die_after: set[int] = set()
+        self._up = asyncio.Event()
+        self._up.set()
+        self._turn = asyncio.Lock()
+        self.hello = engine_pb2.EngineHello(device="fake", models=[pb.ModelInfo(name="tiny", vocab_size=64)])
+
+    @property
+    def is_ready(self) -> bool:
+        return self._up.is_set()
+
+    async def ready(self) -> None:
+        await self._up.wait()
+
+    def die(self) -> None:
+        """Ends the process and everything it holds; another is up at once."""
+        self.generation += 1
+        self.runs.clear()
+
+    async def request(
+        self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()
+    ) -> tuple[engine_pb2.EngineReply, bytes]:
+        generation = self.generation
+        async with self._turn:
+            await self.gate.wait()
+            if generation != self.generation:
+                raise EngineDied(suspect=False)
+            return self._carry_out(request, b"".join(bytes(part) for part in payload))
+
+    def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> tuple[engine_pb2.EngineReply, bytes]:
+        reply = engine_pb2.EngineReply(id=request.id)
+        kind = request.WhichOneof("kind")
+        if kind == "create_run":
+            create = request.create_run
+            if create.config.lora.rank > 100:
+                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "rank too large", field="lora.rank")
+            run = self.runs[create.run_id] = FakeRun()
+            if create.checkpoint:
+                history = self._folder(create.checkpoint) / "history"
+                if not history.exists():
+                    raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{create.checkpoint} cannot be read")
+                run.history = history.read_text().split()
+                run.step = 0 if create.weights_only else run.history.count("step")
+            reply.run_created.num_trainable_parameters = 7
+            reply.run_created.step = run.step
+        elif kind == "drop_run":
+            self.runs.pop(request.drop_run.run_id, None)
+            reply.empty.SetInParent()
+        elif kind == "operation":
+            return self._operation(request.operation, payload, reply)
+        return reply, b""
+
+    def _operation(
+        self, asked: engine_pb2.EngineOperation, payload: bytes, reply: engine_pb2.EngineReply
+    ) -> tuple[engine_pb2.EngineReply, bytes]:
+        run, operation, seq = self.runs[asked.run_id], asked.operation, asked.seq
+        self.seen.append((asked.run_id, seq))
+        if seq in self.die_after or operation.forward_backward.loss_fn == "die":
+            self.die_after.discard(seq)
+            self.die()
+            raise EngineDied(suspect=True)
+        result = reply.result
+        result.seq, result.status = seq, pb.STATUS_SUCCEEDED
+        kind = operation.WhichOneof("kind")
+        if kind == "forward_backward":
+            loss_fn = operation.forward_backward.loss_fn
+            if loss_fn == "fail":
+                result.status = pb.STATUS_FAILED
+                result.error.code, result.error.message = pb.ERROR_CODE_INVALID_BATCH, "id 99999 is outside"
+                return reply, b""
+            run.history.append(loss_fn)
+            result.loss.loss = float(len(run.history))
+            return reply, payload
+        if kind == "forward":
+            result.loss.loss = float(len(run.history))
+            return reply, payload
+        if kind == "optim_step":
+            run.step += 1
+            run.history.append("step")
+            result.optim_step.step = run.step
+        elif kind == "save_checkpoint":
+            name = operation.save_checkpoint.name or f"step-{run.step}"
+            folder = self._folder(f"{asked.run_id}/{name}")
+            folder.mkdir(parents=True)
+            (folder / "history").write_text(" ".join(run.history))
+            (folder / "deep").mkdir()
+            (folder / "deep" / "big").write_bytes(bytes(3 << 20))
+            result.checkpoint.path, result.checkpoint.name = f"{asked.run_id}/{name}", name
+            result.checkpoint.step, result.checkpoint.seq = run.step, seq
+        else:
+            result.empty.SetInParent()
+        return reply, b""
+
+    def _folder(self, path: str) -> Path:
+        run_id, _, name = path.partition("/")
+        return self.state_dir / "runs" / run_id / "checkpoints" / name

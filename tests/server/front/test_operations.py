@@ -1,0 +1,249 @@
+"""Operations through a real gRPC server: order, retries, failures, writers, results."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+
+from tests.server.front.conftest import Client, Door, Start, error_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_hundred_pipelined_operations_come_back_in_order(door: Door) -> None:
+    client = await (await door.client()).begin()
+    for seq in range(1, 101):
+        await client.send(*client.frames(seq, bytes([seq]), forward_backward=pb.LossCall(loss_fn=str(seq))))
+    results = await client.results(100)
+    assert [result.seq for result, _ in results] == list(range(1, 101))
+    assert [payload for _, payload in results] == [bytes([seq]) for seq in range(1, 101)]
+    assert door.engine.runs[client.run_id].history == [str(seq) for seq in range(1, 101)]
+    assert sorted([(await client.ack()).seq for _ in range(100)]) == list(range(1, 101))
+
+
+async def test_numbers_that_arrive_out_of_order_are_carried_out_in_order(door: Door) -> None:
+    client = await (await door.client()).begin()
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    order = list(range(1, 41))
+    random.Random(seed).shuffle(order)
+    for seq in order:
+        await client.send(*client.frames(seq, forward_backward=pb.LossCall(loss_fn=str(seq))))
+    await client.results(40)
+    assert door.engine.runs[client.run_id].history == [str(seq) for seq in range(1, 41)]
+
+
+async def test_what_waits_for_a_gap_is_not_acknowledged_and_not_accepted(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.send(*client.frames(2, forward_backward=pb.LossCall(loss_fn="b")))
+    with pytest.raises(asyncio.TimeoutError):
+        await client.ack(0.2)
+
+
+async def test_a_number_too_far_ahead_is_refused_and_can_be_sent_again(start: Start) -> None:
+    async with start(limits={"max_window": 4}) as door:
+        client = await (await door.client()).begin()
+        ack = await client.fb(5)
+        assert ack.error.code == pb.ERROR_CODE_SEQ_GAP and "1 is expected next" in ack.error.message
+        for seq in range(1, 6):
+            assert not (await client.fb(seq)).HasField("error")
+        assert await client.statuses(5) == ["ok"] * 5
+
+
+async def test_the_same_again_is_acknowledged_and_carried_out_once(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    assert not (await client.fb(1, "a", b"payload")).duplicate
+    assert (await client.fb(1, "a", b"payload")).duplicate  # while it waits
+    door.engine.gate.set()
+    first = await client.results(1)
+    assert (await client.fb(1, "a", b"payload")).duplicate  # when it is done
+    assert await client.results(1) == first
+    assert door.engine.runs[client.run_id].history == ["a"]
+
+
+async def test_a_retried_step_steps_once(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1)
+    for _ in range(3):
+        await client.step(2)
+    [_, (step, _)] = await client.results(2)
+    assert step.optim_step.step == 1
+    assert (await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))).step == 1
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_another_operation_under_a_used_number_is_refused(door: Door, finished: bool) -> None:
+    client = await (await door.client()).begin()
+    if not finished:
+        door.engine.gate.clear()
+    await client.fb(1, "a", b"one")
+    if finished:
+        await client.results(1)
+    assert (await client.fb(1, "a", b"two")).error.code == pb.ERROR_CODE_SEQ_REUSED
+    assert (await client.fb(1, "b", b"one")).error.code == pb.ERROR_CODE_SEQ_REUSED
+    door.engine.gate.set()
+    assert await client.statuses(1) == ["ok"]
+
+
+async def test_what_is_behind_a_failure_is_aborted_through_the_next_step(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "good")
+    await client.fb(2, "fail")
+    await client.fb(3, "behind")
+    await client.step(4)
+    await client.fb(5, "next")
+    await client.step(6)
+    results = await client.results(6)
+    expected = ["ok", "invalid_batch", "aborted_predecessor(2)", "aborted_predecessor(2)", "ok", "ok"]
+    assert await client.statuses(6) == expected
+    assert "99999" in results[2][0].error.message
+    assert door.engine.runs[client.run_id].history == ["good", "next", "step"]
+
+
+async def test_whoever_has_seen_the_failure_goes_on(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "fail")
+    await client.fb(2, "behind")
+    await client.fb(3, "after", failure_seen=1)
+    await client.step(4, failure_seen=1)
+    assert await client.statuses(4) == ["invalid_batch", "aborted_predecessor(1)", "ok", "ok"]
+
+
+async def test_a_failure_that_is_not_seen_survives_a_restart(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "fail")
+        await client.results(1)
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.fb(2, "behind")
+        await client.fb(3, "after", failure_seen=1)
+        assert await client.statuses(3) == ["invalid_batch", "aborted_predecessor(1)", "ok"]
+
+
+async def test_a_second_writer_must_take_over_and_the_first_is_told(door: Door) -> None:
+    first, second = await (await door.client()).begin(), await door.client()
+    await first.fb(1)
+    with pytest.raises(grpc.RpcError) as caught:
+        await second.open(first.run_id, "other")
+    assert error_of(caught).code == pb.ERROR_CODE_RUN_BUSY and "'me'" in error_of(caught).message
+    await first.send(*first.frames(3, optim_step=pb.OptimStep()))  # waits for 2
+    await asyncio.sleep(0.05)
+    await second.open(first.run_id, "other", takeover=True)
+    waiting = await first.ack()
+    assert (waiting.seq, waiting.error.code) == (3, pb.ERROR_CODE_STALE_EPOCH)
+    assert (await first.fb(2)).error.code == pb.ERROR_CODE_STALE_EPOCH
+    assert not (await second.step(2)).HasField("error")
+    assert await second.statuses(2) == ["ok", "ok"]
+
+
+async def test_results_resume_from_any_number_and_survive_a_restart(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        big = bytes(range(256)) * 10_000
+        for seq in range(1, 6):
+            await client.fb(seq, "x", big[: seq * 500_000])
+        before = await client.results(5)
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        assert await client.results(5) == before
+        assert await client.results(2, from_seq=4) == before[3:]
+        assert [len(payload) for _, payload in before] == [seq * 500_000 for seq in range(1, 6)]
+
+
+async def test_released_results_are_gone_and_their_numbers_stay_known(door: Door) -> None:
+    client = await (await door.client()).begin()
+    for seq in (1, 2, 3):
+        await client.fb(seq)
+    await client.results(3)
+    await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=2))
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.results(1, from_seq=2)
+    assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
+    assert await client.statuses(1, from_seq=0) == ["ok"]  # 0: from the first that is there
+    assert (await client.fb(2)).duplicate
+    assert (await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))).released_seq == 2
+
+
+async def test_what_has_not_started_can_be_cancelled_and_what_has_cannot(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    for seq in (1, 2, 3):
+        await client.fb(seq, str(seq))
+    await asyncio.sleep(0.05)
+
+    async def cancel(seq: int) -> bool:
+        request = pb.CancelRequest(run_id=client.run_id, seq=seq, epoch=client.epoch)
+        return bool((await client.stub.Cancel(request)).cancelled)
+
+    assert [await cancel(1), await cancel(2)] == [False, True]
+    with pytest.raises(grpc.RpcError) as caught:
+        await cancel(9)
+    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_OPERATION
+    door.engine.gate.set()
+    assert await client.statuses(3) == ["ok", "cancelled", "ok"]
+    assert door.engine.runs[client.run_id].history == ["1", "3"]
+
+
+async def test_a_full_queue_refuses_without_using_the_number_up(start: Start) -> None:
+    async with start(limits={"max_queued_operations": 3}) as door:
+        client = await (await door.client()).begin()
+        door.engine.gate.clear()
+        for seq in (1, 2, 3):
+            await client.fb(seq)
+        refused = await client.fb(4)
+        assert refused.error.code == pb.ERROR_CODE_LIMIT_EXCEEDED and "max_queued_operations" in refused.error.message
+        door.engine.gate.set()
+        await client.results(3)
+        await client.fb(4)
+        assert await client.statuses(4) == ["ok"] * 4
+
+
+async def test_two_runs_take_turns(door: Door) -> None:
+    one, two = await (await door.client()).begin(), await (await door.client()).begin()
+    door.engine.gate.clear()
+    for seq in range(1, 21):
+        await one.fb(seq)
+    for seq in range(1, 4):
+        await two.fb(seq)
+    door.engine.gate.set()
+    await two.results(3)
+    order = [run_id for run_id, _ in door.engine.seen]
+    assert order.index(two.run_id) <= 3
+    assert sum(run_id == one.run_id for run_id in order[: len(order) - order[::-1].index(two.run_id)]) <= 6
+
+
+async def test_an_operation_goes_on_when_the_client_that_sent_it_leaves(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    await client.fb(1)
+    client._stream.cancel()
+    door.engine.gate.set()
+    assert await client.statuses(1) == ["ok"]
+
+
+async def test_a_deleted_run_ends_its_readers_and_is_unknown(door: Door) -> None:
+    client = await (await door.client()).begin()
+    reading = asyncio.create_task(client.results(1))
+    await asyncio.sleep(0.05)
+    await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
+    with pytest.raises(grpc.RpcError) as caught:
+        await reading
+    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+    assert (await client.fb(1)).error.code == pb.ERROR_CODE_UNKNOWN_RUN
+    assert client.run_id not in door.engine.runs
+
+
+async def test_the_pipeline_is_quick_enough_to_pipeline(door: Door) -> None:
+    client: Client = await (await door.client()).begin()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for seq in range(1, 201):
+        await client.send(*client.frames(seq, bytes(1000), forward_backward=pb.LossCall(loss_fn="a")))
+    await client.results(200)
+    assert loop.time() - began < 5

@@ -113,16 +113,21 @@ def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Fiel
                 field=spec.name,
                 rule="required",
             )
+    if all(_num_rows(column) == 0 for column in columns.values()):
+        name = next(iter(columns), "")
+        raise BatchError(f"the batch is empty: {name} has no rows", field=name, rule="at least one row")
     fields = {name: _shaped(specs[name], column) for name, column in columns.items()}
-    first = next((fields[spec.name] for spec in loss.fields if spec.name in fields), None)
-    if first is None or first.num_rows == 0:
-        raise BatchError("the batch is empty", field=first.spec.name if first else "", rule="at least one row")
+    first = next(fields[spec.name] for spec in loss.fields if spec.name in fields)
     for other in fields.values():
         if other.num_rows != first.num_rows:
             raise other.error(
                 f"has {other.num_rows} rows where {first.spec.name} has {first.num_rows}", "equal row counts"
             )
     return fields
+
+
+def _num_rows(column: Column) -> int:
+    return len(column.levels[0]) if column.levels else len(column.values)
 
 
 def _shaped(spec: FieldSpec, column: Column) -> Field:
@@ -149,7 +154,7 @@ def _shaped(spec: FieldSpec, column: Column) -> Field:
         )
     dimensions = dimensions_of(shape)
     ragged = sum(name in RAGGED_DIMENSIONS for name in dimensions)
-    num_rows = len(levels[0]) if levels else len(values)
+    num_rows = _num_rows(column)
     while len(levels) < ragged:
         units, width = values.shape[:2]
         levels = (*levels, np.full(units, width, dtype=np.int64))

@@ -93,7 +93,7 @@ class Manifest:
 
 def versions() -> dict[str, str]:
     """The code fingerprint: the versions on which a bit-for-bit continuation depends."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     for package in ("gradwire", "transformers", "peft"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -275,6 +275,11 @@ def replacing(place: Path) -> Iterator[Path]:
                 training_pb2.ERROR_CODE_STORAGE_FULL, f"the server's disk is full: {place.name!r} was not written"
             ) from error
         raise
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _exchange(new: Path, place: Path) -> None:

@@ -12,18 +12,17 @@ FILE = "tokenizer.json"
 
 
 def find_tokenizer(path: str) -> Path | None:
-    """The tokenizer.json of a model folder, or of a hub name in the local cache; None where there is none."""
+    """The tokenizer.json of a model folder or of a hub name, downloaded if need be; None where there is none."""
     folder = Path(path)
     if folder.is_dir():
         return folder / FILE if (folder / FILE).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        cached = try_to_load_from_cache(path, FILE)
-    except HFValidationError:
+        return Path(hf_hub_download(path, FILE))
+    except (HfHubHTTPError, HFValidationError, OSError):  # no such file or name; offline and not in the cache
         return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 class TextTokenizer:

@@ -1,0 +1,144 @@
+"""The engine's process: ``python -m gradwire_server.engine --fd N --state-dir DIR --model NAME=PATH …``.
+
+One thread reads requests ahead and decodes their payloads; this one carries them out in order and replies. The
+process ends when it is told to, and at once when its parent does: a stale engine must not go on writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gradwire_losses.registry import load_builtin_losses, load_loss_file, load_plugin_losses
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
+
+from gradwire_server.engine.engine import Engine
+from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.link import EngineLink, LinkClosed
+from gradwire_server.engine.operations import Columns
+from gradwire_server.engine.planner import Budget
+
+logger = logging.getLogger("gradwire_server.engine")
+
+READ_AHEAD = 4
+GIB = 1 << 30
+_PR_SET_PDEATHSIG = 1
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class _Request:
+    message: engine_pb2.EngineRequest
+    columns: Columns
+    error: codec.CodecError | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the engine until it is shut down; the exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
+    link = EngineLink(socket.socket(fileno=options.fd))
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        engine = _start(options)
+        hello = engine_pb2.EngineReply(hello=engine.hello())
+    except Exception as error:  # whatever stops the start is for the front to report
+        link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
+        return 1
+    requests: queue.Queue[_Request] = queue.Queue(READ_AHEAD)
+    try:
+        link.send(hello)
+        threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
+        _serve(link, engine, requests)
+    except LinkClosed:
+        logger.info("the front is gone")
+    return 0
+
+
+def _start(options: argparse.Namespace) -> Engine:
+    load_builtin_losses()
+    load_plugin_losses()
+    for file in options.losses:
+        load_loss_file(file)
+    defaults = Budget()
+    return Engine(
+        dict(options.model),
+        options.state_dir,
+        device=options.device,
+        dtype=_DTYPES[options.dtype] if options.dtype else None,
+        budget=Budget(
+            microbatch_tokens=options.microbatch_tokens or defaults.microbatch_tokens,
+            activation_bytes=_bytes(options.activation_budget_gib, defaults.activation_bytes),
+        ),
+        reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
+    )
+
+
+def _serve(link: EngineLink, engine: Engine, requests: queue.Queue[_Request]) -> None:
+    while True:
+        request = requests.get()
+        answer = engine.answer(request.message, request.columns, request.error)
+        link.send(answer.reply, answer.buffers)
+        if request.message.HasField("shutdown"):
+            return
+
+
+def _read_ahead(link: EngineLink, requests: queue.Queue[_Request]) -> None:
+    while True:
+        try:
+            message, payload = link.receive(engine_pb2.EngineRequest)
+        except LinkClosed:
+            # Also where the parent died before prctl was called. What is being computed is nobody's any more.
+            os._exit(0)
+        columns: Columns = {}
+        error = None
+        if message.HasField("operation"):
+            try:
+                columns = codec.decode(message.operation.tensors, payload)
+            except codec.CodecError as found:
+                error = found
+        requests.put(_Request(message, columns, error))
+        if message.HasField("shutdown"):
+            return
+
+
+def _bytes(gib: float | None, default: int) -> int:
+    return default if gib is None else int(gib * GIB)
+
+
+def _model(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    return name, path or name
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gradwire_server.engine", description="Started by gradwire serve.")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--model", type=_model, action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", choices=list(_DTYPES))
+    parser.add_argument("--microbatch-tokens", type=int)
+    parser.add_argument("--activation-budget-gib", type=float)
+    parser.add_argument("--reference-cache-gib", type=float)
+    parser.add_argument("--threads", type=int)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,267 @@
+"""The engine: models, runs and references of one process, and the answer to each request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gradwire_losses.registry import LossSpec, all_losses
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+from gradwire_server.engine import operations
+from gradwire_server.engine.checkpoints import CheckpointStore
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.link import Buffer
+from gradwire_server.engine.operations import Columns, Outcome
+from gradwire_server.engine.planner import Budget
+from gradwire_server.engine.references import References
+from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.run_state import restore
+from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, load_tokenizer
+from gradwire_server.sampling.base import Sampler
+from gradwire_server.sampling.local import LocalSampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply, and the buffers of its payload."""
+
+    reply: engine_pb2.EngineReply
+    buffers: list[memoryview]
+
+
+class Engine:
+    """Answers one ordered stream of requests.
+
+    Args:
+        models: name -> folder or hub name.
+        state_dir: where checkpoints and exports are.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
+        dtype: of the weights; by default bfloat16 on CUDA, float32 on CPU.
+        budget: what an operation may hold.
+        reference_cache_bytes: of reference models beside what runs hold.
+
+    Attributes:
+        host, store, references, sampler, budget: its parts, for the operations.
+        runs: by id.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        state_dir: Path,
+        *,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        budget: Budget | None = None,
+        reference_cache_bytes: int = 8 << 30,
+    ) -> None:
+        self.host = ModelHost(models, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+        self.store = CheckpointStore(state_dir)
+        self.references = References(self.host, self.store, cache_bytes=reference_cache_bytes)
+        self.sampler: Sampler = LocalSampler()
+        self.budget = budget or Budget()
+        self.runs: dict[str, EngineRun] = {}
+        self._tokenizer_files = {name: file for name, path in models.items() if (file := find_tokenizer(path))}
+        self._handlers: Mapping[str, Callable[[engine_pb2.EngineRequest, Columns], Answer]] = {
+            "create_run": self._create_run,
+            "drop_run": self._drop_run,
+            "operation": self._operation,
+            "sample": self._sample,
+            "verify_checkpoint": self._verify_checkpoint,
+            "shutdown": lambda request, columns: _plain(empty=training_pb2.Empty()),
+        }
+
+    def tokenizer(self, model: str) -> TextTokenizer | None:
+        """The tokenizer of a model; None where it has none."""
+        file = self._tokenizer_files.get(model)
+        return load_tokenizer(file) if file else None
+
+    def hello(self) -> engine_pb2.EngineHello:
+        """What the engine holds.
+
+        Raises:
+            OperationError: for a model that cannot be used.
+        """
+        device = str(self.host.device)
+        if self.host.device.type == "cuda":
+            device = f"{device} ({torch.cuda.get_device_name(self.host.device)})"
+        return engine_pb2.EngineHello(
+            device=device,
+            models=[self._model_info(name) for name in self.host.names],
+            losses=[loss_info(loss) for loss in all_losses()],
+            tokenizer_files={name: str(file) for name, file in self._tokenizer_files.items()},
+        )
+
+    def answer(
+        self, request: engine_pb2.EngineRequest, columns: Columns, decode_error: codec.CodecError | None = None
+    ) -> Answer:
+        """Carries out a request. Never raises for what a request can bring about.
+
+        Args:
+            columns: the payload of an operation.
+            decode_error: why there are no columns; the operation fails with it.
+
+        Raises:
+            torch.AcceleratorError: when the device is lost and the process with it.
+        """
+        kind = request.WhichOneof("kind") or ""
+        try:
+            if decode_error is not None:
+                if kind == "operation":
+                    return self._failed(request.operation, decode_error, 0.0)
+                raise decode_error
+            if kind not in self._handlers:
+                raise ValueError(f"a request of unknown kind {kind!r}")
+            answer = self._handlers[kind](request, columns)
+        except Exception as error:  # the boundary: whatever it is, the engine goes on and the caller hears of it
+            if is_fatal(error):
+                raise
+            answer = Answer(engine_pb2.EngineReply(error=to_error(error, f"request {kind}")), [])
+        answer.reply.id = request.id
+        return answer
+
+    # -------------------------------------------------------------- requests
+
+    def _create_run(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        create = request.create_run
+        self._drop(create.run_id)
+        run = EngineRun(self.host, create.run_id, create.config)
+        try:
+            if create.checkpoint:
+                restore(
+                    run,
+                    self.store,
+                    create.checkpoint,
+                    weights_only=create.weights_only,
+                    fresh_head=create.fresh_head,
+                )
+        except Exception:
+            run.close()
+            raise
+        self.runs[create.run_id] = run
+        return _plain(
+            run_created=engine_pb2.EngineRunCreated(
+                num_trainable_parameters=run.policy.num_trainable_parameters, step=run.step, seq=run.seq
+            )
+        )
+
+    def _drop_run(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        self._drop(request.drop_run.run_id)
+        return _plain(empty=training_pb2.Empty())
+
+    def _drop(self, run_id: str) -> None:
+        run = self.runs.pop(run_id, None)
+        if run is not None:
+            run.close()
+            self.references.keep_model(run.config.base_model)
+
+    def _operation(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        asked = request.operation
+        run = self.runs.get(asked.run_id)
+        if run is None:
+            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
+        start = time.perf_counter()
+        try:
+            outcome = operations.carry_out(self, run, asked.seq, asked.operation, columns)
+            specs, buffers = codec.encode(outcome.columns)
+        except Exception as error:  # the boundary, as in answer(): the operation's result says what went wrong
+            if is_fatal(error):
+                raise
+            return self._failed(asked, error, time.perf_counter() - start)
+        finally:
+            run.seq = asked.seq
+        result = _finish(outcome, specs, buffers, time.perf_counter() - start)
+        result.seq = asked.seq
+        return Answer(engine_pb2.EngineReply(result=result), buffers)
+
+    def _failed(self, asked: engine_pb2.EngineOperation, error: Exception, seconds: float) -> Answer:
+        what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"
+        result = training_pb2.OperationResult(
+            seq=asked.seq,
+            status=training_pb2.STATUS_FAILED,
+            error=to_error(error, what),
+            timings=training_pb2.Timings(engine_s=seconds),
+        )
+        return Answer(engine_pb2.EngineReply(result=result), [])
+
+    def _sample(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        asked, start = request.sample, time.perf_counter()
+        policy = self.references.resolve(asked.model, field="model").policy
+        prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
+        outcome = operations.sample(self, policy, asked.call, prompts, secrets.randbits(62))
+        specs, buffers = codec.encode(outcome.columns)
+        result = _finish(outcome, specs, buffers, time.perf_counter() - start)
+        return Answer(engine_pb2.EngineReply(result=result), buffers)
+
+    def _verify_checkpoint(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        manifest = self.store.verify(request.verify_checkpoint.checkpoint)
+        return _plain(result=training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+    def _model_info(self, name: str) -> training_pb2.ModelInfo:
+        facts = self.host.facts(name)
+        return training_pb2.ModelInfo(
+            name=name,
+            architecture=facts.architecture,
+            num_parameters=facts.num_parameters,
+            vocab_size=facts.vocab_size,
+            context_length=facts.context_length,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            dtype=facts.dtype,
+            has_tokenizer=name in self._tokenizer_files,
+            eos_token_ids=facts.eos_token_ids,
+            pad_token_id=facts.pad_token_id,
+        )
+
+
+def _plain(**kind: object) -> Answer:
+    return Answer(engine_pb2.EngineReply(**kind), [])  # type: ignore[arg-type]  # one of the reply's kinds
+
+
+def _finish(
+    outcome: Outcome, specs: list[training_pb2.TensorSpec], buffers: list[memoryview], seconds: float
+) -> training_pb2.OperationResult:
+    result = outcome.result
+    result.status = training_pb2.STATUS_SUCCEEDED
+    result.timings.engine_s = seconds
+    result.tensors.extend(specs)
+    result.payload_bytes = sum(buffer.nbytes for buffer in buffers)
+    return result
+
+
+def loss_info(loss: LossSpec) -> training_pb2.LossInfo:
+    """A loss as it is listed on the wire."""
+    return training_pb2.LossInfo(
+        name=loss.name,
+        summary=loss.summary,
+        formula=loss.formula,
+        reference=loss.reference,
+        fields=[
+            training_pb2.LossField(
+                name=field.name,
+                dtype=field.dtype,
+                shapes=field.shapes,
+                required=field.required,
+                description=field.description,
+                aligned_with=field.aligned_with,
+                padding_mask=field.padding_mask,
+            )
+            for field in loss.fields
+        ],
+        config_schema_json=json.dumps(loss.config.model_json_schema()),
+        metrics=loss.metrics,
+        layout=loss.layout,
+        head=loss.head,
+    )

@@ -1,0 +1,99 @@
+"""From whatever was raised to the error that a person reads."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from gradwire_losses.batch import BatchError
+from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_proto.codec import CodecError
+from gradwire_proto.v1 import training_pb2
+from pydantic import ValidationError
+
+from gradwire_server.engine.errors import OperationError
+
+logger = logging.getLogger(__name__)
+
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+def to_error(error: Exception, what: str) -> training_pb2.Error:
+    """The error of the wire. What nobody foresaw is logged with its traceback and reported by a number only.
+
+    Args:
+        what: that was being done, for the log.
+    """
+    if isinstance(error, OperationError):
+        return error.to_proto()
+    if isinstance(error, BatchError):
+        return OperationError.from_batch_error(error).to_proto()
+    if isinstance(error, CodecError):
+        return training_pb2.Error(
+            code=training_pb2.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule
+        )
+    if _is_out_of_memory(error):
+        logger.warning("out of memory in %s: %s", what, error)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return training_pb2.Error(
+            code=training_pb2.ERROR_CODE_OUT_OF_MEMORY,
+            message="the server ran out of memory; the run is as it was. Shorter rows or a smaller group help, as do "
+            "gradient_checkpointing at create_run, and the server's --microbatch-tokens and --activation-budget-gib",
+        )
+    request_id = secrets.token_hex(6)
+    logger.error("%s failed; request id %s", what, request_id, exc_info=error)
+    return training_pb2.Error(
+        code=training_pb2.ERROR_CODE_INTERNAL,
+        message=f"a fault of the server ({type(error).__name__}); its log has the details under {request_id}",
+        request_id=request_id,
+    )
+
+
+def is_fatal(error: Exception) -> bool:
+    """Whether the device is unusable from now on, so that only a new process helps."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind) and not _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
+    """A loss's arguments, checked.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, naming the argument and what it may be.
+    """
+    try:
+        return loss.config.model_validate(dict(kwargs))
+    except ValidationError as error:
+        first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    properties = loss.config.model_json_schema().get("properties", {})
+    if first["type"] == "extra_forbidden":
+        rule = f"one of {', '.join(properties)}" if properties else "no arguments"
+        message = f"{loss.name} has no argument {name!r}; it has: {', '.join(properties) or 'none'}"
+    elif not name:
+        rule, message = first["msg"], f"the arguments of {loss.name} do not go together: {first['msg']}"
+    else:
+        rule = _range(name, properties.get(name, {})) or first["msg"]
+        message = f"{loss.name}: {name} is {first['input']!r}, and {rule} must hold ({first['msg']})"
+    raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=name, rule=rule)
+
+
+def _range(name: str, schema: Mapping[str, Any]) -> str:
+    """The rule that a property's JSON schema states, as in ``"0 <= x"`` or ``"x in {'a', 'b'}"``; empty for none."""
+    choices = [schema, *schema.get("anyOf", ())]
+    for choice in choices:
+        if "enum" in choice:
+            return f"{name} in {{{', '.join(map(repr, choice['enum']))}}}"
+        bounds = [f"{name} {sign} {choice[key]:g}" for key, sign in _BOUNDS.items() if key in choice]
+        if bounds:
+            return " and ".join(bounds)
+    return ""

@@ -1,0 +1,366 @@
+"""What each kind of operation does to a run. An operation that raises leaves the run as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_losses.causal_lm import causal_lm
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
+from gradwire_losses.layouts import read_batch
+from gradwire_losses.registry import LossConfig, LossSpec, get_loss
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine import evaluate
+from gradwire_server.engine.checkpoints import folder_bytes
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.exports import export_run
+from gradwire_server.engine.failures import read_config
+from gradwire_server.engine.policy import Policy
+from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.run_state import capture, restore
+from gradwire_server.sampling.base import Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.engine import Engine
+
+Columns = Mapping[str, Column]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The ``kind`` of an ``OperationResult`` set, and its tensors."""
+
+    result: training_pb2.OperationResult
+    columns: Columns = field(default_factory=dict)
+
+
+# What is read of a batch that no loss is named for.
+PLAIN = LossSpec(
+    name="forward",
+    function=causal_lm,
+    config=LossConfig,
+    layout="rows",
+    fields=(INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS),
+    scores=lambda config, present: frozenset({"logprobs"}),
+    metrics={},
+    reference="",
+    formula="",
+    streams=lambda config, present: True,
+)
+
+
+def carry_out(
+    engine: Engine, run: EngineRun, seq: int, operation: training_pb2.Operation, columns: Columns
+) -> Outcome:
+    """Carries out one operation.
+
+    Raises:
+        Exception: whatever went wrong; the run, its generators included, is then as it was.
+    """
+    kind = operation.WhichOneof("kind")
+    if kind is None:
+        raise _invalid("this server does not know this kind of operation; it may be older than the client", "kind")
+    for forward_seq in list(run.kept):
+        if seq > forward_seq + 1:  # its second half never came
+            del run.kept[forward_seq]
+    carried = _OPERATIONS[kind]
+    call = getattr(operation, kind)
+    had_ema = run.ema is not None
+    try:
+        if kind in _OUTSIDE_RNG:
+            return carried(engine, run, seq, call, columns)
+        with run.rng():
+            return carried(engine, run, seq, call, columns)
+    except Exception:
+        if not had_ema:
+            run.drop_ema()
+        raise
+
+
+# ------------------------------------------------------------------ losses and scores
+
+
+def _forward_backward(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
+) -> Outcome:
+    loss, config = _loss(call)
+    if call.model:
+        raise _invalid("forward_backward trains the run's own weights; model is for forward", "model")
+    batch = _read(loss, columns, run.policy)
+    found = evaluate.forward_backward(
+        run.policy,
+        batch,
+        loss,
+        config,
+        run.accumulator,
+        reference=_reference(engine, run, config),
+        outputs=call.outputs,
+        budget=engine.budget,
+    )
+    return _evaluated(found)
+
+
+def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
+    policy = engine.references.resolve(call.model, run, field="model").policy if call.model else run.policy
+    loss, config = _loss(call) if call.loss_fn else (None, None)
+    found = evaluate.forward(
+        policy,
+        _read(loss or PLAIN, columns, policy),
+        loss,
+        config,
+        reference=_reference(engine, run, config),
+        outputs=call.outputs,
+        temperature=_temperature(call.temperature),
+        budget=engine.budget,
+    )
+    return _evaluated(found)
+
+
+def _kept_forward(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
+) -> Outcome:
+    run.kept[seq], found = evaluate.kept_forward(
+        run.policy,
+        _read(PLAIN, columns, run.policy),
+        list(call.scores) or ["logprobs"],
+        temperature=_temperature(call.temperature),
+        budget=engine.budget,
+    )
+    return _evaluated(found)
+
+
+def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns) -> Outcome:
+    kept = run.kept.pop(call.forward_seq, None)
+    if call.abandoned:
+        raise OperationError(
+            training_pb2.ERROR_CODE_ABANDONED, f"the client gave up its half of the operation: {call.abandoned}"
+        )
+    if kept is None:
+        raise _invalid(f"there is no forward {call.forward_seq} that waits for its gradients", "forward_seq")
+    gradients: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        score = name.removeprefix("grad_")
+        lengths = kept.batch.row_lengths.numpy()
+        if column.levels and not np.array_equal(column.levels[-1], lengths):
+            raise _invalid(f"{name} has other row lengths than the scores of forward {call.forward_seq}", name)
+        gradients[score] = torch.from_numpy(column.values.astype(np.float32))
+    evaluate.custom_backward(kept, gradients, call.weight, run.accumulator)
+    result = training_pb2.LossResult(
+        loss=call.loss,
+        metrics={"loss": call.loss},
+        num_sequences=kept.batch.num_sequences,
+        num_tokens=len(kept.batch.input_ids),
+        num_loss_tokens=kept.batch.num_scored,
+        num_microbatches=kept.num_microbatches,
+        recomputed=kept.recomputed,
+    )
+    return Outcome(training_pb2.OperationResult(loss=result))
+
+
+def _evaluated(found: evaluate.LossEvaluation) -> Outcome:
+    result = training_pb2.LossResult(
+        metrics=found.metrics,
+        num_sequences=found.num_sequences,
+        num_tokens=found.num_tokens,
+        num_loss_tokens=found.num_loss_tokens,
+        warnings=found.warnings,
+        num_microbatches=found.num_microbatches,
+        recomputed=found.recomputed,
+    )
+    if found.loss is not None:
+        result.loss = found.loss
+    lengths = found.row_lengths.numpy().astype(np.uint32)
+    columns = {
+        name: Column(values.numpy(), () if name == "rewards" else (lengths,)) for name, values in found.outputs.items()
+    }
+    return Outcome(training_pb2.OperationResult(loss=result), columns)
+
+
+def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
+    try:
+        loss = get_loss(call.loss_fn)
+    except KeyError as error:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNKNOWN_LOSS, str(error.args[0]), field="loss_fn", rule="a registered loss"
+        ) from None
+    try:
+        kwargs = json.loads(call.loss_kwargs_json or "{}")
+    except ValueError as error:
+        raise _invalid(f"loss_kwargs is not JSON: {error}", "loss_kwargs") from None
+    if not isinstance(kwargs, dict):
+        raise _invalid("loss_kwargs is not an object of arguments by name", "loss_kwargs")
+    return loss, read_config(loss, kwargs)
+
+
+def _read(loss: LossSpec, columns: Columns, policy: Policy) -> Batch:
+    facts = policy.facts
+    return read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
+
+
+def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> evaluate.Reference | None:
+    name = getattr(config, "reference_model", None)
+    if name is None:
+        return None
+    reference = engine.references.resolve(name, run)
+    return lambda batch, temperature: engine.references.logprobs(reference, batch, temperature, engine.budget)
+
+
+def _temperature(given: float) -> float:
+    if not 0 <= given < float("inf"):
+        raise _invalid(f"temperature is {given}; it divides the logits, and is positive", "temperature")
+    return given or 1.0
+
+
+# ------------------------------------------------------------------ steps
+
+
+def _optim_step(engine: Engine, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns) -> Outcome:
+    done = run.optimizer.step(run.accumulator, call)
+    run.step += not done.skipped
+    result = training_pb2.OptimStepResult(
+        grad_norm=done.grad_norm, learning_rate=call.learning_rate, step=run.step, skipped=done.skipped
+    )
+    return Outcome(training_pb2.OperationResult(optim_step=result))
+
+
+def _zero_grad(engine: Engine, run: EngineRun, seq: int, call: training_pb2.ZeroGrad, columns: Columns) -> Outcome:
+    run.accumulator.clear()
+    return _empty()
+
+
+def _update_reference(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.UpdateReference, columns: Columns
+) -> Outcome:
+    if not 0 <= call.ema <= 1:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"ema is {call.ema}; it is the share of the old reference that stays, from 0 to 1",
+            field="ema",
+            rule="0 <= ema <= 1",
+        )
+    run.move_ema(call.ema)
+    return _empty()
+
+
+# ------------------------------------------------------------------ samples
+
+
+def _sample(engine: Engine, run: EngineRun, seq: int, call: training_pb2.SampleCall, columns: Columns) -> Outcome:
+    prompts = None
+    if "prompt_ids" in columns:
+        column = columns["prompt_ids"]
+        if len(column.levels) != 1 or column.values.ndim != 1 or column.values.dtype.kind not in "iu":
+            raise _invalid("prompt_ids is one row of token ids a prompt", "prompt_ids")
+        prompts = [row.tolist() for row in column.rows()]
+    seed = int(torch.randint(2**62, ()))
+    return sample(engine, run.policy, call, prompts, seed)
+
+
+def sample(
+    engine: Engine,
+    policy: Policy,
+    call: training_pb2.SampleCall,
+    prompts: Sequence[Sequence[int]] | None,
+    seed: int,
+) -> Outcome:
+    """Samples from a policy.
+
+    Args:
+        prompts: token ids of each; None or none to take those of the call, as text.
+        seed: where the call has none.
+    """
+    params = SamplingParams.from_call(call, seed)
+    tokenizer = engine.tokenizer(policy.facts.name)
+    if not prompts and call.prompts:
+        if tokenizer is None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {policy.facts.name!r} has no tokenizer here: send token ids",
+                field="prompts",
+            )
+        prompts = tokenizer.encode(call.prompts)
+    prompts = prompts or []
+    by_prompt = engine.sampler.sample(policy, prompts, params, tokenizer)
+    samples = [one for of_prompt in by_prompt for one in of_prompt]
+    result = training_pb2.SampleResult(
+        stop_reasons=[one.stop_reason for one in samples],
+        texts=[one.text for one in samples if one.text is not None],
+        num_prompt_tokens=sum(map(len, prompts)),
+        num_sampled_tokens=sum(len(one.token_ids) for one in samples),
+    )
+    counts = np.array([len(of_prompt) for of_prompt in by_prompt], np.uint32)
+    return Outcome(training_pb2.OperationResult(sample=result), _sample_columns(samples, counts))
+
+
+def _sample_columns(samples: Sequence[Sample], counts: Any) -> Columns:
+    levels = (counts, np.array([len(one.token_ids) for one in samples], np.uint32))
+    tokens = np.array([token for one in samples for token in one.token_ids], np.int32)
+    logprobs = np.array([logprob for one in samples for logprob in one.logprobs], np.float32)
+    return {"token_ids": Column(tokens, levels), "logprobs": Column(logprobs, levels)}
+
+
+# ------------------------------------------------------------------ checkpoints and exports
+
+
+def _save_checkpoint(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
+) -> Outcome:
+    manifest = engine.store.save(
+        run.run_id,
+        call.name or f"step-{run.step}",
+        capture(run),
+        config=run.config,
+        step=run.step,
+        seq=seq,
+        note=call.note,
+        overwrite=call.overwrite,
+    )
+    return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+
+def _load_checkpoint(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.LoadCheckpoint, columns: Columns
+) -> Outcome:
+    path = call.checkpoint if "/" in call.checkpoint else f"{run.run_id}/{call.checkpoint}"
+    manifest = restore(run, engine.store, path, weights_only=call.weights_only)
+    return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+
+def _export(engine: Engine, run: EngineRun, seq: int, call: training_pb2.ExportModel, columns: Columns) -> Outcome:
+    name = call.name or f"step-{run.step}"
+    place = engine.store.export_folder(run.run_id, name)
+    written = export_run(engine.host, run, place, call.format or "auto")
+    result = training_pb2.ExportResult(name=name, format=written, size_bytes=folder_bytes(place))
+    return Outcome(training_pb2.OperationResult(export=result))
+
+
+def _empty() -> Outcome:
+    return Outcome(training_pb2.OperationResult(empty=training_pb2.Empty()))
+
+
+def _invalid(message: str, argument: str) -> OperationError:
+    return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=argument)
+
+
+_OPERATIONS: Mapping[str, Callable[[Engine, EngineRun, int, Any, Columns], Outcome]] = {
+    "forward_backward": _forward_backward,
+    "forward": _forward,
+    "kept_forward": _kept_forward,
+    "backward": _backward,
+    "optim_step": _optim_step,
+    "zero_grad": _zero_grad,
+    "sample": _sample,
+    "save_checkpoint": _save_checkpoint,
+    "load_checkpoint": _load_checkpoint,
+    "update_reference": _update_reference,
+    "export": _export,
+}
+_OUTSIDE_RNG = frozenset({"save_checkpoint", "load_checkpoint"})  # they read or replace the generators' state itself

@@ -1,0 +1,276 @@
+"""Frozen models that runs are compared with, or scored and sampled by: which one a name means, and what is kept of it.
+
+A name is ``"base"`` (the run's base model, adapter off), ``"ema"`` (the run's moving average), a model of the server,
+or a checkpoint ``"RUN_ID/NAME"``. Loaded ones are kept in an LRU cache bounded in bytes; checkpoints of adapters
+share their base's weights and cost next to nothing. Log-probabilities are kept too, by reference, temperature and
+tokens, so that a second epoch over a batch computes none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.checkpoints import CheckpointStore, Manifest
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.forward import score_batch
+from gradwire_server.engine.heads import ScalarHead
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.planner import Budget
+from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
+from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.run_state import WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A frozen policy, and what it is: two references with one identity give the same log-probabilities."""
+
+    identity: str
+    policy: Policy
+
+
+@dataclass
+class _Loaded:
+    reference: Reference
+    own_bytes: int
+    shared_model: str = ""
+
+
+class References:
+    """Resolves names and caches what they mean.
+
+    Args:
+        host: the models.
+        store: the checkpoints.
+        cache_bytes: of weights kept beside what runs hold. The one in use is kept whatever its size.
+        logprob_bytes: of log-probabilities kept.
+
+    Attributes:
+        computed_sequences: how many sequences went through a reference model.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        store: CheckpointStore,
+        *,
+        cache_bytes: int = 8 << 30,
+        logprob_bytes: int = 256 << 20,
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._cache_bytes = cache_bytes
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        self._logprobs = LogprobCache(logprob_bytes)
+        self._adapter_names = (f"reference-{number}" for number in itertools.count())
+        self.computed_sequences = 0
+
+    @property
+    def loaded(self) -> list[str]:
+        """Identities of the references in the cache, least recently used first."""
+        return list(self._loaded)
+
+    def resolve(self, name: str, run: EngineRun | None = None, *, field: str = "reference_model") -> Reference:
+        """The reference of this name.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT or CHECKPOINT_CORRUPT.
+        """
+        if run is not None and name == "base":
+            return self._model(run.config.base_model)
+        if run is not None and name == "ema":
+            return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
+        if name in self._host.names:
+            return self._model(name)
+        if name.count("/") == 1:
+            try:
+                return self._checkpoint(self._store.manifest(name))
+            except OperationError as error:
+                error.field = field
+                raise
+        kinds = '"base", "ema", ' if run is not None else ""
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNKNOWN_MODEL,
+            f"there is no model {name!r} here; give {kinds}a checkpoint 'RUN_ID/NAME', or one of: "
+            f"{', '.join(self._host.names) or 'none'}",
+            field=field,
+            rule="a model reference",
+        )
+
+    def logprobs(self, reference: Reference, batch: Batch, temperature: float, budget: Budget) -> Tensor:
+        """``[T]`` log-probabilities of the batch's scored tokens, float32 on the CPU; only what is new is computed.
+
+        Raises:
+            OperationError: INVALID_BATCH where the reference's vocabulary or context is too small for the batch.
+        """
+        _check_fits(reference, batch)
+        keys = _keys(reference.identity, temperature, batch)
+        found = [self._logprobs.get(key) for key in keys]
+        missing = [index for index, known in enumerate(found) if known is None]
+        if missing:
+            sequences = Batch(batch.input_ids, batch.lengths, batch.scored, torch.ones_like(batch.lengths))
+            wanted = sequences.select(torch.tensor(missing))
+            scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
+            for index, values in zip(missing, scores["logprobs"].split(wanted.row_lengths.tolist()), strict=True):
+                found[index] = values.clone()
+                self._logprobs.put(keys[index], values.clone())
+            self.computed_sequences += len(missing)
+        return torch.cat([values for values in found if values is not None])
+
+    def keep_model(self, name: str) -> None:
+        """Takes over the shared copy of a model that no run uses any more: kept while there is room."""
+        if self._host.is_loaded(name):
+            self._model(name)
+
+    def _model(self, name: str) -> Reference:
+        identity = f"model {name}"
+        if identity not in self._loaded:
+            if not self._host.is_loaded(name):
+                self._make_room(self._host.facts(name).num_parameters * self._host.dtype.itemsize)
+            policy = Policy(self._host.get(name))
+            self._loaded[identity] = _Loaded(Reference(identity, policy), _model_bytes(policy), shared_model=name)
+        return self._use(identity)
+
+    def _checkpoint(self, manifest: Manifest) -> Reference:
+        weights = manifest.files.get(WEIGHTS)
+        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''}"
+        if identity not in self._loaded:
+            config = manifest.config
+            tensors = self._store.load(manifest.path, WEIGHTS, manifest)
+            facts = self._host.facts(config.base_model)
+            head = None
+            if config.head:
+                kind = cast(Literal["value", "reward"], config.head)
+                head = ScalarHead(kind, facts.hidden_size, 0, self._host.device).requires_grad_(False)
+            if config.HasField("lora"):
+                hosted = self._host.get(config.base_model)
+                policy: Policy = LoraPolicy(hosted, next(self._adapter_names), config.lora, seed=0, head=head)
+                try:
+                    policy.load_state_tensors(tensors)
+                except OperationError:
+                    policy.close()
+                    raise
+                size = sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
+            else:
+                self._make_room(facts.num_parameters * self._host.dtype.itemsize)
+                policy = self._full(config.base_model, head, tensors)
+                size = _model_bytes(policy)
+            self._loaded[identity] = _Loaded(Reference(identity, policy), size)
+        return self._use(identity)
+
+    @torch.no_grad()
+    def _full(self, base_model: str, head: ScalarHead | None, tensors: dict[str, Tensor]) -> Policy:
+        """A copy of the model with these weights, in its dtype, and no float32 masters beside them."""
+        hosted = self._host.load(base_model)
+        hosted.model.requires_grad_(False)
+        for name, parameter in hosted.model.named_parameters():
+            parameter.copy_(tensors[name])
+        if head is not None:
+            for name, parameter in head.named_parameters():
+                parameter.copy_(tensors[HEAD_PREFIX + name])
+        return Policy(hosted, head=head)
+
+    def _use(self, identity: str) -> Reference:
+        self._loaded.move_to_end(identity)
+        self._make_room(0, keep=identity)
+        return self._loaded[identity].reference
+
+    def _make_room(self, needed: int, keep: str = "") -> None:
+        """Drops the least recently used until so many bytes more fit, as far as that is possible."""
+        for identity in list(self._loaded):
+            if sum(map(self._bytes, self._loaded.values())) + needed <= self._cache_bytes:
+                return
+            entry = self._loaded[identity]
+            if identity == keep or not self._bytes(entry):
+                continue
+            logger.info("dropping reference %s from the cache", identity)
+            del self._loaded[identity]
+            if entry.shared_model:
+                self._host.release(entry.shared_model)
+            else:
+                entry.reference.policy.close()
+
+    def _bytes(self, entry: _Loaded) -> int:
+        """What dropping an entry would free: nothing for a model that adapters are on."""
+        in_use = entry.shared_model and entry.reference.policy.hosted.adapters is not None
+        return 0 if in_use else entry.own_bytes
+
+
+class LogprobCache:
+    """Log-probabilities of sequences, least recently used first to go beyond so many bytes."""
+
+    OVERHEAD = 300  # bytes of an entry beside its numbers
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: bytes) -> Tensor | None:
+        values = self._entries.get(key)
+        if values is not None:
+            self._entries.move_to_end(key)
+        return values
+
+    def put(self, key: bytes, values: Tensor) -> None:
+        """Keeps values, and forgets others for them."""
+        if key not in self._entries:
+            self._bytes += values.nbytes + self.OVERHEAD
+        self._entries[key] = values
+        while self._bytes > self._max_bytes:
+            _, dropped = self._entries.popitem(last=False)
+            self._bytes -= dropped.nbytes + self.OVERHEAD
+
+
+def _keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:
+    start = hashlib.blake2b(f"{identity}\0{temperature!r}\0".encode(), digest_size=16)
+    ends = batch.lengths.cumsum(0)[:-1].tolist()
+    keys = []
+    for ids, scored in zip(
+        np.split(batch.input_ids.numpy(), ends), np.split(batch.scored.numpy(), ends), strict=True
+    ):
+        state = start.copy()
+        state.update(ids.tobytes())
+        state.update(scored.tobytes())
+        keys.append(state.digest())
+    return keys
+
+
+def _model_bytes(policy: Policy) -> int:
+    return sum(parameter.nbytes for parameter in policy.model.parameters())
+
+
+def _check_fits(reference: Reference, batch: Batch) -> None:
+    facts = reference.policy.facts
+    if batch.num_sequences and int(batch.input_ids.max()) >= facts.vocab_size:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"the reference model {facts.name!r} knows {facts.vocab_size} token ids and the batch has "
+            f"{int(batch.input_ids.max())}: its tokenizer is another",
+            field="reference_model",
+            rule="same tokenizer",
+        )
+    if batch.num_sequences and int(batch.lengths.max()) > facts.context_length:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"the reference model {facts.name!r} has a context of {facts.context_length} tokens and the batch has a "
+            f"sequence of {int(batch.lengths.max())}",
+            field="reference_model",
+            rule=f"tokens <= {facts.context_length}",
+        )

@@ -1,0 +1,90 @@
+"""A server of one's own: started with the service, ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire.errors import ConnectionLostError, ServerStartError
+
+ANNOUNCEMENT = "gradwire: listening on "
+END_PATIENCE_S = 30.0
+SHOWN_STDERR_BYTES = 4000
+
+
+class EmbeddedServer:
+    """`gradwire serve` as a child process on loopback.
+
+    Args:
+        models: names or paths, at least one.
+        state_dir: where the server keeps its state; None: a temporary folder, removed with the server.
+        server_args: further arguments of `gradwire serve`.
+    """
+
+    def __init__(self, models: Sequence[str], state_dir: Path | None, server_args: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-", ignore_cleanup_errors=True)
+        logs = Path(self._folder.name)
+        self._stdout, self._stderr = logs / "stdout", logs / "stderr"
+        command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
+        command += ["--state-dir", str(state_dir or logs / "state"), "--die-with-parent"]
+        for model in models:
+            command += ["--model", model]
+        # Not in a worker thread: the child dies with the thread that started it.
+        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [*command, *server_args],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
+
+    async def listening(self, timeout_s: float) -> str:
+        """The address, once the server has announced it.
+
+        Raises:
+            ServerStartError: when it ended before that or took too long, with the end of what it wrote to stderr.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            ended = self._process.poll()
+            for line in self._stdout.read_text(errors="replace").splitlines(keepends=True):
+                if line.startswith(ANNOUNCEMENT) and line.endswith("\n"):
+                    return line.split()[-1]
+            if ended is not None:
+                raise ServerStartError(f"the embedded server ended with code {ended} at its start{self._complaint()}")
+            if asyncio.get_running_loop().time() > deadline:
+                raise ServerStartError(f"the embedded server was not up after {timeout_s:g} s{self._complaint()}")
+            await asyncio.sleep(0.03)
+
+    def check_alive(self) -> None:
+        """Raises ConnectionLostError when the process has ended."""
+        ended = self._process.poll()
+        if ended is not None:
+            raise ConnectionLostError(f"the embedded server ended with code {ended}{self._complaint()}")
+
+    async def close(self) -> None:
+        if self._finalizer.detach() is not None:
+            await asyncio.to_thread(_end, self._process, self._folder)
+
+    def _complaint(self) -> str:
+        text = self._stderr.read_bytes()[-SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
+        return f"; it wrote:\n{text}" if text else " and wrote nothing to stderr"
+
+
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()

@@ -1,0 +1,62 @@
+"""Files of checkpoints and exports, from the server to a local folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire.errors import ConnectionLostError, InternalServerError
+from gradwire.transport import Transport
+
+PART = ".part"
+
+
+async def download(transport: Transport, request: pb.DownloadRequest, folder: Path) -> Path:
+    """Writes the files below ``folder``, which is made; each takes its name once it is whole.
+
+    Raises:
+        ConnectionLostError: when the stream ended before the last file was whole.
+    """
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    target, missing = folder, 0
+    file: BinaryIO | None = None
+    try:
+        async with contextlib.aclosing(transport.download(request)) as frames:
+            async for frame in frames:
+                if frame.file:
+                    if missing:
+                        raise ConnectionLostError(f"{transport.address} left {target.name} {missing} bytes short")
+                    target, missing = _inside(folder, frame.file), frame.size_bytes
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    file = await asyncio.to_thread(_part(target).open, "wb")
+                if file is None or len(frame.chunk) > missing:
+                    raise InternalServerError("the server sent more than it announced")
+                await asyncio.to_thread(file.write, frame.chunk)
+                missing -= len(frame.chunk)
+                if not missing:
+                    await asyncio.to_thread(file.close)
+                    _part(target).replace(target)
+                    file = None
+    finally:
+        if file is not None:
+            file.close()
+            _part(target).unlink(missing_ok=True)
+    if missing:
+        raise ConnectionLostError(f"{transport.address} ended the download {missing} bytes short of {target.name}")
+    return folder
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(target.name + PART)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file below the folder, whatever the server calls it."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name:
+        raise InternalServerError(f"the server sent a file named {name!r}, which is not below the folder")
+    return folder.joinpath(*path.parts)

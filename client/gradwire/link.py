@@ -1,0 +1,315 @@
+"""What moves the operations of a run: opens it, sends, resends, and brings the results back.
+
+One task keeps a stream of operations open and, after a break, sends again exactly what was not acknowledged. Another
+keeps a stream of results and resumes it by number. A third tells the server which results it may forget. Sender and
+receiver wait longer after each failure in a row, and give up after the transport's patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire import errors
+from gradwire.errors import (
+    ConnectionLostError,
+    GradwireError,
+    InternalServerError,
+    PayloadCorruptError,
+    RewoundError,
+    RunBusyError,
+    SequenceGapError,
+    ServiceClosedError,
+    StaleEpochError,
+)
+from gradwire.queue import Entry, Request, RunQueue
+from gradwire.transport import SubmitStream, Transport
+
+ACK_INTERVAL_S = 0.1
+CLOSE_PATIENCE_S = 10.0
+PAYLOAD_TRIES = 3
+
+FINAL = (errors.WriterError, errors.AccessError, errors.StorageFullError, errors.UnknownRunError)
+"""Refusals that a later operation would meet as well."""
+
+logger = logging.getLogger("gradwire")
+
+
+class RunLink:
+    """Connects a queue with the server.
+
+    Args:
+        queue: the operations.
+        transport: the channel.
+        takeover: whether opening the run fences another writer.
+        window: how far past the oldest number that is still missing others are sent.
+    """
+
+    def __init__(self, queue: RunQueue, transport: Transport, *, takeover: bool = True, window: int = 256) -> None:
+        self._queue = queue
+        self._transport = transport
+        self._takeover = takeover
+        self._window = window
+        self._epoch = 0
+        self._opening: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self._may_reopen = False
+        self._next_result = 1
+        self._send_work = asyncio.Event()
+        self._out_of_turn: list[Entry] = []
+        self._outstanding = asyncio.Event()
+        self._results_to_ack = asyncio.Event()
+        queue.on_submitted = self._submitted
+        queue.on_filled = self._filled
+        queue.on_cancel = self._cancel
+
+    async def open(self) -> None:
+        """Takes the run, if that was not done before."""
+        if self._queue.dead is not None:
+            raise self._queue.dead
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        try:
+            await asyncio.shield(self._opening)
+        except GradwireError as error:
+            self._die(error)
+            raise
+        except asyncio.CancelledError:
+            if self._opening.cancelled() and self._queue.dead is not None:
+                raise self._queue.dead from None
+            raise
+
+    async def close(self, error: GradwireError) -> None:
+        """Waits until what was submitted is acknowledged, for some seconds at most; fails what has no result."""
+        if self._started and self._queue.dead is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_PATIENCE_S):
+                    for entry in self._queue.unsent:
+                        await entry.acknowledged.wait()
+        self._die(error)
+        tasks = [task for task in (*self._tasks, self._opening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- what the queue calls, on the event loop
+
+    def _submitted(self) -> None:
+        self._send_work.set()
+        self._outstanding.set()
+        if not self._started and self._queue.dead is None:
+            self._started = True
+            for work in (self._send, self._receive, self._acknowledge_results):
+                self._spawn(self._guarded(work))
+
+    def _filled(self, entry: Entry) -> None:
+        self._out_of_turn.append(entry)
+        self._send_work.set()
+
+    def _cancel(self, entry: Entry) -> None:
+        async def cancel() -> None:
+            await entry.acknowledged.wait()
+            request = pb.CancelRequest(run_id=self._queue.run_id, seq=self._queue.base + entry.index, epoch=self._epoch)
+            with contextlib.suppress(GradwireError):  # too late, or gone: the operation's own result tells
+                await self._transport.unary(lambda stub: stub.Cancel, request)
+
+        self._spawn(cancel())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs one of the tasks. Its end is the end of all."""
+        try:
+            await self.open()
+            await work()
+        except GradwireError as error:
+            self._die(error)
+        except asyncio.CancelledError:
+            self._die(ServiceClosedError("the service was closed before the result came"))
+            raise
+        except Exception as error:  # a fault of ours must reach those who wait, not leave them waiting
+            logger.exception("the link of %s stopped", self._queue.run_id)
+            self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
+
+    def _die(self, error: GradwireError) -> None:
+        self._queue.die(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    # ---- the lease
+
+    async def _open(self) -> None:
+        response = await self._lease(takeover=self._takeover)
+        self._epoch = response.epoch
+        self._queue.base = response.run.accepted_seq
+
+    async def _reopen(self, stale: StaleEpochError) -> None:
+        """After a break. The server may have restarted and fenced everybody, or another writer has the run."""
+        try:
+            response = await self._lease(takeover=False)
+        except RunBusyError as busy:
+            raise stale from busy
+        base, accepted = self._queue.base, response.run.accepted_seq
+        if accepted > base + self._queue.last_index:
+            raise stale
+        acknowledged = (self._queue.first_unacknowledged or self._queue.last_index + 1) - 1
+        if accepted < base + acknowledged:
+            raise RewoundError(
+                f"the server went back to operation {accepted} of {self._queue.run_id}: the "
+                f"{base + acknowledged - accepted} after it did not happen; open the run again to go on from there"
+            )
+        self._epoch = response.epoch
+
+    async def _lease(self, *, takeover: bool) -> pb.OpenRunResponse:
+        request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=_writer())
+        return await self._transport.unary(lambda stub: stub.OpenRun, request)
+
+    # ---- operations
+
+    async def _send(self) -> None:
+        backoff = self._transport.backoff()
+        while True:
+            while self._queue.first_unacknowledged is None:
+                self._send_work.clear()
+                await self._send_work.wait()
+            try:
+                await self._send_session(backoff.progress)
+            except StaleEpochError as stale:
+                if not self._may_reopen:
+                    raise
+                self._may_reopen = False
+                await self._reopen(stale)
+            except (*errors.RETRYABLE, SequenceGapError, PayloadCorruptError) as error:
+                await self._broken(error, bool(self._queue.unsent), backoff.pause)
+
+    async def _broken(
+        self, error: GradwireError, waiting: bool, pause: Callable[[GradwireError], Awaitable[None]]
+    ) -> None:
+        self._may_reopen = True
+        if waiting:
+            logger.debug("%s: %s", self._queue.run_id, error)
+            self._transport.check_alive()
+            await pause(error)
+
+    async def _send_session(self, progress: Callable[[], None]) -> None:
+        """One stream: writes what is unacknowledged and what comes, reads acknowledgements, until it breaks."""
+        stream = self._transport.submit()
+        reading = asyncio.create_task(self._read_acknowledgements(stream, progress))
+        writing = asyncio.create_task(self._write(stream))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():  # the writer noticed the end first; the reader learns the reason
+                await asyncio.wait((reading,), timeout=1.0)
+            for task in (reading, writing):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+            stream.cancel()
+
+    async def _write(self, stream: SubmitStream) -> None:
+        """Writes in order. A number whose content is still being made is left out, and written when it is there."""
+        self._out_of_turn.clear()
+        index = self._queue.first_unacknowledged or self._queue.last_index + 1
+        missing: set[int] = set()
+        while True:
+            self._send_work.clear()
+            while self._out_of_turn:
+                entry = self._out_of_turn.pop(0)
+                missing.discard(entry.index)
+                if entry.index < index:
+                    await self._write_entry(stream, entry)
+            while index <= min(self._queue.last_index, min(missing, default=index) + self._window):
+                pending = self._queue.unacknowledged(index)
+                if pending is not None and not await self._write_entry(stream, pending):
+                    missing.add(index)
+                index += 1
+            if not self._out_of_turn:
+                await self._send_work.wait()
+
+    async def _write_entry(self, stream: SubmitStream, entry: Entry) -> bool:
+        request = entry.request
+        if request is None:
+            return False
+        await stream.send(self._queue.header(entry, request, self._epoch), request.payload)
+        return True
+
+    async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
+        async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
+            async for ack in acknowledgements:
+                entry = self._queue.unacknowledged(ack.seq - self._queue.base)
+                if ack.HasField("error"):
+                    self._refused(entry, errors.from_wire(ack.error))
+                    continue
+                progress()
+                self._may_reopen = False
+                if entry is not None:
+                    self._queue.acknowledge(entry)
+        raise ConnectionLostError(f"{self._transport.address} ended the stream of operations")
+
+    def _refused(self, entry: Entry | None, error: GradwireError) -> None:
+        """The server took neither the operation nor its number."""
+        if entry is None or entry.cause is not None or isinstance(error, (*FINAL, *errors.RETRYABLE)):
+            raise error
+        entry.tries += 1
+        if isinstance(error, PayloadCorruptError) and entry.tries < PAYLOAD_TRIES:
+            raise error
+        # Those behind it wait for this number: an operation that fails takes it, and they fail with it.
+        entry.cause = error
+        entry.request = Request.abandoned(0, f"refused: {error}")
+        self._filled(entry)
+
+    # ---- results
+
+    async def _receive(self) -> None:
+        backoff = self._transport.backoff()
+        while True:
+            while not self._queue.unfinished:
+                self._outstanding.clear()
+                await self._outstanding.wait()
+            try:
+                from_seq = self._queue.base + self._next_result
+                async with contextlib.aclosing(self._transport.results(self._queue.run_id, from_seq)) as results:
+                    async for result, payload in results:
+                        backoff.progress()
+                        self._next_result = max(self._next_result, result.seq - self._queue.base + 1)
+                        self._queue.deliver(result, payload)
+                        self._results_to_ack.set()
+                raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
+            except errors.RETRYABLE as error:
+                await self._broken(error, self._queue.unfinished, backoff.pause)
+
+    async def _acknowledge_results(self) -> None:
+        while True:
+            await self._results_to_ack.wait()
+            await asyncio.sleep(ACK_INTERVAL_S)
+            self._results_to_ack.clear()
+            up_to = self._queue.base + self._next_result - 1
+            request = pb.AckResultsRequest(run_id=self._queue.run_id, up_to_seq=up_to)
+            with contextlib.suppress(*errors.RETRYABLE, errors.UnknownRunError):
+                await self._transport.unary(lambda stub: stub.AckResults, request, patience_s=0.0)
+
+
+def _writer() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # this uid has no name, as in some containers
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}:{os.getpid()}"

@@ -1,0 +1,85 @@
+"""The losses that a server has, and what is checked of a call against what they declare."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gradwire.errors import InvalidArgumentError, UnknownLossError
+from gradwire.results import Checkpoint, LossInfo
+
+
+class LossCatalogue:
+    """Losses by name; refreshed whenever the server is asked for its list."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, LossInfo] = {}
+
+    def update(self, losses: Iterable[LossInfo]) -> None:
+        self._losses = {loss.name: loss for loss in losses}
+
+    def get(self, name: str | None) -> LossInfo:
+        """The loss of this name.
+
+        Raises:
+            UnknownLossError: whose message names those there are.
+        """
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"loss_fn is the name of a loss, not a {type(name).__name__}", field="loss_fn")
+        if name not in self._losses:
+            known = ", ".join(sorted(self._losses)) or "none"
+            raise UnknownLossError(f"there is no loss {name!r}{_hint(name, self._losses)}; the server has: {known}")
+        return self._losses[name]
+
+
+def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
+    """``loss_kwargs`` as JSON, its names checked against the loss's schema; values are the server's to check.
+
+    Raises:
+        InvalidArgumentError: for a name that is unknown or missing, or a value that JSON cannot carry.
+    """
+    kwargs = dict(loss_kwargs or {})
+    known = loss.kwargs_schema.get("properties", {})
+    for name in kwargs:
+        if name not in known:
+            raise InvalidArgumentError(
+                f"{loss.name} has no argument {name!r}{_hint(name, known)}; it takes {', '.join(known) or 'none'}",
+                field=str(name),
+                rule="a declared argument",
+            )
+    for name in loss.kwargs_schema.get("required", []):
+        if name not in kwargs:
+            raise InvalidArgumentError(f"{loss.name} needs the argument {name!r}", field=name, rule="required")
+    for name, value in kwargs.items():
+        try:
+            json.dumps(value, allow_nan=False, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{loss.name}: {name} = {value!r} cannot be sent: {error}", field=name, rule="a JSON value"
+            ) from None
+    return json.dumps(kwargs, default=_plain)
+
+
+def model_path(model: str | Checkpoint | None) -> str:
+    """What names a model on the wire: a model's name, ``"base"``, ``"ema"``, or a checkpoint's path."""
+    return model.path if isinstance(model, Checkpoint) else model or ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Checkpoint):
+        return value.path
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is not a JSON value")
+
+
+def _hint(name: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,345 @@
+"""The operations of one run, in program order: numbered at the call, from any thread, kept until they have results.
+
+A failure is *seen* once it was raised to the user. An operation submitted before the failure of an earlier one was
+seen fails with it, through the next ``optim_step``. The server decides that for what it was sent;
+:class:`RunQueue` decides it for what was refused on this side, before it had a number.
+
+What moves the operations is :class:`gradwire.link.RunLink`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from gradwire_proto.codec import CodecError, Column, decode, digest, encode
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire import errors
+from gradwire.errors import (
+    AbortedPredecessorError,
+    GradwireError,
+    InternalServerError,
+    LimitExceededError,
+    OperationCancelledError,
+    ServiceClosedError,
+)
+from gradwire.futures import Future, failed
+from gradwire.results import Columns
+
+T = TypeVar("T")
+Decode = Callable[[pb.OperationResult, Columns], T]
+
+KEPT_FAILURES = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one operation asks: its message, and its tensors as bytes already."""
+
+    operation: pb.Operation
+    specs: tuple[pb.TensorSpec, ...] = ()
+    payload: bytes = b""
+    digest: bytes = b""
+
+    @staticmethod
+    def of(operation: pb.Operation, columns: Mapping[str, Column] | None = None) -> Request:
+        """The tensors are copied: what the caller does to its arrays afterwards changes nothing."""
+        specs, buffers = encode(columns or {})
+        return Request(operation, tuple(specs), b"".join(buffers), digest(buffers))
+
+    @staticmethod
+    def abandoned(forward_seq: int, why: str) -> Request:
+        """An operation that takes a number and fails."""
+        return Request.of(pb.Operation(backward=pb.Backward(forward_seq=forward_seq, abandoned=why[:1000])))
+
+
+@dataclass
+class LocalFailure:
+    """The failure of an operation that was never sent."""
+
+    error: BaseException
+    seen: bool = False
+
+    def mark_seen(self) -> None:
+        self.seen = True
+
+
+@dataclass(eq=False)
+class Entry:
+    """An operation from its call until its result.
+
+    Attributes:
+        index: its place among this client's operations, from 1. Its number in the run is that plus the base.
+        label: what it is, for messages.
+        request: None while it is being made from an earlier operation's result, and once the server has it.
+        failure_seen: the newest failure that had been raised to the user at the call; 0 before any was.
+        on_result: takes the result; called on the event loop.
+        on_error: takes the error.
+        cause: why this side knows that it fails, whatever the server says of it.
+        acknowledged: set once the server has it.
+        tries: how often it was refused.
+    """
+
+    index: int
+    label: str
+    request: Request | None
+    failure_seen: int
+    on_result: Callable[[pb.OperationResult, Columns], None]
+    on_error: Callable[[BaseException], None]
+    cause: BaseException | None = None
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
+    tries: int = 0
+
+
+class RunQueue:
+    """Operations of one run.
+
+    Args:
+        run_id: the run.
+        loop: the event loop that results come in on.
+        max_payload_bytes: operations with more are refused on this side; None asks the server.
+    """
+
+    def __init__(self, run_id: str, loop: asyncio.AbstractEventLoop, *, max_payload_bytes: int | None = None) -> None:
+        self.run_id = run_id
+        self.loop = loop
+        self.base = 0
+        self.last_index = 0
+        self.dead: GradwireError | None = None
+        self.on_submitted: Callable[[], None] = lambda: None
+        self.on_filled: Callable[[Entry], None] = lambda entry: None
+        self.on_cancel: Callable[[Entry], None] = lambda entry: None
+        self._max_payload_bytes = max_payload_bytes
+        self._lock = threading.Lock()
+        self._unfinished: dict[int, Entry] = {}
+        self._unacknowledged: dict[int, Entry] = {}
+        self._local_failure: LocalFailure | None = None
+        self._failure_seen = 0
+        self._failures: dict[int, BaseException] = {}
+        self._computing: set[asyncio.Task[None]] = set()
+
+    # ---- calls, from any thread
+
+    def submit(self, label: str, build: Callable[[], Request], decode_result: Decode[T]) -> Future[T]:
+        """Appends an operation. What ``build`` refuses fails in the future and takes no number.
+
+        Args:
+            label: the kind of operation; ``"optim_step"`` ends an accumulation.
+            build: makes the request.
+            decode_result: makes the future's value from the result.
+        """
+        built = self._build(build)
+        with self._lock:
+            request = self._admit(label, built)
+            if isinstance(request, Future):
+                return request
+            entry, future = self._entry(label, self.last_index + 1, request, decode_result)
+            self._append(entry)
+        self._on_loop(self.on_submitted)
+        return future
+
+    def submit_pair(
+        self,
+        label: str,
+        build: Callable[[], Request],
+        compute: Callable[[pb.OperationResult, Columns], Request],
+        decode_result: Decode[T],
+    ) -> Future[T]:
+        """Appends an operation and, at once, the number of a second one that is made from its result.
+
+        Args:
+            label: for messages.
+            build: makes the first request.
+            compute: makes the second from the first's result, in a worker thread. What it raises is raised to the
+                user, and the second operation is given up.
+            decode_result: makes the future's value from the second's result.
+        """
+        built = self._build(build)
+        with self._lock:
+            request = self._admit(label, built)
+            if isinstance(request, Future):
+                return request
+            index = self.last_index + 1
+            second, future = self._entry(label, index + 1, None, decode_result)
+
+            def fill(made: Request) -> None:
+                second.request = made
+                self.on_filled(second)
+
+            def give_up(cause: BaseException) -> None:
+                second.cause = cause
+                fill(Request.abandoned(self.base + index, f"{type(cause).__name__}: {cause}"))
+
+            async def work(result: pb.OperationResult, columns: Columns) -> None:
+                try:
+                    fill(await asyncio.to_thread(compute, result, columns))
+                except Exception as error:  # the user's own code: what it raises is theirs to see
+                    give_up(error)
+
+            def start(result: pb.OperationResult, columns: Columns) -> None:
+                task = self.loop.create_task(work(result, columns))
+                self._computing.add(task)
+                task.add_done_callback(self._computing.discard)
+
+            self._append(Entry(index, label, request, self._failure_seen, start, give_up))
+            self._append(second)
+        self._on_loop(self.on_submitted)
+        return future
+
+    def _build(self, build: Callable[[], Request]) -> Request | GradwireError:
+        try:
+            request = build()
+        except GradwireError as error:
+            return error
+        except CodecError as error:
+            return errors.InvalidBatchError(str(error), field=error.field, rule=error.rule)
+        limit = self._max_payload_bytes
+        if limit is not None and len(request.payload) > limit:
+            return LimitExceededError(
+                f"the batch takes {len(request.payload)} bytes, an operation may take {limit} (the server's limit "
+                "max_payload_bytes); split it and step once, which gives the same update",
+                rule=f"<= {limit} bytes",
+            )
+        return request
+
+    def _admit(self, label: str, built: Request | GradwireError) -> Request | Future[Any]:
+        """The request, or the future of an operation that fails before it has a number."""
+        if self.dead is not None:
+            return failed(label, self.dead)
+        if self._local_failure is not None and self._local_failure.seen:
+            self._local_failure = None
+        cause = self._local_failure
+        if cause is not None:
+            if label == "optim_step":
+                self._local_failure = None
+            aborted = AbortedPredecessorError(f"not run: an operation before it failed first: {cause.error}")
+            aborted.__cause__ = cause.error
+            return failed(label, aborted, cause.mark_seen)
+        if isinstance(built, GradwireError):
+            self._local_failure = LocalFailure(built)
+            return failed(label, built, self._local_failure.mark_seen)
+        return built
+
+    def _entry(
+        self, label: str, index: int, request: Request | None, decode_result: Decode[T]
+    ) -> tuple[Entry, Future[T]]:
+        def raised() -> None:
+            with self._lock:
+                self._failure_seen = max(self._failure_seen, self.base + index)
+
+        future: Future[T] = Future(f"{label} of {self.run_id}", self.loop, on_raised=raised)
+
+        def on_result(result: pb.OperationResult, columns: Columns) -> None:
+            try:
+                future._resolve(decode_result(result, columns))
+            except Exception as error:  # a result that cannot be read must not stop those behind it
+                future._fail(InternalServerError(f"the server's result of {label} cannot be read: {error!r}"))
+
+        entry = Entry(index, label, request, self._failure_seen, on_result, future._fail)
+        future._on_cancel = partial(self._on_loop, lambda: self.on_cancel(entry))
+        return entry, future
+
+    def _append(self, entry: Entry) -> None:
+        self._unfinished[entry.index] = self._unacknowledged[entry.index] = entry
+        self.last_index = entry.index
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the loop was closed under the service
+            self.die(ServiceClosedError("the event loop of this service is closed"))
+
+    # ---- for the link, on the event loop
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an operation waits for its result."""
+        return bool(self._unfinished)
+
+    @property
+    def first_unacknowledged(self) -> int | None:
+        with self._lock:
+            return next(iter(self._unacknowledged), None)
+
+    @property
+    def unsent(self) -> list[Entry]:
+        """The operations that are ready and not acknowledged."""
+        with self._lock:
+            return [entry for entry in self._unacknowledged.values() if entry.request is not None]
+
+    def unacknowledged(self, index: int) -> Entry | None:
+        return self._unacknowledged.get(index)
+
+    def acknowledge(self, entry: Entry) -> None:
+        """The server has it: its payload is not needed any more."""
+        with self._lock:
+            self._unacknowledged.pop(entry.index, None)
+        entry.request = None
+        entry.acknowledged.set()
+
+    def header(self, entry: Entry, request: Request, epoch: int) -> pb.OperationHeader:
+        return pb.OperationHeader(
+            run_id=self.run_id,
+            epoch=epoch,
+            seq=self.base + entry.index,
+            operation=request.operation,
+            tensors=request.specs,
+            payload_bytes=len(request.payload),
+            payload_digest=request.digest,
+            # Failures before this client opened the run were another writer's to see.
+            failure_seen=max(self.base, entry.failure_seen),
+        )
+
+    def deliver(self, result: pb.OperationResult, payload: bytes) -> None:
+        """Resolves the operation that a result belongs to."""
+        with self._lock:
+            entry = self._unfinished.pop(result.seq - self.base, None)
+        if entry is None:
+            return
+        self.acknowledge(entry)
+        if result.status != pb.STATUS_SUCCEEDED:
+            entry.on_error(self._error(entry, result))
+            return
+        try:
+            columns = decode(result.tensors, payload)
+        except CodecError as error:
+            entry.on_error(InternalServerError(f"the server's result of {entry.label} cannot be read: {error}"))
+            return
+        entry.on_result(result, columns)
+
+    def _error(self, entry: Entry, result: pb.OperationResult) -> BaseException:
+        if entry.cause is not None:
+            error = entry.cause
+        elif result.status == pb.STATUS_CANCELLED and not result.HasField("error"):
+            error = OperationCancelledError(f"{entry.label} was cancelled before it started")
+        else:
+            error = errors.from_wire(result.error)
+        if isinstance(error, AbortedPredecessorError):
+            if error.cause_seq is not None and error.__cause__ is None:
+                error.__cause__ = self._failures.get(error.cause_seq)
+        else:
+            self._failures[result.seq] = error
+            if len(self._failures) > KEPT_FAILURES:
+                del self._failures[next(iter(self._failures))]
+        if isinstance(error, GradwireError):
+            error.seq = result.seq
+        return error
+
+    def die(self, error: GradwireError) -> None:
+        """Every operation without a result, and every later one, fails with this."""
+        with self._lock:
+            if self.dead is not None:
+                return
+            self.dead = error
+            entries, self._unfinished, self._unacknowledged = list(self._unfinished.values()), {}, {}
+        for entry in entries:
+            entry.on_error(error)
+            entry.acknowledged.set()
+        for task in list(self._computing):
+            if not self.loop.is_closed():
+                self.loop.call_soon_threadsafe(task.cancel)

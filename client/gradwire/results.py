@@ -1,0 +1,391 @@
+"""What operations and questions give back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2 as pb
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, Column]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds that an operation took on the server.
+
+    Attributes:
+        queue_s: from accepted to started.
+        engine_s: computing.
+    """
+
+    queue_s: float
+    engine_s: float
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """What a forward, with or without gradients, gave. ``result["name"]`` is ``result.metrics["name"]``.
+
+    Attributes:
+        loss: the loss of this batch; None where no loss was asked for.
+        metrics: by name, ``"loss"`` among them.
+        outputs: what was asked for with ``outputs``: for each sequence an array over its scored tokens; for
+            ``"rewards"`` one array ``[sequences]``.
+        num_sequences: sequences that went through the model.
+        num_tokens: tokens that went through the model.
+        num_loss_tokens: tokens that were scored.
+        timings: seconds in the queue and in the engine.
+        num_microbatches: in how many parts the engine computed the batch.
+        recomputed: whether the batch exceeded the activation budget, so that part of it was computed twice.
+        warnings: sentences for a person.
+    """
+
+    loss: float | None
+    metrics: Mapping[str, float]
+    outputs: Mapping[str, Any]
+    num_sequences: int
+    num_tokens: int
+    num_loss_tokens: int
+    timings: Timings
+    num_microbatches: int = 1
+    recomputed: bool = False
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, metric: str) -> float:
+        return self.metrics[metric]
+
+    @staticmethod
+    def from_wire(result: pb.OperationResult, columns: Columns) -> LossResult:
+        body = result.loss
+        loss = body.loss if body.HasField("loss") else None
+        return LossResult(
+            loss=loss,
+            metrics=({} if loss is None else {"loss": loss}) | dict(body.metrics),
+            outputs={name: column.rows() if column.levels else column.values for name, column in columns.items()},
+            num_sequences=body.num_sequences,
+            num_tokens=body.num_tokens,
+            num_loss_tokens=body.num_loss_tokens,
+            timings=Timings(result.timings.queue_s, result.timings.engine_s),
+            num_microbatches=body.num_microbatches,
+            recomputed=body.recomputed,
+            warnings=tuple(body.warnings),
+        )
+
+
+@dataclass(frozen=True)
+class OptimStepResult:
+    """What an optimizer step did.
+
+    Attributes:
+        grad_norm: Euclidean norm of the whole gradient, before clipping.
+        learning_rate: the one that was used.
+        step: optimizer steps of this run so far, this one included.
+        skipped: whether the gradient was not finite and the step was skipped, as asked.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    step: int
+    skipped: bool
+
+    @staticmethod
+    def from_wire(result: pb.OperationResult, columns: Columns) -> OptimStepResult:
+        body = result.optim_step
+        return OptimStepResult(body.grad_norm, body.learning_rate, body.step, body.skipped)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation of a prompt.
+
+    Attributes:
+        token_ids: ``[tokens]`` int, the end token included where there is one.
+        logprobs: ``[tokens]`` float32, of each token given those before it, in nats.
+        text: decoded by the server; None where the model has no tokenizer.
+        stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
+    """
+
+    token_ids: Array
+    logprobs: Array
+    text: str | None
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """Continuations: ``samples[p][k]`` is the k-th of prompt p."""
+
+    samples: list[list[Sample]]
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+    timings: Timings
+
+    @staticmethod
+    def from_wire(result: pb.OperationResult, columns: Columns) -> SampleResult:
+        body = result.sample
+        per_prompt, lengths = columns["token_ids"].levels
+        ends = np.cumsum(lengths, dtype=np.int64)[:-1]
+        tokens = np.split(columns["token_ids"].values, ends) if len(lengths) else []
+        logprobs = np.split(columns["logprobs"].values, ends) if len(lengths) else []
+        flat = [
+            Sample(ids, lps, body.texts[index] if body.texts else None, body.stop_reasons[index])
+            for index, (ids, lps) in enumerate(zip(tokens, logprobs, strict=True))
+        ]
+        starts = np.cumsum(per_prompt, dtype=np.int64) - per_prompt
+        return SampleResult(
+            samples=[
+                flat[start : start + size] for start, size in zip(starts.tolist(), per_prompt.tolist(), strict=True)
+            ],
+            num_prompt_tokens=body.num_prompt_tokens,
+            num_sampled_tokens=body.num_sampled_tokens,
+            timings=Timings(result.timings.queue_s, result.timings.engine_s),
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved state of a run. ``path`` is accepted wherever a model or a checkpoint is asked for.
+
+    Attributes:
+        path: ``"RUN_ID/NAME"``.
+        name: its name in the run.
+        step: optimizer steps it contains.
+        seq: operations it contains.
+        size_bytes: on the server's disk.
+        created_at: Unix time, seconds.
+        note: as given when it was saved.
+    """
+
+    path: str
+    name: str
+    step: int
+    seq: int
+    size_bytes: int
+    created_at: float
+    note: str = ""
+
+    @staticmethod
+    def from_message(message: pb.Checkpoint) -> Checkpoint:
+        return Checkpoint(
+            message.path,
+            message.name,
+            message.step,
+            message.seq,
+            message.size_bytes,
+            message.created_at,
+            message.note,
+        )
+
+    @staticmethod
+    def from_wire(result: pb.OperationResult, columns: Columns) -> Checkpoint:
+        return Checkpoint.from_message(result.checkpoint)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as the server knows it.
+
+    Attributes:
+        run_id: its id.
+        base_model: the model it trains.
+        lora: rank, alpha, dropout and target_modules; None where all weights are trained.
+        head: ``""``, ``"value"`` or ``"reward"``.
+        seed: of its generators.
+        name: for people.
+        tags: for people.
+        gradient_checkpointing: whether activations are recomputed in the backward pass.
+        step: optimizer steps taken.
+        accepted_seq: operations up to this number are durable.
+        applied_seq: operations up to this number have results.
+        latest_checkpoint: path of the newest; empty where there is none.
+        created_at: Unix time, seconds.
+        num_trainable_parameters: of the adapter or the whole model, heads included.
+        forked_from: path of the checkpoint it started from; empty where it is none's fork.
+    """
+
+    run_id: str
+    base_model: str
+    lora: Mapping[str, Any] | None
+    head: str
+    seed: int
+    name: str
+    tags: Mapping[str, str]
+    gradient_checkpointing: bool
+    step: int
+    accepted_seq: int
+    applied_seq: int
+    latest_checkpoint: str
+    created_at: float
+    num_trainable_parameters: int
+    forked_from: str
+
+    @staticmethod
+    def from_message(run: pb.Run) -> RunInfo:
+        config, lora = run.config, None
+        if config.HasField("lora"):
+            lora = {
+                "rank": config.lora.rank,
+                "alpha": config.lora.alpha,
+                "dropout": config.lora.dropout,
+                "target_modules": list(config.lora.target_modules),
+            }
+        return RunInfo(
+            run_id=run.run_id,
+            base_model=config.base_model,
+            lora=lora,
+            head=config.head,
+            seed=config.seed,
+            name=config.name,
+            tags=dict(config.tags),
+            gradient_checkpointing=config.gradient_checkpointing,
+            step=run.step,
+            accepted_seq=run.accepted_seq,
+            applied_seq=run.applied_seq,
+            latest_checkpoint=run.latest_checkpoint,
+            created_at=run.created_at,
+            num_trainable_parameters=run.num_trainable_parameters,
+            forked_from=run.forked_from,
+        )
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """The server.
+
+    Attributes:
+        version: of the server's package.
+        device: e.g. ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
+        engine_ready: whether the process that computes is up.
+        uptime_s: seconds.
+        durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
+        limits: by name, e.g. ``max_payload_bytes``.
+    """
+
+    version: str
+    device: str
+    engine_ready: bool
+    uptime_s: float
+    durability: str
+    limits: Mapping[str, int]
+
+    @staticmethod
+    def from_message(info: pb.ServerInfo) -> ServerInfo:
+        return ServerInfo(
+            info.version, info.device, info.engine_ready, info.uptime_s, info.durability, dict(info.limits)
+        )
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that runs can be created on."""
+
+    name: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    num_layers: int
+    dtype: str
+    has_tokenizer: bool
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @staticmethod
+    def from_message(model: pb.ModelInfo) -> ModelInfo:
+        return ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            dtype=model.dtype,
+            has_tokenizer=model.has_tokenizer,
+            eos_token_ids=tuple(model.eos_token_ids),
+            pad_token_id=model.pad_token_id if model.HasField("pad_token_id") else None,
+        )
+
+
+@dataclass(frozen=True)
+class LossField:
+    """A batch field of a loss: see :class:`LossInfo`.
+
+    Attributes:
+        name: as typed in a batch.
+        dtype: ``"int"``, ``"float"`` or ``"bool"``.
+        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``.
+        required: whether a batch must have it.
+        description: one sentence.
+        aligned_with: the ids field whose tokens this one's entries belong to.
+        padding_mask: for an ids field: the mask field that says which entries are padding.
+    """
+
+    name: str
+    dtype: str
+    shapes: tuple[str, ...]
+    required: bool = False
+    description: str = ""
+    aligned_with: str = ""
+    padding_mask: str = ""
+
+    @staticmethod
+    def from_message(message: pb.LossField) -> LossField:
+        return LossField(
+            message.name,
+            message.dtype,
+            tuple(message.shapes),
+            message.required,
+            message.description,
+            message.aligned_with,
+            message.padding_mask,
+        )
+
+
+@dataclass(frozen=True)
+class LossInfo:
+    """A loss as it declares itself.
+
+    Attributes:
+        name: what ``loss_fn`` takes.
+        summary: what it computes.
+        formula: in one line.
+        reference: the paper or source of the formula.
+        fields: the batch fields.
+        kwargs_schema: JSON schema of ``loss_kwargs``.
+        metrics: name -> what it is.
+        layout: ``"rows"``, ``"pairs"`` or ``"groups"``.
+        head: the head that a run must have: ``""``, ``"value"`` or ``"reward"``.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    reference: str
+    fields: tuple[LossField, ...]
+    kwargs_schema: Mapping[str, Any] = field(repr=False)
+    metrics: Mapping[str, str]
+    layout: str
+    head: str
+
+    @staticmethod
+    def from_message(loss: pb.LossInfo) -> LossInfo:
+        return LossInfo(
+            name=loss.name,
+            summary=loss.summary,
+            formula=loss.formula,
+            reference=loss.reference,
+            fields=tuple(LossField.from_message(each) for each in loss.fields),
+            kwargs_schema=json.loads(loss.config_schema_json or "{}"),
+            metrics=dict(loss.metrics),
+            layout=loss.layout,
+            head=loss.head,
+        )

@@ -1,0 +1,351 @@
+"""The door: ``connect``, and the service behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire.embedded import EmbeddedServer
+from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError
+from gradwire.link import RunLink
+from gradwire.losses import LossCatalogue, model_path
+from gradwire.queue import RunQueue
+from gradwire.results import Checkpoint, LossInfo, ModelInfo, RunInfo, ServerInfo
+from gradwire.sampling import SamplingClient, token_ids
+from gradwire.training import TrainingClient
+from gradwire.transport import Transport, checked_tls
+
+PROTOCOL = 1
+WINDOW = 256
+PAGE_SIZE = 500
+
+Lora = int | Mapping[str, Any]
+"""A rank, or ``rank``, ``alpha``, ``dropout`` and ``target_modules``."""
+PathLike = str | os.PathLike[str]
+
+
+class ServiceClient:
+    """A connection to a server. Made by :func:`connect`; ends with :meth:`close` or its ``async with`` block."""
+
+    def __init__(self, transport: Transport, info: ServerInfo, embedded: EmbeddedServer | None = None) -> None:
+        self._transport = transport
+        self._info = info
+        self._embedded = embedded
+        self._loop = asyncio.get_running_loop()
+        self._losses = LossCatalogue()
+        self._links: list[RunLink] = []
+
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` of the server."""
+        return self._transport.address
+
+    async def server_info(self) -> ServerInfo:
+        """Version, device, readiness and limits of the server."""
+        return ServerInfo.from_message(
+            await self._transport.unary(lambda stub: stub.GetServerInfo, pb.GetServerInfoRequest())
+        )
+
+    async def list_models(self) -> list[ModelInfo]:
+        """The models that runs can be created on."""
+        answer = await self._transport.unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
+        return [ModelInfo.from_message(model) for model in answer.models]
+
+    async def list_losses(self) -> list[LossInfo]:
+        """The losses, with their batch fields, arguments and metrics."""
+        answer = await self._transport.unary(lambda stub: stub.ListLosses, pb.ListLossesRequest())
+        losses = [LossInfo.from_message(loss) for loss in answer.losses]
+        self._losses.update(losses)
+        return losses
+
+    async def list_runs(self) -> list[RunInfo]:
+        """Your runs."""
+        runs: list[RunInfo] = []
+        token = ""
+        while True:
+            request = pb.ListRunsRequest(page_size=PAGE_SIZE, page_token=token)
+            page = await self._transport.unary(lambda stub: stub.ListRuns, request)
+            runs += map(RunInfo.from_message, page.runs)
+            token = page.next_page_token
+            if not token:
+                return runs
+
+    async def create_run(
+        self,
+        base_model: str,
+        lora: Lora | None = None,
+        head: Literal["value", "reward"] | None = None,
+        seed: int = 0,
+        name: str = "",
+        gradient_checkpointing: bool = False,
+        tags: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        """A new run: weights, optimizer state and a queue of its own.
+
+        Args:
+            base_model: one of ``list_models``.
+            lora: None trains all weights; a rank, or a mapping of ``rank``, ``alpha`` (default twice the rank),
+                ``dropout`` (0) and ``target_modules`` (every linear layer but the output head), trains an adapter.
+            head: ``"value"``: a scalar a token; ``"reward"``: a scalar a sequence.
+            seed: of the adapter, the head, dropout and sampling.
+            name: for people.
+            gradient_checkpointing: computes activations again in the backward pass instead of keeping them.
+            tags: for people.
+
+        Raises:
+            UnknownModelError: when the server does not hold the model.
+            InvalidArgumentError: for a value out of range.
+        """
+        try:
+            config = pb.RunConfig(
+                base_model=base_model,
+                lora=_lora(lora),
+                head=head or "",
+                seed=seed,
+                name=name,
+                gradient_checkpointing=gradient_checkpointing,
+                tags=tags,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(f"create_run: {error}", rule="types as in the signature") from None
+        request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
+        run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)
+        return self.get_training_client(run.run_id)
+
+    async def fork_run(
+        self,
+        checkpoint: str | Checkpoint,
+        head: Literal["value", "reward", ""] | None = None,
+        seed: int = 0,
+        name: str = "",
+        with_optimizer: bool = False,
+    ) -> TrainingClient:
+        """A new run that starts from a checkpoint's weights.
+
+        Args:
+            checkpoint: ``"RUN_ID/NAME"``.
+            head: None keeps the checkpoint's head; else a fresh one of this kind, ``""`` for none.
+            seed: as for ``create_run``.
+            name: for people.
+            with_optimizer: also takes the moments and the step count.
+        """
+        request = pb.ForkRunRequest(
+            checkpoint=model_path(checkpoint),
+            head=head,
+            seed=seed,
+            name=name,
+            with_optimizer=with_optimizer,
+            idempotency_key=secrets.token_hex(16),
+        )
+        run = await self._transport.unary(lambda stub: stub.ForkRun, request, timeout_s=None)
+        return self.get_training_client(run.run_id)
+
+    def get_training_client(self, run_id: str, takeover: bool = True) -> TrainingClient:
+        """An existing run, which goes on where it is. Opened with the first operation, or by awaiting the client.
+
+        Args:
+            run_id: as of ``TrainingClient.run_id``.
+            takeover: fences the run's current writer; False raises RunBusyError where there is one.
+        """
+        limits = self._info.limits
+        queue = RunQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
+        window = min(WINDOW, limits.get("max_window", WINDOW))
+        link = RunLink(queue, self._transport, takeover=takeover, window=window)
+        self._links.append(link)
+        return TrainingClient(self._transport, queue, link, self._losses)
+
+    async def delete_run(self, run_id: str) -> None:
+        """Deletes a run with its checkpoints."""
+        await self._transport.unary(lambda stub: stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
+
+    def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
+        """Samples from a model of the server's, or from a checkpoint."""
+        return SamplingClient(self._transport, self._loop, model)
+
+    async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Texts as rows of token ids, by the model's own tokenizer."""
+        request = pb.EncodeRequest(model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
+        answer = await self._transport.unary(lambda stub: stub.Encode, request)
+        return [list(sequence.ids) for sequence in answer.sequences]
+
+    async def decode(self, model: str, ids: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Rows of token ids as texts, by the model's own tokenizer."""
+        request = pb.DecodeRequest(
+            model=model, sequences=[token_ids(row) for row in ids], skip_special_tokens=skip_special_tokens
+        )
+        return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
+
+    async def close(self) -> None:
+        """Ends the connection, and the server if it was started for it.
+
+        What was submitted still reaches the server; a result that has not come is lost to this process, and its
+        future raises ServiceClosedError.
+        """
+        closed = ServiceClosedError("the service was closed before the result came")
+        links, self._links = self._links, []
+        await asyncio.gather(*(link.close(closed) for link in links))
+        await self._transport.close()
+        if self._embedded is not None:
+            await self._embedded.close()
+
+    async def __aenter__(self) -> ServiceClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<ServiceClient {self.address}>"
+
+
+class Connection:
+    """A service that is being connected: ``await`` it, or enter it with ``async with``."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._service: ServiceClient | None = None
+
+    def __await__(self) -> Generator[Any, None, ServiceClient]:
+        return open_service(**self._settings).__await__()
+
+    async def __aenter__(self) -> ServiceClient:
+        self._service = await self
+        return self._service
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._service is not None:
+            await self._service.close()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    api_key: str | None = None,
+    models: str | Sequence[PathLike] = (),
+    state_dir: PathLike | None = None,
+    server_args: Sequence[str] = (),
+    ca_cert: PathLike | None = None,
+    client_cert: PathLike | None = None,
+    client_key: PathLike | None = None,
+    connect_timeout: float = 15.0,
+    start_timeout: float = 300.0,
+    reconnect_timeout: float = 120.0,
+) -> Connection:
+    """Connects to a server, or starts one: ``service = await connect(...)`` or ``async with connect(...) as service``.
+
+    Args:
+        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS. None starts a server on this machine, with ``models``,
+            and ends it with the service.
+        api_key: by default the environment's ``GRADWIRE_API_KEY``.
+        models: for a server of one's own: names or paths of models, as of ``gradwire serve --model``.
+        state_dir: for a server of one's own: where it keeps runs and checkpoints; None: a temporary folder.
+        server_args: for a server of one's own: further arguments of ``gradwire serve``.
+        ca_cert: PEM file with the authority that signed the server's certificate; speaks TLS.
+        client_cert: PEM file with this client's certificate, for mTLS.
+        client_key: PEM file with its key.
+        connect_timeout: seconds to try for a first answer.
+        start_timeout: seconds that a server of one's own may take until it listens.
+        reconnect_timeout: seconds for which operations wait while the server is away.
+
+    Raises:
+        ConnectionLostError: when nothing answers at the address.
+        ServerStartError: when the embedded server does not start.
+        UnauthenticatedError: when the key is missing or wrong.
+    """
+    return Connection(dict(locals()))
+
+
+async def open_service(
+    address: str | None,
+    *,
+    api_key: str | None,
+    models: str | Sequence[PathLike],
+    state_dir: PathLike | None,
+    server_args: Sequence[str],
+    ca_cert: PathLike | None,
+    client_cert: PathLike | None,
+    client_key: PathLike | None,
+    connect_timeout: float,
+    start_timeout: float,
+    reconnect_timeout: float,
+) -> ServiceClient:
+    """See :func:`connect`."""
+    tls = checked_tls(ca_cert, client_cert, client_key)
+    models = [models] if isinstance(models, str | os.PathLike) else list(models)
+    embedded = None
+    if address is None:
+        if not models:
+            raise InvalidArgumentError(
+                "connect() with no address starts a server, which needs a model: connect(models=[NAME_OR_PATH])",
+                field="models",
+                rule="at least one",
+            )
+        embedded = EmbeddedServer(
+            [os.fspath(each) for each in models], Path(state_dir) if state_dir else None, server_args
+        )
+    elif models or state_dir or server_args:
+        raise InvalidArgumentError(
+            "models, state_dir and server_args are for a server that connect() starts; this one has an address",
+            field="address",
+            rule="no address",
+        )
+    transport = None
+    try:
+        if embedded is not None:
+            address = await embedded.listening(start_timeout)
+        transport = Transport(
+            address or "",
+            api_key=api_key or os.environ.get("GRADWIRE_API_KEY"),
+            tls=tls,
+            patience_s=reconnect_timeout,
+            check_alive=embedded.check_alive if embedded else lambda: None,
+        )
+        answer = await transport.unary(
+            lambda stub: stub.GetServerInfo,
+            pb.GetServerInfoRequest(),
+            timeout_s=connect_timeout,
+            patience_s=connect_timeout,
+        )
+        if answer.protocol > PROTOCOL:
+            raise UnsupportedError(
+                f"the server speaks protocol {answer.protocol}, this client {PROTOCOL}: upgrade the package gradwire"
+            )
+        service = ServiceClient(transport, ServerInfo.from_message(answer), embedded)
+        await service.list_losses()
+        return service
+    except BaseException:
+        if transport is not None:
+            await transport.close()
+        if embedded is not None:
+            await embedded.close()
+        raise
+
+
+def _lora(lora: Lora | None) -> pb.LoraSettings | None:
+    if lora is None:
+        return None
+    settings = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
+    known = ("rank", "alpha", "dropout", "target_modules")
+    for name in settings:
+        if name not in known:
+            raise InvalidArgumentError(
+                f"lora has no setting {name!r}; it has {', '.join(known)}", field=f"lora.{name}", rule="a known setting"
+            )
+    return pb.LoraSettings(**settings)
+
+
+def _texts(texts: Sequence[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise InvalidArgumentError("texts is a list of texts", field="texts", rule="a list")
+    return list(texts)

@@ -1,0 +1,159 @@
+"""The same client for scripts without an event loop.
+
+Methods that one would await return their results; operations return the same futures, for ``future.result()``. The
+event loop runs in a thread of its own, and nothing is written twice: each method here drives the one of the same
+name in :mod:`gradwire.service` and :mod:`gradwire.training`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from gradwire import service, training
+from gradwire.results import Checkpoint
+from gradwire.sampling import SamplingClient
+from gradwire.service import PathLike
+from gradwire.training import Operations
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gradwire", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """The coroutine's result; interrupting the wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Any, P], R]:
+    """The method of the same name of ``self._client``, waited for."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        loop: LoopThread = self._loop_thread
+        return loop.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _opening(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, training.TrainingClient]],
+) -> Callable[Concatenate[Any, P], TrainingClient]:
+    """As :func:`_blocking`, for a method that gives a training client."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> TrainingClient:
+        loop: LoopThread = self._loop_thread
+        return TrainingClient(loop.run(method(self._client, *args, **kwargs)), loop)
+
+    return call
+
+
+class TrainingClient(Operations):
+    """One run: operations return futures; everything else waits."""
+
+    def __init__(self, client: training.TrainingClient, loop_thread: LoopThread) -> None:
+        super().__init__(client._transport, client._queue, client._link, client._losses)
+        self._client = client
+        self._loop_thread = loop_thread
+
+    info = _blocking(training.TrainingClient.info)
+    list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
+    delete_checkpoint = _blocking(training.TrainingClient.delete_checkpoint)
+    download_checkpoint = _blocking(training.TrainingClient.download_checkpoint)
+
+
+class ServiceClient:
+    """A connection to a server: as :class:`gradwire.ServiceClient`, waiting."""
+
+    def __init__(self, client: service.ServiceClient, loop_thread: LoopThread) -> None:
+        self._client = client
+        self._loop_thread = loop_thread
+
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` of the server."""
+        return self._client.address
+
+    server_info = _blocking(service.ServiceClient.server_info)
+    list_models = _blocking(service.ServiceClient.list_models)
+    list_losses = _blocking(service.ServiceClient.list_losses)
+    list_runs = _blocking(service.ServiceClient.list_runs)
+    delete_run = _blocking(service.ServiceClient.delete_run)
+    encode = _blocking(service.ServiceClient.encode)
+    decode = _blocking(service.ServiceClient.decode)
+    create_run = _opening(service.ServiceClient.create_run)
+    fork_run = _opening(service.ServiceClient.fork_run)
+
+    def get_training_client(self, run_id: str, takeover: bool = True) -> TrainingClient:
+        """As :meth:`gradwire.ServiceClient.get_training_client`."""
+        return TrainingClient(self._client.get_training_client(run_id, takeover), self._loop_thread)
+
+    def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
+        """As :meth:`gradwire.ServiceClient.sampling_client`."""
+        return self._client.sampling_client(model)
+
+    def close(self) -> None:
+        """As :meth:`gradwire.ServiceClient.close`; ends the thread as well."""
+        try:
+            self._loop_thread.run(self._client.close())
+        finally:
+            self._loop_thread.close()
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    api_key: str | None = None,
+    models: str | Sequence[PathLike] = (),
+    state_dir: PathLike | None = None,
+    server_args: Sequence[str] = (),
+    ca_cert: PathLike | None = None,
+    client_cert: PathLike | None = None,
+    client_key: PathLike | None = None,
+    connect_timeout: float = 15.0,
+    start_timeout: float = 300.0,
+    reconnect_timeout: float = 120.0,
+) -> ServiceClient:
+    """As :func:`gradwire.connect`, for ``with`` or with :meth:`ServiceClient.close`."""
+    settings = dict(locals())
+    loop_thread = LoopThread()
+    try:
+        return ServiceClient(loop_thread.run(service.open_service(**settings)), loop_thread)
+    except BaseException:
+        loop_thread.close()
+        raise

@@ -1,0 +1,259 @@
+"""The channel: calls of the service, with retries where they are safe, and no ``grpc.RpcError`` beyond this file.
+
+Left out on purpose: gRPC's own retries, which skip messages over about 256 KiB and cannot know an operation's
+number; compression, which costs more than it saves on tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub, TrainingServiceStub
+
+from gradwire import errors
+from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError
+
+CHUNK_BYTES = 1 << 20
+SECURE_SCHEMES = ("https://", "grpcs://")
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+F = TypeVar("F", covariant=True)
+
+
+class AsyncCall(Protocol[F]):
+    """A call whose answers are a stream."""
+
+    def __aiter__(self) -> AsyncIterator[F]: ...
+
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificates, as PEM files. ``ca_cert`` None: the system's own roots. A client certificate is for mTLS."""
+
+    ca_cert: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        def read(path: Path | None) -> bytes | None:
+            return path.read_bytes() if path else None
+
+        return grpc.ssl_channel_credentials(read(self.ca_cert), read(self.client_key), read(self.client_cert))
+
+
+class Backoff:
+    """Waits between attempts: longer each time, and in vain only for so long.
+
+    Args:
+        patience_s: how long attempts may fail in a row before their error is final.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.progress()
+
+    def progress(self) -> None:
+        """Something came through: the next failure is a first one."""
+        self._attempt = 0
+        self._since: float | None = None
+
+    async def pause(self, error: GradwireError) -> None:
+        """Waits before the next attempt; raises ``error`` when there shall be none."""
+        now = asyncio.get_running_loop().time()
+        self._since = self._since if self._since is not None else now
+        if now - self._since >= self._patience_s:
+            raise error
+        await asyncio.sleep(min(0.05 * 2**self._attempt, 5.0) * random.uniform(0.5, 1.0))
+        self._attempt += 1
+
+
+class Transport:
+    """A channel to one server.
+
+    Args:
+        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS with the system's roots.
+        api_key: sent with every call.
+        tls: certificates; None speaks in the clear unless the address says otherwise.
+        patience_s: how long a call that may be repeated is tried while the server is away.
+        check_alive: asked before each new attempt; raises when trying on is pointless.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        patience_s: float = 60.0,
+        check_alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        for scheme in SECURE_SCHEMES:
+            if address.startswith(scheme):
+                address, tls = address.removeprefix(scheme), tls or Tls()
+        self.address = address
+        self.patience_s = patience_s
+        self.check_alive = check_alive
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        options = [
+            ("grpc.max_receive_message_length", 64 << 20),
+            ("grpc.max_send_message_length", 64 << 20),
+            ("grpc.enable_retries", 0),
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 1_000),
+            ("grpc.max_reconnect_backoff_ms", 5_000),
+            # Channels to one address would share a connection otherwise, and with it one stream limit.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options)
+        # The stub's constructor is generated once for both kinds of channel.
+        self._stub: TrainingServiceAsyncStub = TrainingServiceStub(self._channel)
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._channel.close()
+
+    def backoff(self) -> Backoff:
+        return Backoff(self.patience_s)
+
+    async def unary(
+        self,
+        method: Callable[[TrainingServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Q, R]],
+        request: Q,
+        *,
+        timeout_s: float | None = 60.0,
+        patience_s: float | None = None,
+    ) -> R:
+        """One call, repeated while the server is away. Every unary method of the service may be repeated."""
+        backoff = Backoff(self.patience_s if patience_s is None else patience_s)
+        while True:
+            try:
+                return await self._once(method(self._stub), request, timeout_s)
+            except errors.RETRYABLE as error:
+                await backoff.pause(error)
+                self.check_alive()
+
+    async def _once(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, timeout_s: float | None) -> R:
+        if self._closed:
+            raise ServiceClosedError("the service is closed")
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+
+        async def outcome() -> R:
+            return await call
+
+        # A cancelled `await call` inside an anyio cancel scope leaks CancelledError (grpc bug 43502): the call is
+        # awaited in a task of its own, and cancelled by its own method.
+        task = asyncio.create_task(outcome())
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            call.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+            raise
+        if task.cancelled():
+            raise ServiceClosedError("the service was closed during the call")
+        try:
+            return task.result()
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc(error, self.address) from None
+
+    def submit(self) -> SubmitStream:
+        """A new stream of operations, and of their acknowledgements."""
+        return SubmitStream(self._stub.Submit(metadata=self._metadata), self.address)
+
+    def results(self, run_id: str, from_seq: int) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
+        """Results with their payloads, from this number on, until the stream breaks."""
+        request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq)
+        return _results(self._stub.Results(request, metadata=self._metadata), self.address)
+
+    async def sample(self, request: pb.SampleRequest) -> tuple[pb.OperationResult, bytes]:
+        """Samples outside any run's queue."""
+        async with contextlib.aclosing(
+            _results(self._stub.Sample(request, metadata=self._metadata), self.address)
+        ) as results:
+            async for result in results:
+                return result
+        raise ConnectionLostError(f"{self.address} ended the stream without a result")
+
+    def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
+        """The frames of a checkpoint's or an export's files, in order."""
+        return _frames(self._stub.Download(request, metadata=self._metadata), self.address)
+
+
+class SubmitStream:
+    """Operations out, acknowledgements in."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.SubmitAck], address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def send(self, header: pb.OperationHeader, payload: bytes) -> None:
+        """Writes the frames of one operation; returns when they left, not when they arrived."""
+        try:
+            await self._call.write(pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES]))
+            for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+                await self._call.write(pb.SubmitFrame(chunk=payload[start : start + CHUNK_BYTES]))
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc(error, self._address) from None
+        except asyncio.InvalidStateError:
+            # The call is over; the reader of the acknowledgements learns why.
+            raise ConnectionLostError(f"{self._address} ended the stream of operations") from None
+
+    def acknowledgements(self) -> AsyncGenerator[pb.SubmitAck]:
+        """Until the server ends the stream, or the connection breaks."""
+        return _frames(self._call, self._address)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def _frames(call: AsyncCall[F], address: str) -> AsyncGenerator[F]:
+    try:
+        async for frame in call:
+            yield frame
+    except grpc.aio.AioRpcError as error:
+        raise errors.from_rpc(error, address) from None
+    finally:
+        call.cancel()
+
+
+async def _results(call: AsyncCall[pb.ResultFrame], address: str) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
+    header, chunks, missing = pb.OperationResult(), list[bytes](), 0
+    async with contextlib.aclosing(_frames(call, address)) as frames:
+        async for frame in frames:
+            if frame.HasField("header"):
+                header, chunks, missing = frame.header, [], frame.header.payload_bytes
+            if chunk := frame.chunk:
+                chunks.append(chunk)
+                missing -= len(chunk)
+            if missing == 0:
+                yield header, b"".join(chunks)
+
+
+def checked_tls(ca_cert: Any, client_cert: Any, client_key: Any) -> Tls | None:
+    """TLS settings from what a user gave; None when nothing was."""
+    if (client_cert is None) != (client_key is None):
+        raise InvalidArgumentError(
+            "client_cert and client_key belong together", field="client_key" if client_key is None else "client_cert"
+        )
+    if ca_cert is None and client_cert is None:
+        return None
+    return Tls(*(Path(path) if path is not None else None for path in (ca_cert, client_cert, client_key)))

@@ -6,7 +6,8 @@ ragged and flat: a row's entries follow one another, and lengths cut them. Maske
 
 Alignment: entry ``t`` of a per-token field belongs to token ``t``: its log-probability given the tokens before
 it, the reward for emitting it, the value of the state it was emitted in. The first token of a sequence has no
-log-probability and is never scored.
+log-probability and is never scored. A batch with ``target_tokens`` says itself what is predicted: there, "scored
+token" ``t`` stands for the prediction made after reading tokens ``0 … t``, and any token can be one.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class Batch:
     Attributes:
         input_ids: ``[N]`` int64, the tokens of all sequences.
         lengths: ``[S]`` int64, tokens a sequence.
-        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first.
+        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first, unless target_tokens are given.
         group_sizes: ``[B]`` int64, sequences an example: 1 for rows, 2 for pairs (chosen, then rejected).
         fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32, int64 or bool, by ``levels``.
         levels: name -> what the entries of a field belong to.
+        target_tokens: ``[T]`` int64, what is predicted after reading each scored token; None where it is the scored
+            token itself, predicted from those before it.
     """
 
     input_ids: Tensor
@@ -81,6 +84,7 @@ class Batch:
     group_sizes: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     levels: Mapping[str, Level] = field(default_factory=dict)
+    target_tokens: Tensor | None = None
 
     @cached_property
     def row_lengths(self) -> Tensor:
@@ -98,6 +102,21 @@ class Batch:
     @property
     def num_scored(self) -> int:
         return int(self.scored.sum())
+
+    @property
+    def own_positions(self) -> Tensor:
+        """``[T]``: where each scored token is in ``input_ids``."""
+        return self.scored.nonzero().squeeze(1)
+
+    @property
+    def read_positions(self) -> Tensor:
+        """``[T]``: the token of ``input_ids`` after whose reading each prediction is made."""
+        return self.own_positions - 1 if self.target_tokens is None else self.own_positions
+
+    @property
+    def targets(self) -> Tensor:
+        """``[T]``: the token whose log-probability each prediction is asked for."""
+        return self.input_ids[self.scored] if self.target_tokens is None else self.target_tokens
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -125,6 +144,7 @@ class Batch:
             group_sizes=self.group_sizes[examples],
             fields={name: values[index[self.levels[name]]] for name, values in self.fields.items()},
             levels=self.levels,
+            target_tokens=None if self.target_tokens is None else self.target_tokens[scored_tokens],
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -135,6 +155,7 @@ class Batch:
             self.group_sizes.to(device),
             {name: values.to(device) for name, values in self.fields.items()},
             self.levels,
+            None if self.target_tokens is None else self.target_tokens.to(device),
         )
 
 
@@ -186,3 +207,38 @@ class Scores:
     def correct(self) -> Tensor:
         """``[T]`` bool: whether the token is the most probable one."""
         return self.by_name["correct"]
+
+    @property
+    def candidate_logprobs(self) -> Tensor:
+        """``[T, K]``, differentiable: log-probability of each of the batch's ``candidates [T, K]`` at that place."""
+        return self.by_name["candidate_logprobs"]
+
+    @property
+    def mean_logprobs(self) -> Tensor:
+        """``[T]``, differentiable: mean over the vocabulary of the log-probabilities at each scored token."""
+        return self.by_name["mean_logprobs"]
+
+    @property
+    def collision(self) -> Tensor:
+        """``[T]``: log of the sum over the vocabulary of the squared probabilities; no gradient."""
+        return self.by_name["collision"]
+
+    @property
+    def divergence(self) -> Tensor:
+        """``[T]``, differentiable: generalised Jensen-Shannon divergence between the reference and the policy."""
+        return self.by_name["divergence"]
+
+    @property
+    def token_rewards(self) -> Tensor:
+        """``[T]``, differentiable: the reward head at each scored token itself, having read it."""
+        return self.by_name["token_rewards"]
+
+    @property
+    def class_logits(self) -> Tensor:
+        """``[S, C]``, differentiable: the classification head at each sequence's last token."""
+        return self.by_name["class_logits"]
+
+    @property
+    def token_class_logits(self) -> Tensor:
+        """``[T, C]``, differentiable: the classification head at each scored token itself, having read it."""
+        return self.by_name["token_class_logits"]

@@ -4,6 +4,8 @@ Layouts, by the fields that give the sequences:
 
 * ``rows``: ``input_ids [rows, tokens]``, one sequence a row. Scored are all tokens but the first, as far as
   ``labels`` (-100 where not learned), ``loss_mask`` and ``prompt_lengths [rows]`` leave them, where a loss has those.
+  With ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field is about the
+  prediction made after reading ``input_ids[..t]``, and all are scored, as far as ``mask`` leaves them.
 * ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first. Scored as above, by
   ``prompt_lengths`` (for both), ``chosen_loss_mask`` and ``rejected_loss_mask``. Two fields ``chosen_x`` and
   ``rejected_x`` come to the loss as one, ``x``, an entry a token or a sequence.
@@ -12,7 +14,8 @@ Layouts, by the fields that give the sequences:
 
 Fields that say what is scored end here; the loss sees the others. Entries of a field with a tokens dimension are
 given per sequence either for all of its tokens, those of unscored ones being ignored (they may be NaN), or for
-its scored tokens only. A sequence whose masks leave nothing scored is legal: it contributes nothing.
+its scored tokens only. A sequence whose masks leave nothing scored is legal: it contributes nothing. A field of ids
+with a dimension ``candidates`` comes to the loss as ``candidates [T, K]``, whatever its name.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class _Sequences:
     scored: Array
     group_sizes: Array
     parts: Mapping[str, _Part]
+    target_tokens: Array | None = None
 
 
 def read_batch(
@@ -88,11 +92,12 @@ def read_batch(
         group_sizes=torch.from_numpy(sequences.group_sizes.copy()),
         fields=tensors,
         levels=levels,
+        target_tokens=None if sequences.target_tokens is None else torch.from_numpy(sequences.target_tokens),
     )
 
 
 _SCORING_FIELDS = frozenset(
-    {"labels", "loss_mask", "prompt_lengths", "chosen_loss_mask", "rejected_loss_mask", "response_masks"}
+    {"labels", "loss_mask", "mask", "prompt_lengths", "chosen_loss_mask", "rejected_loss_mask", "response_masks"}
 )
 
 
@@ -126,13 +131,17 @@ def _check_lengths(field: Field, lengths: Array, context_length: int | None) -> 
         )
 
 
+def _check_whole(ids: Field, context_length: int | None) -> None:
+    if (empty := ids.lengths == 0).any():
+        raise ids.error("no tokens", "at least one token a row", row=int(empty.argmax()))
+    _check_lengths(ids, ids.lengths, context_length)
+
+
 def _whole(fields: Mapping[str, Field], name: str, masks: tuple[str, ...], context_length: int | None) -> _Part:
     """The part of an ids field whose rows are whole sequences: the first token of each is not scored."""
     ids = fields[name]
     lengths = ids.lengths
-    if (empty := lengths == 0).any():
-        raise ids.error("no tokens", "at least one token a row", row=int(empty.argmax()))
-    _check_lengths(ids, lengths, context_length)
+    _check_whole(ids, context_length)
     scored = np.ones(len(ids.values), dtype=bool)
     scored[_starts(lengths)] = False
     for mask in masks:
@@ -150,6 +159,23 @@ def _whole(fields: Mapping[str, Field], name: str, masks: tuple[str, ...], conte
         position = np.arange(len(scored)) - np.repeat(_starts(lengths), lengths)
         scored &= position >= np.repeat(prompts.values, lengths)
     return _Part(ids, scored, _count(scored, lengths))
+
+
+def _predictions(fields: Mapping[str, Field], context_length: int | None) -> _Part:
+    """The part of ``input_ids`` where ``target_tokens`` say what is predicted after each token."""
+    ids, targets = fields["input_ids"], fields["target_tokens"]
+    _check_whole(ids, context_length)
+    for name in ("loss_mask", "labels", "prompt_lengths"):
+        if name in fields:
+            raise fields[name].error(
+                "with target_tokens, an entry is about the prediction after its token: say by mask which count",
+                "not given together with target_tokens",
+            )
+    _check_entries(targets, ids)
+    if targets.values.ndim == 2 and not targets.values.shape[1]:
+        raise targets.error("no candidates", "at least one candidate a token")
+    scored = _mask(fields["mask"], ids) if "mask" in fields else np.ones(len(ids.values), dtype=bool)
+    return _Part(ids, scored, _count(scored, ids.lengths))
 
 
 def _responses(fields: Mapping[str, Field], context_length: int | None) -> _Part:
@@ -194,14 +220,19 @@ def _count(scored: Array, lengths: Array) -> Array:
 
 def _mask(mask: Field, ids: Field) -> Array:
     """``[tokens]`` bool: a mask with an entry for every token of its ids field."""
-    if (wrong := mask.lengths != ids.lengths).any():
-        sequence = int(wrong.argmax())
-        raise mask.error(
-            f"{mask.lengths[sequence]} entries where {ids.spec.name} has {ids.lengths[sequence]} tokens",
-            f"one entry a token of {ids.spec.name}",
-            row=mask.row_of(sequence, len(mask.levels) - 1),
-        )
+    _check_entries(mask, ids)
     return cast(mask)
+
+
+def _check_entries(field: Field, ids: Field) -> None:
+    """That the field has an entry for every token of its ids field."""
+    if (wrong := field.lengths != ids.lengths).any():
+        sequence = int(wrong.argmax())
+        raise field.error(
+            f"{field.lengths[sequence]} entries where {ids.spec.name} has {ids.lengths[sequence]} tokens",
+            f"one entry a token of {ids.spec.name}",
+            row=field.row_of(sequence, len(field.levels) - 1),
+        )
 
 
 def _learned(labels: Field, ids: Field) -> Array:
@@ -249,9 +280,18 @@ def _prepend(prompts: Array, responses: Array, samples: Array) -> Array:
 
 
 def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences:
-    part = _whole(fields, "input_ids", ("loss_mask", "labels"), context_length)
+    targets = None
+    if "target_tokens" in fields:
+        part = _predictions(fields, context_length)
+        given = fields["target_tokens"].values
+        # Of several candidates, the first stands for the target.
+        targets = (given if given.ndim == 1 else given[:, 0])[part.scored].astype(np.int64)
+    elif "mask" in fields:
+        raise fields["mask"].error("it goes with target_tokens, which the batch has not", "with target_tokens")
+    else:
+        part = _whole(fields, "input_ids", ("loss_mask", "labels"), context_length)
     ids, ones = part.ids.values.astype(np.int64), np.ones(part.ids.num_rows, dtype=np.int64)
-    return _Sequences(ids, part.ids.lengths, part.scored, ones, {"input_ids": part})
+    return _Sequences(ids, part.ids.lengths, part.scored, ones, {"input_ids": part}, targets)
 
 
 def _pairs(fields: Mapping[str, Field], context_length: int | None) -> _Sequences:
@@ -297,7 +337,9 @@ def _loss_fields(
     tensors: dict[str, Tensor] = {}
     levels: dict[str, Level] = {}
     for name, field in fields.items():
-        if name in _SCORING_FIELDS or field.spec.ids:
+        if field.spec.ids and "candidates" in field.dimensions:
+            name = "candidates"
+        elif name in _SCORING_FIELDS or field.spec.ids:
             continue
         if loss.layout == "pairs" and name.startswith(("chosen_", "rejected_")):
             if name.startswith("rejected_"):

@@ -22,7 +22,22 @@ from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.outputs import LossOutput
 
 Layout = Literal["rows", "pairs", "groups"]
-ScoreName = Literal["logprobs", "entropy", "values", "rewards", "ref_logprobs", "correct"]
+ScoreName = Literal[
+    "logprobs",
+    "entropy",
+    "values",
+    "rewards",
+    "ref_logprobs",
+    "correct",
+    "candidate_logprobs",
+    "mean_logprobs",
+    "collision",
+    "divergence",
+    "token_rewards",
+    "class_logits",
+    "token_class_logits",
+]
+HeadName = Literal["", "value", "reward", "classification"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,8 @@ class FieldSpec:
     Attributes:
         name: as the user types it.
         dtype: ``"int"``, ``"float"`` or ``"bool"`` (0 or 1).
-        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``. Dimensions: rows, samples, tokens.
+        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``. Dimensions: rows, samples, tokens,
+            candidates.
         description: one sentence.
         required: whether a batch must have it.
         aligned_with: for a field with a tokens dimension that is not itself ids: the ids field it follows.
@@ -100,7 +116,8 @@ class LossSpec:
         streams: ``(config, names of the fields present) -> bool``: whether merging the outputs over any partition of
             the examples gives the output of the whole (terms add up in sum and count, metrics merge). A loss that
             needs the whole batch at once (whitening, a penalty on the batch's KL) answers False.
-        head: the head a run must have: ``""``, ``"value"`` or ``"reward"``. A loss that can do without answers "".
+        head: the head a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``. A loss that can do
+            without answers "".
     """
 
     name: str
@@ -113,7 +130,7 @@ class LossSpec:
     reference: str
     formula: str
     streams: Callable[[Any, frozenset[str]], bool]
-    head: Literal["", "value", "reward"] = ""
+    head: HeadName = ""
     optional_scores: frozenset[ScoreName] = frozenset()
 
     @property
@@ -136,7 +153,7 @@ def register_loss(
     reference: str,
     formula: str,
     streams: bool | Callable[[Any, frozenset[str]], bool] = False,
-    head: Literal["", "value", "reward"] = "",
+    head: HeadName = "",
     optional_scores: Sequence[ScoreName] = (),
 ) -> Callable[[LossFunction], LossFunction]:
     """Registers the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.

@@ -117,7 +117,10 @@ class GradientAccumulator:
         return self._counts
 
     def merge(self, gradients: Mapping[Key, Gradients], counts: Mapping[Key, float], *, scale: float = 1.0) -> None:
-        """Adds an operation's gradients, times ``scale``, and counts. The buffers given are taken over."""
+        """Adds an operation's gradients, times ``scale``, and counts. The buffers given are taken over.
+
+        A sum stays a sum: the count of unit ``"sum"`` does not grow.
+        """
         for key, buffers in gradients.items():
             if scale != 1.0 and buffers:
                 torch._foreach_mul_(list(buffers.values()), scale)
@@ -127,7 +130,7 @@ class GradientAccumulator:
                 torch._foreach_add_([held[name] for name in shared], [buffers[name] for name in shared])
             held |= {name: gradient for name, gradient in buffers.items() if name not in held}
         for key, count in counts.items():
-            self._counts[key] = self._counts.get(key, 0.0) + count
+            self._counts[key] = count if key[1] == "sum" else self._counts.get(key, 0.0) + count
 
     def normalised(self) -> tuple[Gradients, float]:
         """Gradients by parameter name, and the factor that they are still to be multiplied by.

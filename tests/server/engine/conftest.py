@@ -34,14 +34,14 @@ class RandomBatches:
 
     generator: np.random.Generator
 
-    def columns(self, loss: LossSpec, rows: int, longest: int = 9) -> dict[str, Column]:
+    def columns(self, loss: LossSpec, rows: int, shortest: int, longest: int) -> dict[str, Column]:
         lengths: dict[str, tuple[np.ndarray, ...]] = {}
         samples = np.full(rows, 3, np.uint32)
         for field in loss.fields:
             if field.ids and "samples" in field.shapes[0]:
-                lengths[field.name] = (samples, self.generator.integers(1, longest, 3 * rows).astype(np.uint32))
+                lengths[field.name] = (samples, self.generator.integers(shortest, longest, 3 * rows).astype(np.uint32))
             elif field.ids:
-                lengths[field.name] = (self.generator.integers(1, longest, rows).astype(np.uint32),)
+                lengths[field.name] = (self.generator.integers(shortest, longest, rows).astype(np.uint32),)
         columns = {}
         for field in loss.fields:
             if not (field.required or field.name in ("rewards", "loss_mask", "response_masks")):
@@ -64,8 +64,8 @@ class RandomBatches:
         mean, spread = (-4.0, 0.3) if "log_probs" in name else (0.0, 1.0)
         return self.generator.normal(mean, spread, count).astype(np.float32)
 
-    def batch(self, loss: LossSpec, rows: int = 8, longest: int = 9) -> Batch:
-        return read_batch(loss, self.columns(loss, rows, longest), vocab_size=VOCAB, context_length=CONTEXT)
+    def batch(self, loss: LossSpec, rows: int = 8, shortest: int = 1, longest: int = 9) -> Batch:
+        return read_batch(loss, self.columns(loss, rows, shortest, longest), vocab_size=VOCAB, context_length=CONTEXT)
 
 
 @pytest.fixture
@@ -113,9 +113,7 @@ def make_run(host: ModelHost) -> Iterator[MakeRun]:
         host: ModelHost = host,
         gradient_checkpointing: bool = False,
     ) -> EngineRun:
-        config = RunConfig(
-            base_model="tiny", head=head, seed=seed, gradient_checkpointing=gradient_checkpointing
-        )
+        config = RunConfig(base_model="tiny", head=head, seed=seed, gradient_checkpointing=gradient_checkpointing)
         if lora is not None:
             config.lora.CopyFrom(LoraSettings(**({"rank": lora} if isinstance(lora, int) else lora)))
         made.append(EngineRun(host, run_id or f"run-{len(made)}", config))

@@ -33,9 +33,7 @@ def plain(hidden: Tensor, head: OutputHead, targets: Tensor, temperature: float)
 def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: float, softcap: float | None) -> None:
     hidden, weight, bias, targets = tensors(torch.float64)
     head = OutputHead(weight, bias, scale, softcap)
-    scores = score_tokens(
-        hidden, head, targets, temperature=temperature, entropy=True, chunk_elements=chunk_elements
-    )
+    scores = score_tokens(hidden, head, targets, temperature=temperature, entropy=True, chunk_elements=chunk_elements)
     logprobs, entropy, correct = plain(hidden, head, targets, temperature)
     assert scores.entropy is not None and bias is not None
     torch.testing.assert_close(scores.logprobs, logprobs)

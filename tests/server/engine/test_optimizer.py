@@ -1,0 +1,188 @@
+"""Steps against torch's own loop, clipping, failures that leave everything as it was, and exact resumption."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from gradwire_losses.registry import LossConfig, get_loss
+from gradwire_proto.v1 import training_pb2
+from gradwire_proto.v1.training_pb2 import OptimStep
+from gradwire_server.engine.accumulate import GradientAccumulator
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.evaluate import forward_backward
+from gradwire_server.engine.planner import Budget
+from gradwire_server.engine.run import EngineRun
+
+
+def settings(**changes: Any) -> OptimStep:
+    return OptimStep(**({"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8} | changes))
+
+
+def accumulate(run: EngineRun, batches: Any) -> None:
+    loss = get_loss("causal_lm")
+    with run.rng():
+        forward_backward(run.policy, batches.batch(loss), loss, LossConfig(), run.accumulator, budget=Budget())
+
+
+def gradient_of(run: EngineRun, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(m.shape, generator=generator) * scale for name, m in run.policy.masters().items()}
+
+
+def weights(run: EngineRun) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.policy.state_tensors().items()}
+
+
+def assert_equal(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 1e6])
+def test_steps_are_those_of_torch(make_run: Any, max_grad_norm: float) -> None:
+    run = make_run(head="value")
+    reference = {name: tensor.clone().requires_grad_() for name, tensor in run.policy.state_tensors().items()}
+    adamw = torch.optim.AdamW(reference.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(3):
+        gradients = gradient_of(run, step)
+        for name, parameter in reference.items():
+            parameter.grad = gradients[name] / 4
+        norm = math.sqrt(sum((p.grad**2).sum().item() for p in reference.values() if p.grad is not None))
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(reference.values(), max_grad_norm)
+        adamw.step()
+        run.accumulator.merge({("loss", "tokens"): gradients}, {("loss", "tokens"): 4.0})
+        outcome = run.optimizer.step(run.accumulator, settings(weight_decay=0.1, max_grad_norm=max_grad_norm))
+        assert outcome.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert run.accumulator.empty and not outcome.skipped
+    for name, tensor in run.policy.state_tensors().items():
+        torch.testing.assert_close(tensor, reference[name].detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_several_keys_are_divided_each_by_its_own_count(make_run: Any) -> None:
+    split, whole = make_run(), make_run()
+    one, two = gradient_of(split, 0), gradient_of(split, 1)
+    split.accumulator.merge({("a", "tokens"): dict(one)}, {("a", "tokens"): 2.0})
+    split.accumulator.merge({("a", "pairs"): {k: v.clone() for k, v in two.items()}}, {("a", "pairs"): 5.0})
+    split.accumulator.merge({("a", "pairs"): {k: v.clone() for k, v in two.items()}}, {("a", "pairs"): 3.0})
+    combined = {name: one[name] / 2 + 2 * two[name] / 8 for name in one}
+    whole.accumulator.merge({("b", "sum"): combined}, {("b", "sum"): 1.0})
+    norms = [run.optimizer.step(run.accumulator, settings(max_grad_norm=1.0)).grad_norm for run in (split, whole)]
+    assert norms[0] == pytest.approx(norms[1])
+    for name, tensor in split.policy.state_tensors().items():
+        torch.testing.assert_close(tensor, whole.policy.state_tensors()[name], atol=1e-6, rtol=1e-5)
+
+
+def test_a_step_needs_a_gradient(make_run: Any) -> None:
+    run = make_run()
+    with pytest.raises(OperationError, match="call forward_backward first") as caught:
+        run.optimizer.step(run.accumulator, settings())
+    assert caught.value.code == training_pb2.ERROR_CODE_NOTHING_TO_STEP
+
+
+def test_a_non_finite_gradient_leaves_everything(make_run: Any) -> None:
+    run = make_run(lora=4)
+    run.accumulator.merge({("a", "tokens"): gradient_of(run, 0)}, {("a", "tokens"): 1.0})
+    run.optimizer.step(run.accumulator, settings())
+    before = weights(run) | {name: t.clone() for name, t in run.optimizer.state_tensors().items()}
+    huge = gradient_of(run, 1, scale=1e38)
+    run.accumulator.merge({("a", "tokens"): huge}, {("a", "tokens"): 1.0})
+    held = {name: tensor.clone() for name, tensor in run.accumulator.state_tensors().items()}
+    with pytest.raises(OperationError, match="zero_grad") as caught:
+        run.optimizer.step(run.accumulator, settings())
+    assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
+    assert_equal(run.accumulator.state_tensors(), held)
+    outcome = run.optimizer.step(run.accumulator, settings(skip_nonfinite=True))
+    assert outcome.skipped and run.accumulator.empty
+    assert_equal(weights(run) | run.optimizer.state_tensors(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -1.0),
+        ("learning_rate", math.nan),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", -1e-8),
+        ("weight_decay", math.inf),
+        ("max_grad_norm", -1.0),
+    ],
+)
+def test_arguments_are_checked(make_run: Any, name: str, value: float) -> None:
+    run = make_run(lora=4)
+    run.accumulator.merge({("a", "tokens"): gradient_of(run, 0)}, {("a", "tokens"): 1.0})
+    with pytest.raises(OperationError) as caught:
+        run.optimizer.step(run.accumulator, settings(**{name: value}))
+    assert (caught.value.code, caught.value.field) == (training_pb2.ERROR_CODE_INVALID_ARGUMENT, name)
+    assert not run.accumulator.empty
+
+
+def test_a_parameter_without_gradient_is_left_alone(make_run: Any, batches: Any) -> None:
+    run = make_run(head="reward")
+    before = weights(run)
+    accumulate(run, batches)
+    run.optimizer.step(run.accumulator, settings(weight_decay=0.5))
+    after = weights(run)
+    assert torch.equal(after["head.weight"], before["head.weight"])
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "dropout": 0.2}])
+def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, lora: dict[str, Any] | None) -> None:
+    loss = get_loss("causal_lm")
+    data = [batches.batch(loss) for _ in range(8)]
+
+    def work(run: EngineRun, part: list[Any]) -> None:
+        for batch in part:
+            with run.rng():
+                forward_backward(run.policy, batch, loss, LossConfig(), run.accumulator, budget=Budget(30))
+
+    straight, resumed = make_run(lora=lora), make_run(lora=lora, seed=1)
+    work(straight, data[:2])
+    straight.optimizer.step(straight.accumulator, settings())
+    work(straight, data[2:3])
+    state = [
+        {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensors in (
+            straight.policy.state_tensors(),
+            straight.optimizer.state_tensors(),
+            straight.accumulator.state_tensors(),
+            straight.rng_tensors(),
+        )
+    ]
+    resumed.policy.load_state_tensors(state[0])
+    resumed.optimizer.load_state_tensors(state[1])
+    resumed.accumulator.load_state_tensors(state[2], resumed.policy.masters())
+    resumed.load_rng_tensors(state[3])
+    for run in (straight, resumed):
+        work(run, data[3:5])
+        run.optimizer.step(run.accumulator, settings())
+        work(run, data[5:])
+        run.optimizer.step(run.accumulator, settings())
+    assert_equal(weights(resumed), weights(straight))
+    assert_equal(resumed.optimizer.state_tensors(), straight.optimizer.state_tensors())
+
+
+def test_loading_no_moments_makes_a_fresh_optimizer(make_run: Any) -> None:
+    used, fresh = make_run(lora=4), make_run(lora=4)
+    used.accumulator.merge({("a", "tokens"): gradient_of(used, 0)}, {("a", "tokens"): 1.0})
+    used.optimizer.step(used.accumulator, settings())
+    used.policy.load_state_tensors(fresh.policy.state_tensors())
+    used.optimizer.load_state_tensors({})
+    for run in (used, fresh):
+        run.accumulator.merge({("a", "tokens"): gradient_of(run, 1)}, {("a", "tokens"): 1.0})
+        run.optimizer.step(run.accumulator, settings())
+    assert_equal(weights(used), weights(fresh))
+
+
+def test_accumulated_state_round_trips() -> None:
+    accumulator, other = GradientAccumulator(), GradientAccumulator()
+    sums = {"w": torch.randn(3), "b.x": torch.randn(2)}
+    accumulator.merge({("odd|name", "tokens"): dict(sums)}, {("odd|name", "tokens"): 3.0, ("empty", "pairs"): 0.0})
+    other.load_state_tensors(accumulator.state_tensors(), sums)
+    assert other.counts == accumulator.counts
+    assert_equal(other.state_tensors(), accumulator.state_tensors())

@@ -100,3 +100,57 @@ def whiten(values: Tensor, *, shift_mean: bool = True) -> Tensor:
     mean = values.mean()
     whitened = (values - mean) * torch.rsqrt(values.var() + WHITEN_FLOOR)
     return whitened if shift_mean else whitened + mean
+
+
+def rloo_advantages(rewards: Tensor, group_sizes: Tensor) -> Tensor:
+    """``[S]``: each reward less the mean of the *others* of its group (leave one out); 0 for a group of one.
+
+    Ahmadian et al. 2024, arXiv 2402.14740.
+    """
+    groups = segment_ids(group_sizes)
+    others = (segment_sum(rewards, group_sizes)[groups] - rewards) / (group_sizes - 1).clamp(min=1)[groups]
+    return torch.where(group_spread(rewards, group_sizes)[2][groups], rewards - others, 0.0)
+
+
+def opo_advantages(rewards: Tensor, row_lengths: Tensor, group_sizes: Tensor) -> Tensor:
+    """``[S]``: each reward less its group's mean weighted by length, the baseline of least variance.
+
+    Hao et al. 2025, arXiv 2505.23585. A group of one, and one whose rewards are all equal, gives zeros.
+    """
+    groups, lengths = segment_ids(group_sizes), row_lengths.to(rewards.dtype)
+    baseline = segment_sum(lengths * rewards, group_sizes) / segment_sum(lengths, group_sizes).clamp(min=1)
+    return torch.where(group_spread(rewards, group_sizes)[2][groups], rewards - baseline[groups], 0.0)
+
+
+def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """``[S]``: each reward less that of the greedy response to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
+    return rewards - greedy_rewards
+
+
+def reinforce_plus_plus_advantages(rewards: Tensor, row_lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
+
+    Hu et al. 2025, arXiv 2501.03262.
+    """
+    return whiten(rewards_to_go(rewards, row_lengths, gamma))
+
+
+def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor, row_lengths: Tensor) -> Tensor:
+    """``[T]``: each sequence's reward ``[S]`` less its group's mean, whitened over all tokens of the batch.
+
+    The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
+    """
+    return whiten(group_advantages(rewards, group_sizes, scale=False).repeat_interleave(row_lengths))
+
+
+def subgroup_advantages(numbers: Tensor, keys: Tensor, *, scale: bool = True) -> Tensor:
+    """``[M], [M] int64 -> [M]``: as :func:`group_advantages`, groups being the entries of equal key, in any order.
+
+    With returns of steps for numbers, and for keys what tells apart group and anchor state, the step level of GiGPO
+    (Feng et al. 2025, arXiv 2505.10978).
+    """
+    _, place, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
+    order = place.argsort(stable=True)
+    result = torch.empty_like(numbers)
+    result[order] = group_advantages(numbers[order], sizes, scale=scale)
+    return result

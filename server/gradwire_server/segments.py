@@ -1,7 +1,7 @@
 """Append-only files for payloads, beside the database that refers to them.
 
-A record is a magic word, its length, its BLAKE2b-128, and the bytes. A record counts once a committed row refers
-to it, so what a crash leaves behind the last one is dropped when the folder is opened again.
+A record is a magic word, its length, its BLAKE2b-128, and the bytes. It counts once a committed row refers to it.
+What a crash tears has no row yet, and nothing is appended behind it: whoever opens the folder writes to a new file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +40,6 @@ class Segments:
         self._dirty = False
         numbers = self.numbers()
         self._current = numbers[-1] if numbers else 0
-        if numbers:
-            self.dropped_bytes = self._drop_torn_tail(self._current)
-            self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND)
-        else:
-            self.dropped_bytes = 0
 
     def numbers(self) -> list[int]:
         """The segments that exist, oldest first."""
@@ -121,18 +116,6 @@ class Segments:
         os.fsync(folder)
         os.close(folder)
 
-    def _drop_torn_tail(self, number: int) -> int:
-        fd = os.open(self._path(number), os.O_RDWR)
-        try:
-            size = os.fstat(fd).st_size
-            end = max(_whole_records(fd), default=0)
-            if end < size:
-                os.ftruncate(fd, end)
-                os.fsync(fd)
-            return size - end
-        finally:
-            os.close(fd)
-
 
 def _read(fd: int, offset: int) -> bytearray:
     header = os.pread(fd, _HEADER.size, offset)
@@ -151,15 +134,3 @@ def _read(fd: int, offset: int) -> bytearray:
     if hashlib.blake2b(data, digest_size=16).digest() != digest:
         raise CorruptRecord("a record's bytes do not match its checksum")
     return data
-
-
-def _whole_records(fd: int) -> Iterator[int]:
-    """The end of each record from the start of the file until the first that is not whole."""
-    end = 0
-    while True:
-        try:
-            data = _read(fd, end)
-        except CorruptRecord:
-            return
-        end += _HEADER.size + len(data)
-        yield end

@@ -112,16 +112,22 @@ class Server:
         self.address = f"{config.address.rpartition(':')[0]}:{port}"
 
     async def stop(self) -> None:
-        """Accepts no more, finishes what is being carried out, ends the streams, then the engine, then the journal."""
-        if self._grpc is not None:
+        """Accepts no more, finishes what is being carried out, ends the streams, then the engine, then the journal.
+
+        Stopping twice is fine.
+        """
+        door, self._grpc = self._grpc, None
+        engine, self._own_engine = self._own_engine, None
+        journal, self._journal = self._journal, None
+        if door is not None:
             await self._health.enter_graceful_shutdown()
             self.left_queued = await self.scheduler.drain(self.config.grace_s)
             self._service.stopping.set()
-            await self._grpc.stop(STREAMS_GRACE_S)
-        if self._own_engine is not None:
-            await self._own_engine.stop(ENGINE_GRACE_S)
-        if self._journal is not None:
-            await self._journal.close()
+            await door.stop(STREAMS_GRACE_S)
+        if engine is not None:
+            await engine.stop(ENGINE_GRACE_S)
+        if journal is not None:
+            await journal.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

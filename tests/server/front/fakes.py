@@ -33,6 +33,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.die_after: set[int] = set()
+        self.overwrites: list[bool] = []
         self._up = asyncio.Event()
         self._up.set()
         self._turn = asyncio.Lock()
@@ -112,6 +113,7 @@ class FakeEngine:
             run.history.append("step")
             result.optim_step.step = run.step
         elif kind == "save_checkpoint":
+            self.overwrites.append(operation.save_checkpoint.overwrite)
             name = operation.save_checkpoint.name or f"step-{run.step}"
             folder = self._folder(f"{asked.run_id}/{name}")
             folder.mkdir(parents=True)

@@ -1,0 +1,229 @@
+"""The journal on its own: what is on disk when, and what a torn or damaged file costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.errors import RpcError
+from gradwire_server.journal import Journal, RunMarks, identity
+from gradwire_server.runs import Runs, new_record
+from gradwire_server.segments import CorruptRecord, Location, Segments
+
+pytestmark = pytest.mark.anyio
+
+MARKS = RunMarks(applied_seq=0, step=0, failure_seq=0, failure="")
+
+
+async def new_run(journal: Journal, folder: Path) -> str:
+    runs = Runs(journal.store, folder, 10)
+    record = new_record("", pb.RunConfig(base_model="tiny"), "", b"")
+    await runs.insert(record)
+    await runs.finish(record, 1, 0)
+    return record.run_id
+
+
+def operation(run_id: str, seq: int, loss_fn: str = "a", size: int = 0) -> pb.OperationHeader:
+    call = pb.Operation(forward_backward=pb.LossCall(loss_fn=loss_fn))
+    return pb.OperationHeader(run_id=run_id, epoch=1, seq=seq, operation=call, payload_bytes=size)
+
+
+async def append(journal: Journal, header: pb.OperationHeader, payload: bytes = b"") -> Location | None:
+    return await journal.append(header, identity(header), 1.0, [payload] if payload else [])
+
+
+async def test_what_was_appended_and_answered_is_there_after_a_restart(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1, size=3), b"abc")
+    await append(journal, operation(run_id, 2))
+    result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED)
+    await journal.put_result(run_id, result, [b"de", b"f"], MARKS)
+    await journal.close()
+    journal = Journal(tmp_path)
+    first, second = await journal.entries(run_id, 0, 10)
+    assert (first.status, second.status) == (pb.STATUS_SUCCEEDED, pb.STATUS_UNSPECIFIED)
+    assert first.location is not None and second.location is None
+    assert await journal.payload(first.location) == b"abc"
+    [stored] = await journal.results(run_id, 1, 10)
+    assert (stored.header, stored.payload) == (result, b"def")
+    await journal.close()
+
+
+async def test_an_operation_whose_predecessor_is_missing_is_not_appended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    first, third = append(journal, operation(run_id, 1)), append(journal, operation(run_id, 3))
+    outcomes = await asyncio.gather(first, third, return_exceptions=True)
+    assert outcomes[0] is None and isinstance(outcomes[1], LookupError)
+    assert [entry.header.seq for entry in await journal.entries(run_id, 0, 10)] == [1]
+    await journal.close()
+
+
+async def test_a_result_is_stored_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1))
+    for loss in (1.0, 2.0):
+        result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED, loss=pb.LossResult(loss=loss))
+        await journal.put_result(run_id, result, [], MARKS)
+    [stored] = await journal.results(run_id, 1, 10)
+    assert stored.header.loss.loss == 1.0
+    await journal.close()
+
+
+async def test_waiting_writes_share_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = 0
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        real(fd)
+
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    await asyncio.gather(*(append(journal, operation(run_id, seq, size=9), b"123456789") for seq in range(1, 201)))
+    assert syncs < 50
+    await journal.close()
+
+
+def test_a_segment_cut_anywhere_in_its_last_record_loses_that_record_only(tmp_path: Path) -> None:
+    segments = Segments(tmp_path / "whole")
+    kept = segments.append([b"first"])
+    last = segments.append([b"sec", b"ond"])
+    segments.close()
+    [file] = (tmp_path / "whole").iterdir()
+    data = file.read_bytes()
+    for size in range(last.offset, len(data)):
+        folder = tmp_path / f"cut-{size}"
+        shutil.copytree(tmp_path / "whole", folder)
+        os.truncate(folder / file.name, size)
+        opened = Segments(folder)
+        assert opened.read(kept) == b"first"
+        with pytest.raises(CorruptRecord):
+            opened.read(last)
+        again = opened.append([b"third"])
+        opened.sync()
+        assert opened.read(again) == b"third" and opened.read(kept) == b"first"
+        opened.close()
+
+
+def test_any_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    where = segments.append([b"the bytes of a payload"])
+    segments.close()
+    [file] = tmp_path.iterdir()
+    data = file.read_bytes()
+    for position in range(len(data)):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(CorruptRecord):
+            segments.read(where)
+
+
+async def test_a_crash_between_payload_and_row_leaves_nothing_half_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1, size=3), b"abc")
+    await journal.close()
+    [file] = (tmp_path / "journal").iterdir()
+    with file.open("ab") as torn:
+        torn.write(b"gwr1" + bytes(10))
+    journal = Journal(tmp_path)
+    [entry] = await journal.entries(run_id, 0, 10)
+    assert entry.location is not None and await journal.payload(entry.location) == b"abc"
+    await append(journal, operation(run_id, 2, size=3), b"def")
+    entry = (await journal.entries(run_id, 1, 10))[0]
+    assert entry.location is not None and await journal.payload(entry.location) == b"def"
+    await journal.close()
+
+
+async def test_a_damaged_result_is_said_to_be_damaged(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1))
+    await journal.put_result(run_id, pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED), [b"scores"], MARKS)
+    [file] = (tmp_path / "journal").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    [stored] = await journal.results(run_id, 1, 1)
+    assert (stored.header.status, stored.header.error.code) == (pb.STATUS_FAILED, pb.ERROR_CODE_PAYLOAD_CORRUPT)
+    await journal.close()
+
+
+async def test_a_full_disk_refuses_and_service_resumes_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    with monkeypatch.context() as full:
+
+        def no_space(fd: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        full.setattr(os, "fsync", no_space)
+        with pytest.raises(RpcError) as caught:
+            await append(journal, operation(run_id, 1, size=3), b"abc")
+        assert caught.value.code == pb.ERROR_CODE_STORAGE_FULL
+    assert await journal.entries(run_id, 0, 10) == []
+    await append(journal, operation(run_id, 1, size=3), b"abc")
+    [entry] = await journal.entries(run_id, 0, 10)
+    assert entry.location is not None and await journal.payload(entry.location) == b"abc"
+    await journal.close()
+
+
+async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    sizes = random.Random(seed)
+    journal = Journal(tmp_path, segment_bytes=1000)
+    run_id = await new_run(journal, tmp_path)
+    payloads = {seq: bytes([seq]) * sizes.randrange(1, 600) for seq in range(1, 31)}
+    for seq, payload in payloads.items():
+        await append(journal, operation(run_id, seq, size=len(payload)), payload)
+        await journal.put_result(run_id, pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED), [], MARKS)
+    before = len(journal.segments.numbers())
+    await journal.trim(run_id, 20)
+    await journal.collect()
+    assert len(journal.segments.numbers()) < before
+    entries = await journal.entries(run_id, 0, 30)
+    assert [entry.location is None for entry in entries] == [seq <= 20 for seq in range(1, 31)]
+    for entry in entries[20:]:
+        assert entry.location is not None
+        assert await journal.payload(entry.location) == payloads[entry.header.seq]
+    await journal.release(run_id, 10)
+    await journal.trim(run_id, 20)
+    assert [entry.header.seq for entry in await journal.entries(run_id, 0, 30)] == list(range(11, 31))
+    assert await journal.identity_of(run_id, 10) is None and await journal.identity_of(run_id, 11) is not None
+    await journal.close()
+
+
+def test_the_identity_is_of_the_content_and_not_of_the_submission() -> None:
+    one, two = operation("run-a", 1, size=3), operation("run-a", 1, size=3)
+    two.failure_seen, two.epoch = 7, 9
+    assert identity(one) == identity(two)
+    for change in ({"payload_digest": b"x"}, {"tensors": [pb.TensorSpec(name="x")]}, {"payload_bytes": 4}):
+        other = operation("run-a", 1, size=3)
+        other.MergeFrom(pb.OperationHeader(**change))  # type: ignore[arg-type]
+        assert identity(other) != identity(one)
+    assert identity(operation("run-a", 1, "b", size=3)) != identity(one)
+
+
+async def test_the_database_survives_the_loss_of_a_power_that_was_not_told(tmp_path: Path) -> None:
+    """synchronous=FULL is a setting of each connection: the one that writes must have it."""
+    journal = Journal(tmp_path)
+
+    def mode(connection: sqlite3.Connection) -> tuple[str, int]:
+        return (
+            connection.execute("PRAGMA journal_mode").fetchone()[0],
+            connection.execute("PRAGMA synchronous").fetchone()[0],
+        )
+
+    assert await journal.store.write(mode) == ("wal", 2)
+    await journal.close()

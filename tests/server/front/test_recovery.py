@@ -1,0 +1,232 @@
+"""What a run looks like after its engine, its server or its checkpoint died."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.errors import RpcError
+
+from tests.server.front.conftest import Client, Door, Start, error_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def save(client: Client, seq: int, name: str = "") -> pb.SubmitAck:
+    return await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name))
+
+
+async def run_info(client: Client) -> pb.Run:
+    return await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))
+
+
+async def test_an_engine_that_died_is_given_the_run_again(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "a", b"one")
+    await client.fb(2, "fail")
+    await client.submit(3, forward=pb.LossCall(), failure_seen=2)
+    await client.step(4, failure_seen=2)
+    await client.results(4)
+    door.engine.die()
+    await client.fb(5, "b", failure_seen=2)
+    assert (await client.results(1, 5))[0][0].loss.loss == 3
+    assert door.engine.runs[client.run_id].history == ["a", "step", "b"]
+    assert [seq for _, seq in door.engine.seen] == [1, 2, 3, 4, 1, 4, 5]  # failures and reads are not repeated
+
+
+async def test_an_operation_whose_engine_died_once_is_tried_again(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.die_after = {2}
+    for seq, loss_fn in enumerate("abc", 1):
+        await client.fb(seq, loss_fn, loss_fn.encode())
+    assert await client.statuses(3) == ["ok", "ok", "ok"]
+    assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
+
+
+async def test_an_operation_that_killed_the_engine_twice_is_quarantined_and_the_run_goes_on(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "a")
+    await client.fb(2, "die")
+    await client.step(3)
+    await client.fb(4, "b")
+    assert await client.statuses(4) == ["ok", "quarantined", "aborted_predecessor(2)", "ok"]
+    assert door.engine.runs[client.run_id].history == ["a", "b"]
+
+
+async def test_a_run_starts_from_its_newest_checkpoint_and_repeats_what_is_behind_it(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a")
+        await client.step(2)
+        await save(client, 3)
+        await client.fb(4, "b")
+        await client.results(4)
+        assert (await run_info(client)).latest_checkpoint == f"{client.run_id}/step-1"
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        assert (await run_info(client)).accepted_seq == 4
+        await client.fb(5, "c")
+        await client.results(1, 5)
+        assert door.engine.runs[client.run_id].history == ["a", "step", "b", "c"]
+        assert [seq for _, seq in door.engine.seen] == [4, 5]
+
+
+async def test_a_damaged_checkpoint_is_passed_over(start: Start, tmp_path: Path) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a")
+        await save(client, 2, "one")
+        await client.fb(3, "b")
+        await save(client, 4, "two")
+        await client.results(4)
+    shutil.rmtree(tmp_path / "runs" / client.run_id / "checkpoints" / "two")
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.fb(5, "c")
+        assert await client.statuses(1, 5) == ["ok"]
+        assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
+        assert [seq for _, seq in door.engine.seen] == [3, 5]
+
+
+async def test_what_was_queued_when_the_server_stopped_is_carried_out_at_its_next_start(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a")
+        await client.results(1)
+        door.engine.gate.clear()
+        for seq, loss_fn in ((2, "b"), (3, "c")):
+            assert not (await client.fb(seq, loss_fn, b"payload")).HasField("error")
+    async with start() as door:
+        again = await door.client()
+        again.run_id = client.run_id
+        results = await again.results(3)
+        assert [result.seq for result, _ in results] == [1, 2, 3]
+        assert [payload for _, payload in results[1:]] == [b"payload", b"payload"]
+        assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
+        again.epoch = client.epoch  # the writer was not fenced: the same server, the same journal
+        assert not (await again.fb(4, "d")).HasField("error")
+
+
+async def test_a_save_that_was_cut_off_by_a_crash_is_repeated_over_what_it_left(start: Start, tmp_path: Path) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1)
+        await client.results(1)
+        door.engine.gate.clear()
+        await save(client, 2, "here")
+    async with start() as door:
+        again = await door.client()
+        again.run_id = client.run_id
+        [(result, _)] = await again.results(1, 2)
+        assert result.checkpoint.name == "here"
+        assert door.engine.overwrites == [True]
+
+
+async def test_a_fork_outlives_the_run_it_came_from(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin(seed=3)
+        await client.fb(1, "a")
+        await client.step(2)
+        await save(client, 3, "base")
+        await client.results(3)
+        request = pb.ForkRunRequest(checkpoint=f"{client.run_id}/base", name="child", idempotency_key="k")
+        fork = await client.stub.ForkRun(request)
+        assert (await client.stub.ForkRun(request)).run_id == fork.run_id
+        assert (fork.forked_from, fork.config.base_model, fork.step) == (f"{client.run_id}/base", "tiny", 0)
+        await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
+    async with start() as door:
+        child = await (await door.client()).open(fork.run_id)
+        await child.fb(1, "c")
+        await child.results(1)
+        assert door.engine.runs[fork.run_id].history == ["a", "step", "c"]
+        assert not (await child.stub.ListCheckpoints(pb.ListCheckpointsRequest(run_id=fork.run_id))).checkpoints
+
+
+async def test_deleting_a_checkpoint_lets_the_journal_be_repeated_from_the_one_before(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a")
+        await save(client, 2, "one")
+        await client.fb(3, "b")
+        await save(client, 4, "two")
+        await client.results(4)
+        await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
+        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.fb(5, "c")
+        await client.results(1, 5)
+        assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("how", ["engine", "server"])
+async def test_without_payloads_a_run_goes_back_to_its_checkpoint_and_says_so(start: Start, how: str) -> None:
+    settings: dict[str, Any] = {"durability": "checkpoint"}
+    async with start(**settings) as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a", b"payload")
+        await save(client, 2)
+        await client.fb(3, "lost", b"payload")
+        await client.results(3)
+        if how == "engine":
+            door.engine.die()
+            await client.fb(4, "void")
+            await asyncio.sleep(0.1)
+            await went_back(door, client)
+    if how == "server":
+        async with start(**settings) as door:
+            again = await door.client()
+            again.run_id, again.epoch = client.run_id, client.epoch
+            await went_back(door, again)
+
+
+async def went_back(door: Door, client: Client) -> None:
+    run = await run_info(client)
+    assert (run.accepted_seq, run.rewound_to_seq) == (2, 2)
+    assert (await client.fb(4, "more")).error.code == pb.ERROR_CODE_REWOUND
+    await client.open(client.run_id)
+    await client.fb(3, "c")
+    assert await client.statuses(3) == ["ok"] * 3
+    assert door.engine.runs[client.run_id].history == ["a", "c"]
+
+
+async def test_a_state_folder_has_one_server(start: Start) -> None:
+    async with start():
+        with pytest.raises(SystemExit, match="is in use by process"):
+            async with start():
+                pass
+
+
+async def test_a_creation_that_the_engine_refuses_leaves_nothing(door: Door) -> None:
+    client = await door.client()
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.begin(lora=pb.LoraSettings(rank=101))
+    assert (error_of(caught).code, error_of(caught).field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "lora.rank")
+    assert not (await client.stub.ListRuns(pb.ListRunsRequest())).runs
+
+
+async def test_a_run_that_cannot_be_restored_says_why(start: Start, tmp_path: Path) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a", b"payload")
+        await client.results(1)
+    [segment] = (tmp_path / "journal").iterdir()
+    data = segment.read_bytes()
+    segment.write_bytes(data.replace(b"payload", b"paylord", 1))
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.fb(2, "b")
+        [(result, _)] = await client.results(1, 2)
+        assert result.error.code == pb.ERROR_CODE_PAYLOAD_CORRUPT and "operation 1" in result.error.message
+
+
+def test_an_error_keeps_what_it_was_given() -> None:
+    error = pb.Error(code=pb.ERROR_CODE_SEQ_GAP, message="far", field="seq", row=0, rule="r", cause_seq=3)
+    assert RpcError.of(error).error == error

@@ -1,0 +1,295 @@
+"""The door: what is refused, with which words, and that nothing else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import ServerConfig, parse_model
+from gradwire_server.errors import GRPC_STATUS
+from gradwire_server.front import service as service_module
+from gradwire_server.serve import SERVICE, Server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.server.front.conftest import Client, Door, Start, error_of
+from tests.server.front.fakes import FakeEngine
+
+pytestmark = pytest.mark.anyio
+
+
+def test_every_code_has_a_grpc_status() -> None:
+    assert set(GRPC_STATUS) == set(pb.ErrorCode.values())
+    assert grpc.StatusCode.OK not in GRPC_STATUS.values() and grpc.StatusCode.UNKNOWN not in GRPC_STATUS.values()
+
+
+def test_the_front_does_not_import_torch() -> None:
+    code = "import sys, gradwire_server.cli, gradwire_server.serve; print({'torch', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        raise KeyError("/secret/path")
+
+    monkeypatch.setattr(door.server.scheduler, "release", broken)
+    client = await (await door.client()).begin()
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))
+    error = error_of(caught)
+    assert caught.value.code() == grpc.StatusCode.INTERNAL and error.code == pb.ERROR_CODE_INTERNAL
+    assert error.request_id in error.message and "secret" not in error.message
+
+
+async def test_a_message_that_cannot_be_parsed_is_an_invalid_argument(door: Door) -> None:
+    async with grpc.aio.insecure_channel(door.server.address) as channel:
+        for method in ("CreateRun", "GetRun"):
+            with pytest.raises(grpc.RpcError) as caught:
+                await channel.unary_unary(f"/{SERVICE}/{method}")(b"\xff\xff\xff")
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        stream = channel.stream_stream(f"/{SERVICE}/Submit")()
+        await stream.write(b"\xff\xff")
+        with pytest.raises(grpc.RpcError) as caught:
+            await stream.read()
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+SPEC = {"dtype": pb.DTYPE_UINT8}
+MALFORMED: list[tuple[str, list[pb.TensorSpec], str]] = [
+    ("sizes that do not add up", [pb.TensorSpec(name="x", shape=[1, 5], **SPEC)], ""),
+    ("no dtype", [pb.TensorSpec(name="x", shape=[4])], "x"),
+    ("twice", [pb.TensorSpec(name="x", shape=[2], **SPEC), pb.TensorSpec(name="x", shape=[2], **SPEC)], "x"),
+    ("absurd", [pb.TensorSpec(name="x", shape=[2**60, 2**60], **SPEC)], "x"),
+    ("no name", [pb.TensorSpec(shape=[4], **SPEC)], ""),
+]
+
+
+@pytest.mark.parametrize(("tensors", "field"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
+async def test_a_malformed_batch_fails_and_the_run_goes_on(door: Door, tensors: Any, field: str) -> None:
+    client = await (await door.client()).begin()
+    assert not (await client.fb(1, "a", b"1234", tensors=tensors)).HasField("error")
+    await client.fb(2, "b", b"1234", failure_seen=1)
+    [(result, _), (good, _)] = await client.results(2)
+    assert (result.error.code, result.error.field) == (pb.ERROR_CODE_INVALID_BATCH, field)
+    assert result.error.rule and good.status == pb.STATUS_SUCCEEDED
+    assert door.engine.runs[client.run_id].history == ["b"]
+
+
+async def test_a_payload_that_is_not_what_its_digest_names_is_refused_and_can_be_sent_again(door: Door) -> None:
+    client = await (await door.client()).begin()
+    refused = await client.fb(1, "a", b"1234", digest=bytes(16))
+    assert refused.error.code == pb.ERROR_CODE_PAYLOAD_CORRUPT
+    assert not (await client.fb(1, "a", b"1234")).HasField("error")
+    assert await client.statuses(1) == ["ok"]
+
+
+async def test_what_passes_a_limit_fails_with_its_name_and_blocks_nobody(start: Start) -> None:
+    async with start(limits={"max_payload_bytes": 1000, "max_rows": 3, "max_tensors": 2}) as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a", bytes(3 << 20))
+        rows = pb.TensorSpec(name="x", shape=[4], **SPEC)
+        await client.fb(2, "a", b"1234", tensors=[rows], failure_seen=1)
+        many = [pb.TensorSpec(name=name, shape=[1], **SPEC) for name in "abc"]
+        await client.fb(3, "a", b"123", tensors=many, failure_seen=2)
+        await client.fb(4, "a", bytes(1000), failure_seen=3)
+        results = await client.results(4)
+        rules = [result.error.rule for result, _ in results]
+        assert rules == ["max_payload_bytes = 1000", "max_rows = 3", "max_tensors = 2", ""]
+        assert all("--limit" in result.error.message for result, _ in results[:3])
+
+
+async def test_an_operation_of_no_kind_or_with_a_name_that_leaves_its_folder_fails(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.submit(1)
+    for seq, name in enumerate(("../../x", "a/b", ".hidden", "x" * 101), 2):
+        await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name), failure_seen=seq - 1)
+    await client.submit(6, export=pb.ExportModel(name="../x"), failure_seen=5)
+    assert await client.statuses(6) == ["invalid_argument"] * 6
+    assert door.engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [pb.SubmitFrame(chunk=b"x")],
+        [pb.SubmitFrame(header=pb.OperationHeader(payload_bytes=9), chunk=b"x")] * 2,
+        [pb.SubmitFrame(header=pb.OperationHeader(payload_bytes=1), chunk=b"xy")],
+        [pb.SubmitFrame(header=pb.OperationHeader(payload_bytes=2 << 20), chunk=bytes((1 << 20) + 1))],
+    ],
+    ids=["chunk first", "header too early", "too much", "chunk too large"],
+)
+async def test_frames_out_of_order_end_the_stream(door: Door, frames: list[pb.SubmitFrame]) -> None:
+    client = await (await door.client()).begin()
+    await client.send(*frames)
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.ack()
+    assert error_of(caught).code == pb.ERROR_CODE_INVALID_ARGUMENT
+
+
+async def test_what_does_not_exist_is_unknown(door: Door) -> None:
+    client = await door.client()
+    stub, run = client.stub, {"run_id": "run-nobody"}
+    for call in (
+        stub.GetRun(pb.GetRunRequest(**run)), stub.DeleteRun(pb.DeleteRunRequest(**run)),
+        stub.OpenRun(pb.OpenRunRequest(**run)), stub.Cancel(pb.CancelRequest(**run)),
+        stub.AckResults(pb.AckResultsRequest(**run)), stub.ListCheckpoints(pb.ListCheckpointsRequest(**run)),
+    ):  # fmt: skip
+        with pytest.raises(grpc.RpcError) as caught:
+            await call
+        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+    for call in (
+        stub.ForkRun(pb.ForkRunRequest(checkpoint="run-nobody/x")),
+        stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint="../../etc")),
+        stub.Download(pb.DownloadRequest(checkpoint="run-nobody/x")).read(),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            await call
+        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT
+    with pytest.raises(grpc.RpcError) as caught:
+        await stub.CreateRun(pb.CreateRunRequest(config=pb.RunConfig(base_model="gpt-9")))
+    assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_MODEL and "it has tiny" in error_of(caught).message
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"head": "regression"}, "head"),
+        ({"lora": pb.LoraSettings()}, "lora.rank"),
+        ({"lora": pb.LoraSettings(rank=1, dropout=1.0)}, "lora.dropout"),
+        ({"lora": pb.LoraSettings(rank=1, alpha=float("nan"))}, "lora.alpha"),
+        ({"name": "n" * 201}, "name"),
+        ({"tags": {"k": "v" * 201}}, "tags"),
+    ],
+)
+async def test_a_run_that_makes_no_sense_is_not_made(door: Door, config: dict[str, Any], field: str) -> None:
+    client = await door.client()
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.begin(**config)
+    assert error_of(caught).field == field
+
+
+async def test_one_key_makes_one_run(door: Door) -> None:
+    client = await door.client()
+    request = pb.CreateRunRequest(config=pb.RunConfig(base_model="/models/tiny"), idempotency_key="k")
+    made = await asyncio.gather(*(client.stub.CreateRun(request) for _ in range(8)))
+    assert len({run.run_id for run in made}) == 1 and made[0].config.base_model == "tiny"
+    request.config.seed = 1
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.stub.CreateRun(request)
+    assert error_of(caught).code == pb.ERROR_CODE_ALREADY_EXISTS
+
+
+async def test_runs_are_listed_in_pages_and_their_number_is_bounded(start: Start) -> None:
+    async with start(limits={"max_runs": 5}) as door:
+        client = await door.client()
+        made = [(await client.begin(name=str(i))).run_id for i in range(5)]
+        listed, token = [], ""
+        while True:
+            page = await client.stub.ListRuns(pb.ListRunsRequest(page_size=2, page_token=token))
+            listed += [run.run_id for run in page.runs]
+            token = page.next_page_token
+            if not token:
+                break
+        assert listed == made
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.begin()
+        assert error_of(caught).code == pb.ERROR_CODE_LIMIT_EXCEEDED
+
+
+async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "word")
+    await client.submit(2, save_checkpoint=pb.SaveCheckpoint(name="c"))
+    await client.results(2)
+    secret = tmp_path / "secret"
+    secret.write_text("no")
+    folder = tmp_path / "runs" / client.run_id / "checkpoints" / "c"
+    (folder / "link").symlink_to(secret)
+    (folder / "empty").touch()
+    found: dict[str, bytes] = {}
+    async for frame in client.stub.Download(pb.DownloadRequest(checkpoint=f"{client.run_id}/c")):
+        if frame.file:
+            name, found[frame.file] = frame.file, b""
+            size = frame.size_bytes
+        found[name] += frame.chunk
+        assert len(frame.chunk) <= 1 << 20 and len(found[name]) <= size
+    assert {name: len(data) for name, data in found.items()} == {"deep/big": 3 << 20, "empty": 0, "history": 4}
+    for export in (f"{client.run_id}/../checkpoints/c", f"{client.run_id}/nothing"):
+        with pytest.raises(grpc.RpcError):
+            await client.stub.Download(pb.DownloadRequest(export=export)).read()
+
+
+async def test_keys_let_in_only_their_owners_and_each_sees_its_own_runs(start: Start, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# owners\n" + "".join(f"{o}:{hashlib.sha256(o.encode()).hexdigest()}\n" for o in ("ada", "bob")))
+    async with start(keys_file=keys) as door:
+        stub = (await door.client()).stub
+        request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
+
+        def key(text: str) -> tuple[tuple[str, str], ...]:
+            return (("authorization", f"Bearer {text}"),)
+
+        for metadata in ((), key("eve"), key(""), (("authorization", "ada"),)[:0]):
+            with pytest.raises(grpc.RpcError) as caught:
+                await stub.CreateRun(request, metadata=metadata)
+            assert error_of(caught).code == pb.ERROR_CODE_UNAUTHENTICATED
+        run = await stub.CreateRun(request, metadata=key("ada"))
+        for metadata, count in ((key("ada"), 1), (key("bob"), 0)):
+            assert len((await stub.ListRuns(pb.ListRunsRequest(), metadata=metadata)).runs) == count
+        with pytest.raises(grpc.RpcError) as caught:
+            await stub.GetRun(pb.GetRunRequest(run_id=run.run_id), metadata=key("bob"))
+        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
+
+
+async def test_without_keys_the_server_stays_on_loopback(tmp_path: Path) -> None:
+    config = ServerConfig(address="0.0.0.0:0", state_dir=tmp_path, models={"tiny": "x"})
+    with pytest.raises(SystemExit, match="loopback only"):
+        async with Server(config, FakeEngine(tmp_path)):
+            pass
+
+
+async def test_live_and_ready_are_told_apart(door: Door) -> None:
+    async with grpc.aio.insecure_channel(door.server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def state(service: str) -> int:
+            return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+        assert (await state(""), await state(SERVICE)) == (1, 1)
+        door.server._engine_changed(False)
+        await asyncio.sleep(0.05)
+        assert (await state(""), await state(SERVICE)) == (1, 2)
+
+
+async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> None:
+    async with start() as door:
+        client: Client = await (await door.client()).begin()
+        await client.fb(1)
+        reading, acking = asyncio.create_task(client.results(2)), asyncio.create_task(client.ack(10))
+        await asyncio.sleep(0.1)
+        await door.server.stop()
+        for task in (reading, acking):
+            with pytest.raises(grpc.RpcError) as caught:
+                await task
+            assert error_of(caught).code == pb.ERROR_CODE_SHUTTING_DOWN
+
+
+async def test_the_server_says_what_it_is(door: Door) -> None:
+    info = await (await door.client()).stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.protocol, info.device, info.engine_ready) == (service_module.PROTOCOL, "fake", True)
+    assert info.limits["max_payload_bytes"] == 1 << 30 and info.durability == "journal"
+
+
+def test_models_are_named_by_their_folder_or_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    assert parse_model(str(tmp_path / "llama")) == ("llama", str(tmp_path / "llama"))
+    assert parse_model("mine=/somewhere/else") == ("mine", "/somewhere/else")
+    assert parse_model("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")

@@ -138,7 +138,7 @@ class GradientAccumulator:
         With one key these are the accumulator's own buffers and the factor is one over its count; with more, they
         are new tensors, each key's sum over its count added up. A key that counts nothing contributes nothing.
         """
-        keys = [key for key, count in self._counts.items() if count and self._sums.get(key)]
+        keys = [key for key, count in sorted(self._counts.items()) if count and self._sums.get(key)]
         if not keys:
             return {}, 1.0
         if len(keys) == 1:

@@ -118,13 +118,12 @@ class Engine:
         """
         kind = request.WhichOneof("kind") or ""
         try:
-            if decode_error is not None:
-                if kind == "operation":
-                    return self._failed(request.operation, decode_error, 0.0)
-                raise decode_error
             if kind not in self._handlers:
                 raise ValueError(f"a request of unknown kind {kind!r}")
-            answer = self._handlers[kind](request, columns)
+            if decode_error is not None:
+                answer = self._failed(request.operation, decode_error, 0.0)
+            else:
+                answer = self._handlers[kind](request, columns)
         except Exception as error:  # the boundary: whatever it is, the engine goes on and the caller hears of it
             if is_fatal(error):
                 raise

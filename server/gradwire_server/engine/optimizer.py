@@ -65,7 +65,9 @@ class Optimizer:
                 training_pb2.ERROR_CODE_NOTHING_TO_STEP,
                 "optim_step has no gradient to apply: call forward_backward first",
             )
-        gradients, factor = accumulator.normalised()
+        found, factor = accumulator.normalised()
+        # In an order of their own: a norm's last bit must not depend on whether a checkpoint lay between.
+        gradients = {name: found[name] for name in self._masters if name in found}
         norm = get_total_norm(list(gradients.values())).item() * factor if gradients else 0.0
         if not math.isfinite(norm):
             if not settings.skip_nonfinite:

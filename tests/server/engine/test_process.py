@@ -1,0 +1,143 @@
+"""The engine as the process that a server starts, over its link."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from support.engine import EngineProcess, token_rows
+
+ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
+
+
+@pytest.fixture
+def started(tiny_model_path: Path, tmp_path: Path) -> Iterator[list[EngineProcess]]:
+    """``started[0]``: an engine; whatever is in the list is killed at the end."""
+    engines = [EngineProcess({"tiny": tiny_model_path}, tmp_path)]
+    yield engines
+    for engine in engines:
+        engine.kill()
+
+
+def test_it_says_what_it_holds(started: list[EngineProcess], tiny_model_path: Path) -> None:
+    hello = started[0].hello.hello
+    assert hello.device == "cpu"
+    (model,) = hello.models
+    assert (model.name, model.context_length, model.has_tokenizer) == ("tiny", 256, True)
+    assert model.vocab_size > 90
+    assert list(model.eos_token_ids) == [2]
+    assert hello.tokenizer_files["tiny"] == str(tiny_model_path / "tokenizer.json")
+    losses = {loss.name: loss for loss in hello.losses}
+    assert losses["causal_lm"].fields[0].padding_mask == "attention_mask"
+    assert "beta" in json.loads(losses["dpo"].config_schema_json)["properties"]
+    assert losses["dpo"].metrics and losses["dpo"].summary
+
+
+@pytest.mark.parametrize("config", [{}, {"lora": {"rank": 4, "dropout": 0.2}, "head": "value"}], ids=["full", "lora"])
+def test_a_checkpoint_goes_on_bit_for_bit_in_another_process(
+    started: list[EngineProcess], tiny_model_path: Path, tmp_path: Path, config: dict[str, object]
+) -> None:
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"seed {seed}")
+    generator = np.random.default_rng(seed)
+    batches = [token_rows([generator.integers(3, 90, length) for length in (3, 12, 7)]) for _ in range(7)]
+    engine = started[0]
+    assert engine.create("run-a", seed=5, **config).run_created.num_trainable_parameters > 0
+    engine.train("run-a", batches[0])
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.5))
+    engine.train("run-a", batches[1])
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.5))
+    engine.do("run-a", batches[2], forward_backward=pb.LossCall(loss_fn="causal_lm"))  # accumulated, not stepped
+    saved = engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="mid", note="a note")).proto.checkpoint
+    assert (saved.path, saved.step, saved.seq, saved.note) == ("run-a/mid", 2, 8, "a note")
+
+    def go_on(engine: EngineProcess) -> list[object]:
+        told: list[object] = [engine.train("run-a", batch) for batch in batches[3:6]]
+        sampled = engine.do("run-a", token_rows(ROWS, "prompt_ids"), sample=pb.SampleCall(max_tokens=5, temperature=1))
+        told.append(sampled.columns["token_ids"].values.tolist())
+        told.append(engine.logprobs("run-a", batches[6]).tolist())
+        told.append(engine.logprobs("run-a", batches[6], model="ema").tolist())
+        return told
+
+    expected = go_on(engine)
+    assert expected[-1] != expected[-2]
+    assert engine.shut_down() == 0
+    started.append(EngineProcess({"tiny": tiny_model_path}, tmp_path))
+    engine = started[1]
+    created = engine.create("run-a", seed=5, checkpoint="run-a/mid", **config).run_created
+    assert (created.step, created.seq) == (2, 8)
+    assert go_on(engine) == expected
+    loaded = engine.do("run-a", load_checkpoint=pb.LoadCheckpoint(checkpoint="mid")).proto.checkpoint
+    assert loaded.step == 2
+    assert go_on(engine) == expected
+
+
+def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(started: list[EngineProcess]) -> None:
+    engine = started[0]
+    engine.create("run-a", lora=4)
+    specs, buffers = codec.encode(token_rows([[1, 2, 3]]))
+    for number in range(1, 41):
+        operation = engine_pb2.EngineOperation(
+            run_id="run-a",
+            seq=number,
+            operation=pb.Operation(forward=pb.LossCall(outputs=["logprobs"])),
+            tensors=specs,
+        )
+        payload = [b"\x09\0\0\0" + bytes(12)] if number == 20 else buffers  # a row of 9 tokens among 3
+        engine.link.send(engine_pb2.EngineRequest(id=1000 + number, operation=operation), payload)
+    replies = [engine.link.receive(engine_pb2.EngineReply)[0] for _ in range(40)]
+    assert [reply.id for reply in replies] == list(range(1001, 1041))
+    failed = [reply.result for reply in replies if reply.result.status == pb.STATUS_FAILED]
+    assert [(result.seq, result.error.code, result.error.field) for result in failed] == [
+        (20, pb.ERROR_CODE_INVALID_BATCH, "input_ids")
+    ]
+
+
+def test_a_model_that_cannot_be_used_is_reported_and_not_retried(tmp_path: Path) -> None:
+    engine = EngineProcess({"none": tmp_path / "nowhere"}, tmp_path)
+    assert engine.hello.error.code == pb.ERROR_CODE_UNSUPPORTED
+    assert "nowhere" in engine.hello.error.message
+    assert engine.process.wait(20) == 1
+    engine.link.close()
+
+
+def test_it_ends_when_its_parent_is_killed(tiny_model_path: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from support.engine import EngineProcess;"
+        f"engine = EngineProcess({{'tiny': Path({str(tiny_model_path)!r})}}, Path({str(tmp_path)!r}));"
+        "print(engine.process.pid, flush=True); sys.stdin.read()"
+    )
+    tests = Path(__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(tests), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    parent.stdin.close()
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,0 +1,156 @@
+"""An engine to drive in a test: in this process, or as the process that a server starts."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gradwire_losses.registry import load_builtin_losses
+from gradwire_proto import codec
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.link import EngineLink
+
+Columns = Mapping[str, Column]
+
+
+def token_rows(rows: Sequence[Sequence[int]], name: str = "input_ids") -> dict[str, Column]:
+    """Rows of token ids as a batch."""
+    return {name: Column.from_rows([np.array(row, np.int32) for row in rows])}
+
+
+@dataclass(frozen=True)
+class Result:
+    """An operation's result and its tensors."""
+
+    proto: pb.OperationResult
+    columns: dict[str, Column]
+
+    @property
+    def ok(self) -> bool:
+        return self.proto.status == pb.STATUS_SUCCEEDED
+
+
+class Driver:
+    """Requests, one after another. Operations of a run are numbered from 1, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self.seqs: dict[str, int] = {}
+
+    def exchange(
+        self, request: engine_pb2.EngineRequest, columns: Columns
+    ) -> tuple[engine_pb2.EngineReply, bytes | memoryview]:
+        raise NotImplementedError
+
+    def request(self, columns: Columns | None = None, **kind: Any) -> tuple[engine_pb2.EngineReply, Any]:
+        request = engine_pb2.EngineRequest(id=next(self._ids), **kind)
+        reply, payload = self.exchange(request, columns or {})
+        assert reply.id == request.id
+        return reply, payload
+
+    def create(self, run_id: str, *, checkpoint: str = "", weights_only: bool = False, fresh_head: bool = False, **config: Any) -> engine_pb2.EngineReply:
+        """``lora`` as a rank or as settings."""
+        lora = config.pop("lora", None)
+        settings = pb.RunConfig(**{"base_model": "tiny"} | config)
+        if lora is not None:
+            settings.lora.CopyFrom(pb.LoraSettings(**({"rank": lora} if isinstance(lora, int) else lora)))
+        create = engine_pb2.EngineCreateRun(
+            run_id=run_id, config=settings, checkpoint=checkpoint, weights_only=weights_only, fresh_head=fresh_head
+        )
+        reply, _ = self.request(create_run=create)
+        self.seqs[run_id] = reply.run_created.seq
+        return reply
+
+    def op(self, run_id: str, columns: Columns | None = None, *, seq: int | None = None, **kind: Any) -> Result:
+        """Carries out one operation, whether it succeeds or not."""
+        seq = self.seqs[run_id] + 1 if seq is None else seq
+        self.seqs[run_id] = seq
+        specs, _ = codec.encode(columns or {})
+        operation = engine_pb2.EngineOperation(run_id=run_id, seq=seq, operation=pb.Operation(**kind), tensors=specs)
+        reply, payload = self.request(columns, operation=operation)
+        assert not reply.HasField("error"), reply.error
+        assert reply.result.seq == seq
+        assert reply.result.payload_bytes == len(payload)
+        return Result(reply.result, codec.decode(list(reply.result.tensors), payload))
+
+    def do(self, run_id: str, columns: Columns | None = None, **kind: Any) -> Result:
+        """Carries out one operation that must succeed."""
+        result = self.op(run_id, columns, **kind)
+        assert result.ok, result.proto.error
+        return result
+
+    def train(self, run_id: str, columns: Columns, learning_rate: float = 1e-2) -> tuple[float, float]:
+        """One step of causal_lm: its loss and gradient norm."""
+        loss = self.do(run_id, columns, forward_backward=pb.LossCall(loss_fn="causal_lm")).proto.loss.loss
+        step = pb.OptimStep(learning_rate=learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)
+        return loss, self.do(run_id, optim_step=step).proto.optim_step.grad_norm
+
+    def logprobs(self, run_id: str, columns: Columns, model: str = "") -> np.ndarray:
+        result = self.do(run_id, columns, forward=pb.LossCall(outputs=["logprobs"], model=model))
+        return result.columns["logprobs"].values
+
+
+class LocalEngine(Driver):
+    """An engine in this process.
+
+    Attributes:
+        engine: it.
+    """
+
+    def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
+        from gradwire_server.engine.engine import Engine
+
+        super().__init__()
+        load_builtin_losses()
+        self.engine = Engine({name: str(path) for name, path in models.items()}, state_dir, device="cpu", **settings)
+
+    def exchange(self, request: engine_pb2.EngineRequest, columns: Columns) -> tuple[engine_pb2.EngineReply, bytes]:
+        answer = self.engine.answer(request, columns)
+        return answer.reply, b"".join(answer.buffers)
+
+
+class EngineProcess(Driver):
+    """An engine process at the other end of a socket pair.
+
+    Attributes:
+        hello: what it said first.
+    """
+
+    def __init__(self, models: Mapping[str, Path], state_dir: Path, *flags: str) -> None:
+        super().__init__()
+        ours, theirs = socket.socketpair()
+        words = [sys.executable, "-m", "gradwire_server.engine", "--fd", str(theirs.fileno())]
+        words += ["--state-dir", str(state_dir), "--device", "cpu", "--threads", "1", *flags]
+        for name, path in models.items():
+            words += ["--model", f"{name}={path}"]
+        self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        theirs.close()
+        self.link = EngineLink(ours)
+        self.hello, _ = self.link.receive(engine_pb2.EngineReply)
+
+    def exchange(
+        self, request: engine_pb2.EngineRequest, columns: Columns
+    ) -> tuple[engine_pb2.EngineReply, memoryview]:
+        self.link.send(request, codec.encode(columns)[1])
+        return self.link.receive(engine_pb2.EngineReply)
+
+    def shut_down(self) -> int:
+        self.request(shutdown={})
+        code = self.process.wait(20)
+        self.link.close()
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        self.link.close()

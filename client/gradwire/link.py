@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -22,6 +23,7 @@ from gradwire.errors import (
     ConnectionLostError,
     GradwireError,
     InternalServerError,
+    LimitExceededError,
     PayloadCorruptError,
     RewoundError,
     RunBusyError,
@@ -33,6 +35,7 @@ from gradwire.queue import Entry, Request, RunQueue
 from gradwire.transport import SubmitStream, Transport
 
 ACK_INTERVAL_S = 0.1
+FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
 PAYLOAD_TRIES = 3
 
@@ -50,13 +53,24 @@ class RunLink:
         transport: the channel.
         takeover: whether opening the run fences another writer.
         window: how far past the oldest number that is still missing others are sent.
+        max_in_flight: how many operations the server is given before it has answered the first of them.
     """
 
-    def __init__(self, queue: RunQueue, transport: Transport, *, takeover: bool = True, window: int = 256) -> None:
+    def __init__(
+        self,
+        queue: RunQueue,
+        transport: Transport,
+        *,
+        takeover: bool = True,
+        window: int = 256,
+        max_in_flight: int = 1024,
+    ) -> None:
         self._queue = queue
         self._transport = transport
         self._takeover = takeover
         self._window = window
+        self._max_in_flight = max_in_flight
+        self._writer = _writer()
         self._epoch = 0
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,7 +190,7 @@ class RunLink:
         self._epoch = response.epoch
 
     async def _lease(self, *, takeover: bool) -> pb.OpenRunResponse:
-        request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=_writer())
+        request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=self._writer)
         return await self._transport.unary(lambda stub: stub.OpenRun, request)
 
     # ---- operations
@@ -194,6 +208,9 @@ class RunLink:
                     raise
                 self._may_reopen = False
                 await self._reopen(stale)
+            except LimitExceededError as error:  # the run's queue on the server is full, and empties as it works
+                logger.debug("%s: %s", self._queue.run_id, error)
+                await asyncio.sleep(FULL_INTERVAL_S)
             except (*errors.RETRYABLE, SequenceGapError, PayloadCorruptError) as error:
                 await self._broken(error, bool(self._queue.unsent), backoff.pause)
 
@@ -236,7 +253,11 @@ class RunLink:
                 missing.discard(entry.index)
                 if entry.index < index:
                     await self._write_entry(stream, entry)
-            while index <= min(self._queue.last_index, min(missing, default=index) + self._window):
+            while index <= min(
+                self._queue.last_index,
+                min(missing, default=index) + self._window,
+                self._next_result + self._max_in_flight - 1,
+            ):
                 pending = self._queue.unacknowledged(index)
                 if pending is not None and not await self._write_entry(stream, pending):
                     missing.add(index)
@@ -266,7 +287,7 @@ class RunLink:
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:
         """The server took neither the operation nor its number."""
-        if entry is None or entry.cause is not None or isinstance(error, (*FINAL, *errors.RETRYABLE)):
+        if entry is None or entry.cause is not None or isinstance(error, (*FINAL, *errors.RETRYABLE, LimitExceededError)):
             raise error
         entry.tries += 1
         if isinstance(error, PayloadCorruptError) and entry.tries < PAYLOAD_TRIES:
@@ -292,6 +313,7 @@ class RunLink:
                         self._next_result = max(self._next_result, result.seq - self._queue.base + 1)
                         self._queue.deliver(result, payload)
                         self._results_to_ack.set()
+                        self._send_work.set()
                 raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
             except errors.RETRYABLE as error:
                 await self._broken(error, self._queue.unfinished, backoff.pause)
@@ -308,8 +330,9 @@ class RunLink:
 
 
 def _writer() -> str:
+    """Who writes, for another writer's error message; no two are the same."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # this uid has no name, as in some containers
         user = "unknown"
-    return f"{user}@{socket.gethostname()}:{os.getpid()}"
+    return f"{user}@{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(4)}"

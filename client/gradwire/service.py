@@ -24,6 +24,7 @@ from gradwire.transport import Transport, checked_tls
 
 PROTOCOL = 1
 WINDOW = 256
+MAX_IN_FLIGHT = 1024
 PAGE_SIZE = 500
 
 Lora = int | Mapping[str, Any]
@@ -157,7 +158,10 @@ class ServiceClient:
         limits = self._info.limits
         queue = RunQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
         window = min(WINDOW, limits.get("max_window", WINDOW))
-        link = RunLink(queue, self._transport, takeover=takeover, window=window)
+        max_in_flight = max(limits.get("max_queued_operations", 2 * MAX_IN_FLIGHT) // 2, 1)
+        link = RunLink(
+            queue, self._transport, takeover=takeover, window=window, max_in_flight=min(MAX_IN_FLIGHT, max_in_flight)
+        )
         self._links.append(link)
         return TrainingClient(self._transport, queue, link, self._losses)
 
@@ -291,9 +295,8 @@ async def open_service(
                 field="models",
                 rule="at least one",
             )
-        embedded = EmbeddedServer(
-            [os.fspath(each) for each in models], Path(state_dir) if state_dir else None, server_args
-        )
+        folder = Path(state_dir) if state_dir else None
+        embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args)
     elif models or state_dir or server_args:
         raise InvalidArgumentError(
             "models, state_dir and server_args are for a server that connect() starts; this one has an address",

@@ -12,11 +12,14 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub, TrainingServiceStub
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
+
+if TYPE_CHECKING:  # the stub files know it, the generated module has one class for both
+    from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub
 
 from gradwire import errors
 from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError

@@ -15,22 +15,20 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
-from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.carrier import Carrier
 from gradwire_server.config import Limits
-from gradwire_server.engine_process import Engine, EngineDied
+from gradwire_server.engine_process import Engine
 from gradwire_server.errors import RpcError, shutting_down, unknown_run
 from gradwire_server.journal import Journal, StoredResult, identity
-from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
-from gradwire_server.run_queue import Pending, RunQueue, changes_state, failed, reused
+from gradwire_server.run_queue import Pending, RunQueue, reused
 from gradwire_server.runs import RunRecord, Runs
-from gradwire_server.segments import Buffer, CorruptRecord
+from gradwire_server.segments import Buffer
 
 log = logging.getLogger(__name__)
 
 PIPE = 2
-DEATHS = 2
 STORE_AGAIN_S = 1.0
 COLLECT_EVERY_S = 30.0
 
@@ -41,7 +39,8 @@ class Scheduler:
     def __init__(
         self, engine: Engine, journal: Journal, runs: Runs, limits: Limits, payload_memory_bytes: int = 256 << 20
     ) -> None:
-        self._engine, self._journal, self._runs, self._limits = engine, journal, runs, limits
+        self._journal, self._runs, self._limits = journal, runs, limits
+        self._carrier = Carrier(engine, journal)
         self._payload_memory, self._held_bytes = payload_memory_bytes, 0
         self._queues: dict[str, RunQueue] = {}
         self._turns: deque[RunQueue] = deque()
@@ -58,7 +57,7 @@ class Scheduler:
         for record in records:
             queue = self._queues[record.run_id] = RunQueue(record, self._limits)
             if not self._journal.keep_payloads:
-                await self._rewind_if_lossy(queue, queued_too=True)
+                await self._carrier.rewind_if_lossy(queue, queued_too=True)
             await self._load_pending(queue)
         self._loops = [asyncio.create_task(self._dispatch()), asyncio.create_task(self._collect())]
         for queue in self._queues.values():
@@ -106,35 +105,19 @@ class Scheduler:
         queue = RunQueue(record, self._limits)
         try:
             await self._runs.insert(record)
-            created = await self._create_in_engine(queue)
+            created = await self._carrier.create(queue)
             await self._runs.finish(record, created.num_trainable_parameters, created.step)
         except BaseException:
             await self._runs.delete(record)
             raise
         self._queues[record.run_id] = queue
 
-    async def _create_in_engine(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
-        request = engine_pb2.EngineRequest(create_run=queue.record.origin)
-        for _ in range(DEATHS):
-            await self._engine.ready()
-            try:
-                reply, _payload = await self._engine.request(request)
-            except EngineDied:
-                continue
-            queue.generation = self._engine.generation
-            return reply.run_created
-        raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
-
     async def delete(self, record: RunRecord) -> None:
         queue = self._queues.pop(record.run_id)
         queue.close(unknown_run(record.run_id))
         await self._runs.delete(record)
         self._garbage = True
-        try:
-            drop = engine_pb2.EngineDropRun(run_id=record.run_id)
-            await self._engine.request(engine_pb2.EngineRequest(drop_run=drop))
-        except (EngineDied, RpcError) as error:
-            log.info("run %s was not in the engine: %s", record.run_id, error)
+        await self._carrier.drop(record.run_id)
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
         epoch = await self._runs.open(record, takeover, writer)
@@ -217,6 +200,8 @@ class Scheduler:
                     )
                 queue.refuse(operation, error)
                 return
+            if queue.pending.get(operation.seq) is not operation:
+                return  # a rewind, or a deletion of the run, was quicker
             operation.location, operation.durable = done.result(), True
             queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._held_bytes > self._payload_memory:
@@ -290,15 +275,7 @@ class Scheduler:
 
     async def _carry_out(self, queue: RunQueue, operation: Pending) -> None:
         try:
-            outcome = await self._attempt(queue, operation)
-        except EngineDied as error:
-            outcome = await self._after_death(queue, operation, error)
-        except asyncio.CancelledError:
-            raise
-        except Exception:  # a fault of ours must not take the dispatcher, or the run, with it
-            log.exception("operation %d of %s", operation.seq, queue.record.run_id)
-            message = f"the server failed to carry operation {operation.seq} out; its log says why"
-            outcome = failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
+            outcome = await self._carrier.carry_out(queue, operation)
         finally:
             queue.running = None
             self._slots.release()
@@ -306,92 +283,6 @@ class Scheduler:
             result, payload = outcome
             self._finish(queue, operation, result, payload)
         self._wake(queue)
-
-    async def _attempt(self, queue: RunQueue, operation: Pending) -> tuple[pb.OperationResult, Buffer] | None:
-        """Carries an operation out; None when a rewind made it void."""
-        await self._engine.ready()
-        try:
-            if not await self._in_engine(queue):
-                return None
-            payload = operation.payload
-            if payload is None:
-                payload = [await self._journal.payload(operation.location)] if operation.location else ()
-            started = time.time()
-            reply, data = await self._engine.request(self._request(queue.record, operation), payload)
-        except RpcError as error:
-            return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
-        except CorruptRecord:
-            message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
-            return failed(operation.seq, pb.ERROR_CODE_PAYLOAD_CORRUPT, message), b""
-        result = reply.result
-        result.timings.queue_s = max(started - operation.accepted_at, 0.0)
-        if not result.timings.engine_s:
-            result.timings.engine_s = max(time.time() - started, 0.0)
-        return result, data
-
-    def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
-        request = operation_request(operation.header)
-        if operation.retried and operation.kind == "save_checkpoint":
-            save = request.operation.operation.save_checkpoint
-            if save.name not in record.checkpoints:  # its first attempt may have left a folder that no row knows
-                save.overwrite = True
-        return request
-
-    async def _in_engine(self, queue: RunQueue) -> bool:
-        """Sees to it that the engine holds the run; False when it lost what cannot be had again."""
-        async with queue.restoring:
-            if queue.generation == self._engine.generation:
-                return True
-            if not self._journal.keep_payloads and await self._rewind_if_lossy(queue, queued_too=False):
-                return False
-            generation = self._engine.generation
-            try:
-                await restore(self._engine, self._journal, queue.record)
-            except ReplayDied as error:
-                queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
-                if queue.replay_deaths[error.seq] >= DEATHS:
-                    raise RpcError(
-                        pb.ERROR_CODE_QUARANTINED,
-                        f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
-                        f" {DEATHS} times; fork it from a checkpoint before that one",
-                    ) from error
-                raise EngineDied(suspect=False) from error
-            queue.generation = generation
-            return True
-
-    async def _after_death(
-        self, queue: RunQueue, operation: Pending, error: EngineDied
-    ) -> tuple[pb.OperationResult, Buffer] | None:
-        """What becomes of an operation whose engine died: another attempt, or, the second time, quarantine."""
-        operation.retried = True
-        if error.suspect:
-            operation.deaths += 1
-            await self._journal.count_death(queue.record.run_id, operation.seq)
-        if operation.deaths < DEATHS:
-            await self._engine.ready()
-            return None
-        message = f"operation {operation.seq} ({operation.kind}) killed the engine {operation.deaths} times"
-        return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""
-
-    async def _rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
-        """Without payloads, what is behind the newest checkpoint is lost with the engine: the run goes back to it."""
-        record = queue.record
-        newest = record.newest_checkpoint
-        base, step = (newest.seq, newest.step) if newest else (0, 0)
-        entries = await behind(self._journal, record, base)
-        if not any(
-            (entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation))
-            or (queued_too and not entry.status)
-            for entry in entries
-        ):
-            return False
-        await self._journal.rewind(record.run_id, base, step)
-        record.accepted_seq, record.applied_seq, record.step = base, min(record.applied_seq, base), step
-        record.failure_seq, record.failure, record.writer = 0, "", ""
-        record.rewound_to_seq, record.rewound_epoch, record.epoch = base, record.epoch, record.epoch + 1
-        queue.reset()
-        log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
-        return True
 
     # ---- going out ----
 
@@ -406,7 +297,7 @@ class Scheduler:
             checkpoint = result.checkpoint
         result.seq, result.payload_bytes = operation.seq, len(payload)
         marks = queue.finish(operation, result)
-        run_id = queue.record.run_id
+        run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
         future = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
 
         async def store() -> None:
@@ -419,6 +310,8 @@ class Scheduler:
                     log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
                     await asyncio.sleep(STORE_AGAIN_S)
                 stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
+            if queue.record.rewound_epoch != rewound_epoch:
+                return
             if checkpoint is not None:
                 queue.record.checkpoints[checkpoint.name] = checkpoint
                 self._trim(queue.record)

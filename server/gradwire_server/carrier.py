@@ -1,0 +1,150 @@
+"""One operation and the engine: the run is brought there when it is not, and deaths on the way are survived."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.engine_process import Engine, EngineDied
+from gradwire_server.errors import RpcError
+from gradwire_server.journal import Journal
+from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
+from gradwire_server.run_queue import Pending, RunQueue, changes_state, failed
+from gradwire_server.runs import RunRecord
+from gradwire_server.segments import Buffer, CorruptRecord
+
+log = logging.getLogger(__name__)
+
+DEATHS = 2
+"""So many times may an operation kill the engine before it is given up."""
+
+Outcome = tuple[pb.OperationResult, Buffer]
+
+
+class Carrier:
+    """Carries operations to the engine and their results back."""
+
+    def __init__(self, engine: Engine, journal: Journal) -> None:
+        self._engine, self._journal = engine, journal
+
+    async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
+        """Makes a new run in the engine.
+
+        Raises:
+            RpcError: what the engine has against it.
+        """
+        request = engine_pb2.EngineRequest(create_run=queue.record.origin)
+        for _ in range(DEATHS):
+            await self._engine.ready()
+            try:
+                reply, _payload = await self._engine.request(request)
+            except EngineDied:
+                continue
+            queue.generation = self._engine.generation
+            return reply.run_created
+        raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
+
+    async def drop(self, run_id: str) -> None:
+        """Forgets a run, if the engine has it."""
+        request = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=run_id))
+        try:
+            await self._engine.request(request)
+        except (EngineDied, RpcError) as error:
+            log.info("run %s was not in the engine: %s", run_id, error)
+
+    async def carry_out(self, queue: RunQueue, operation: Pending) -> Outcome | None:
+        """The result and its payload; None when the operation is to be tried again, or a rewind made it void."""
+        try:
+            return await self._attempt(queue, operation)
+        except EngineDied as error:
+            return await self._after_death(queue, operation, error)
+        except Exception:  # a fault of ours must not take the dispatcher, or the run, with it
+            log.exception("operation %d of %s", operation.seq, queue.record.run_id)
+            message = f"the server failed to carry operation {operation.seq} out; its log says why"
+            return failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
+
+    async def _attempt(self, queue: RunQueue, operation: Pending) -> Outcome | None:
+        await self._engine.ready()
+        try:
+            if not await self._in_engine(queue):
+                return None
+            payload = operation.payload
+            if payload is None:
+                payload = [await self._journal.payload(operation.location)] if operation.location else ()
+            started = time.time()
+            reply, data = await self._engine.request(self._request(queue.record, operation), payload)
+        except RpcError as error:
+            return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
+        except CorruptRecord:
+            message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
+            return failed(operation.seq, pb.ERROR_CODE_PAYLOAD_CORRUPT, message), b""
+        result = reply.result
+        result.timings.queue_s = max(started - operation.accepted_at, 0.0)
+        if not result.timings.engine_s:
+            result.timings.engine_s = max(time.time() - started, 0.0)
+        return result, data
+
+    def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
+        request = operation_request(operation.header)
+        if operation.retried and operation.kind == "save_checkpoint":
+            save = request.operation.operation.save_checkpoint
+            if save.name not in record.checkpoints:  # its first attempt may have left a folder that no row knows
+                save.overwrite = True
+        return request
+
+    async def _in_engine(self, queue: RunQueue) -> bool:
+        """Sees to it that the engine holds the run; False when it lost what cannot be had again."""
+        async with queue.restoring:
+            if queue.generation == self._engine.generation:
+                return True
+            if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
+                return False
+            generation = self._engine.generation
+            try:
+                await restore(self._engine, self._journal, queue.record)
+            except ReplayDied as error:
+                queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
+                if queue.replay_deaths[error.seq] >= DEATHS:
+                    raise RpcError(
+                        pb.ERROR_CODE_QUARANTINED,
+                        f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
+                        f" {DEATHS} times; fork it from a checkpoint before that one",
+                    ) from error
+                raise EngineDied(suspect=False) from error
+            queue.generation = generation
+            return True
+
+    async def _after_death(self, queue: RunQueue, operation: Pending, error: EngineDied) -> Outcome | None:
+        """What becomes of an operation whose engine died: another attempt, or, the second time, quarantine."""
+        operation.retried = True
+        if error.suspect:
+            operation.deaths += 1
+            await self._journal.count_death(queue.record.run_id, operation.seq)
+        if operation.deaths < DEATHS:
+            await self._engine.ready()
+            return None
+        message = f"operation {operation.seq} ({operation.kind}) killed the engine {operation.deaths} times"
+        return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""
+
+    async def rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
+        """Without payloads, what is behind the newest checkpoint is lost with the engine: the run goes back to it."""
+        record = queue.record
+        newest = record.newest_checkpoint
+        base, step = (newest.seq, newest.step) if newest else (0, 0)
+        entries = await behind(self._journal, record, base)
+        if not any(
+            (entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation))
+            or (queued_too and not entry.status)
+            for entry in entries
+        ):
+            return False
+        await self._journal.rewind(record.run_id, base, step)
+        record.accepted_seq, record.applied_seq, record.step = base, min(record.applied_seq, base), step
+        record.failure_seq, record.failure, record.writer = 0, "", ""
+        record.rewound_to_seq, record.rewound_epoch, record.epoch = base, record.epoch, record.epoch + 1
+        queue.reset()
+        log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
+        return True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
 from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
-from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig, PolicyConfig
+from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -231,7 +231,7 @@ class _Part:
             into[name] = values
         else:
             count = whole.num_sequences if name == "rewards" else whole.num_scored
-            into.setdefault(name, torch.zeros(count, dtype=values.dtype))[index] = values
+            into.setdefault(name, torch.zeros(count, *values.shape[1:], dtype=values.dtype))[index] = values
 
 
 def _alone(micro: MicroBatch) -> _Part:
@@ -284,9 +284,10 @@ class _LossSums:
 
 def _needed(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> frozenset[str]:
     """What the loss asks for, and what it takes where the run has the head for it."""
-    there = {f"{policy.head.kind}s"} if policy.head is not None else set()
+    kind = policy.head.kind if policy.head else ""
+    optional = frozenset(name for name in loss.optional_scores if HEAD_OF_SCORE.get(name, kind) == kind)
     try:
-        return frozenset(loss.scores(config, frozenset(batch.fields)) | (loss.optional_scores & there))
+        return optional | loss.scores(config, frozenset(batch.fields))
     except BatchError as error:
         raise OperationError.from_batch_error(error) from error
 

@@ -20,9 +20,10 @@ from gradwire_server.engine.planner import Budget, MicroBatch, split
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.scoring import score_tokens
 
-TOKEN_SCORES = frozenset({"logprobs", "entropy", "values", "correct"})
-SCORES = TOKEN_SCORES | {"rewards"}
-HEAD_OF_SCORE = {"values": "value", "rewards": "reward"}
+VOCABULARY_SCORES = frozenset({"logprobs", "entropy", "correct", "candidate_logprobs", "mean_logprobs", "collision"})
+"""Those that need the logits."""
+SCORES = VOCABULARY_SCORES | {"values", "token_rewards", "rewards"}
+HEAD_OF_SCORE = {"values": "value", "token_rewards": "reward", "rewards": "reward"}
 
 
 def check_scores(policy: Policy, names: Collection[str], *, field: str = "outputs") -> None:
@@ -165,32 +166,54 @@ def _score(
     policy: Policy, batch: Batch, names: Collection[str], temperature: float, budget: Budget, *, training: bool
 ) -> dict[str, Tensor]:
     """Scores of one micro-batch, in one forward of the trunk, on the policy's device."""
-    scored = batch.scored.nonzero().squeeze(1) if TOKEN_SCORES & set(names) else torch.empty(0, dtype=torch.int64)
-    last = batch.lengths.cumsum(0) - 1 if "rewards" in names else torch.empty(0, dtype=torch.int64)
-    positions = torch.cat([scored - 1, last])
-    if not len(positions):
-        return {name: torch.zeros(0, dtype=torch.bool if name == "correct" else torch.float32) for name in names}
-    hidden = policy.hidden(batch.input_ids, batch.lengths, positions, training=training)
+    wanted, nowhere = set(names), torch.empty(0, dtype=torch.int64)
+    places = {
+        "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values"}) else nowhere,
+        "own": batch.own_positions if "token_rewards" in wanted else nowhere,
+        "last": batch.lengths.cumsum(0) - 1 if "rewards" in wanted else nowhere,
+    }
+    if not any(len(positions) for positions in places.values()):
+        return {name: torch.zeros(_shape(batch, name), dtype=_dtype(name)) for name in names}
+    hidden = policy.hidden(batch.input_ids, batch.lengths, torch.cat(list(places.values())), training=training)
+    read, own, last = hidden.split([len(positions) for positions in places.values()])
     scores: dict[str, Tensor] = {}
-    at_tokens = hidden[: len(scored)]
-    if {"logprobs", "entropy", "correct"} & set(names):
-        tokens = score_tokens(
-            at_tokens,
+    if wanted & VOCABULARY_SCORES:
+        ids = batch.targets[:, None]
+        if "candidate_logprobs" in wanted:
+            ids = torch.cat([ids, batch["candidates"]], dim=1)
+        found = score_tokens(
+            read,
             policy.output_head(),
-            batch.input_ids[scored].to(hidden.device, non_blocking=True),
+            ids.to(hidden.device, non_blocking=True),
             temperature=temperature,
-            entropy="entropy" in names,
+            entropy="entropy" in wanted,
+            mean_logprobs="mean_logprobs" in wanted,
+            collision="collision" in wanted,
             chunk_elements=budget.logits_elements,
         )
-        scores = {"logprobs": tokens.logprobs, "correct": tokens.correct}
-        if tokens.entropy is not None:
-            scores["entropy"] = tokens.entropy
+        scores = {
+            "logprobs": found.logprobs[:, 0],
+            "candidate_logprobs": found.logprobs[:, 1:],
+            "entropy": found.entropy,
+            "mean_logprobs": found.mean_logprobs,
+            "collision": found.collision,
+            "correct": found.correct,
+        }
     if policy.head is not None:
-        if "values" in names:
-            scores["values"] = policy.head(at_tokens)
-        if "rewards" in names:
-            scores["rewards"] = policy.head(hidden[len(scored) :])
+        for name, states in (("values", read), ("token_rewards", own), ("rewards", last)):
+            if name in wanted:
+                scores[name] = policy.head(states)
     return {name: scores[name] for name in names}
+
+
+def _shape(batch: Batch, name: str) -> tuple[int, ...]:
+    if name == "rewards":
+        return (batch.num_sequences,)
+    return tuple(batch["candidates"].shape) if name == "candidate_logprobs" else (batch.num_scored,)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.bool if name == "correct" else torch.float32
 
 
 def _assemble(
@@ -199,8 +222,7 @@ def _assemble(
     """The scores of micro-batches in the order of the whole batch."""
     whole: dict[str, Tensor] = {}
     for name in names:
-        count = batch.num_sequences if name == "rewards" else batch.num_scored
-        whole[name] = torch.zeros(count, dtype=torch.bool if name == "correct" else torch.float32)
+        whole[name] = torch.zeros(_shape(batch, name), dtype=_dtype(name))
         for micro, part in zip(micros, parts, strict=True):
             whole[name][micro.sequences if name == "rewards" else micro.tokens] = part[name].to(
                 "cpu", whole[name].dtype

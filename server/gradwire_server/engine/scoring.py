@@ -1,11 +1,15 @@
 """Scores of given tokens from hidden states, without ever holding the logits of more than a chunk of them.
 
-Legend: ``T`` tokens, ``H`` hidden size, ``V`` vocabulary. With ``z = transform(h W^T + b) / temperature`` and
-``p = softmax(z)`` at each token, computed in float32 (float64 for float64 inputs) whatever the weights' dtype:
-log-probability ``log p_y`` of target ``y`` and entropy ``-sum_v p_v log p_v``, in nats. The backward pass computes
-each chunk's logits again:
+Legend: ``T`` places, ``H`` hidden size, ``V`` vocabulary, ``K`` token ids a place. With
+``z = transform(h W^T + b) / temperature`` and ``p = softmax(z)`` at each place, computed in float32 (float64 for
+float64 inputs) whatever the weights' dtype, in nats:
 
-    d log p_y / dz = onehot(y) - p          d entropy / dz = -p (log p + entropy)
+    log-probability of id y          log p_y                   its gradient in z: onehot(y) - p
+    entropy                          -sum_v p_v log p_v                           -p (log p + entropy)
+    mean log-probability             mean_v log p_v                               1 / V - p
+    collision (no gradient)          log sum_v p_v^2
+
+The backward pass computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -21,145 +25,159 @@ from gradwire_server.engine.host import OutputHead
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of ``T`` tokens.
+    """At ``T`` places; what was not asked for is empty.
 
     Attributes:
-        logprobs: ``[T]``, differentiable.
-        entropy: ``[T]``, differentiable; None unless asked for.
-        correct: ``[T]`` bool, whether the target is the most probable token.
+        logprobs: ``[T, K]``, differentiable: of the given ids.
+        entropy: ``[T]``, differentiable.
+        mean_logprobs: ``[T]``, differentiable: mean over the vocabulary.
+        collision: ``[T]``.
+        correct: ``[T]`` bool, whether the first of the ids is the most probable one.
     """
 
     logprobs: Tensor
-    entropy: Tensor | None
+    entropy: Tensor
+    mean_logprobs: Tensor
+    collision: Tensor
     correct: Tensor
 
 
 def score_tokens(
     hidden: Tensor,
     head: OutputHead,
-    targets: Tensor,
+    ids: Tensor,
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    mean_logprobs: bool = False,
+    collision: bool = False,
     chunk_elements: int = 1 << 22,
 ) -> TokenScores:
-    """Scores of ``targets [T]`` given ``hidden [T, H]``.
+    """Scores of ``ids [T, K]`` given ``hidden [T, H]``.
 
     Args:
         temperature: divides the logits.
-        entropy: whether to compute it.
+        entropy, mean_logprobs, collision: whether to compute them.
         chunk_elements: logits in memory at once.
     """
-    chunk = max(1, chunk_elements // head.weight.shape[0])
-    logprobs, entropies, correct = _ScoreTokens.apply(
-        hidden, head.weight, head.bias, targets, head, temperature, entropy, chunk
-    )
-    return TokenScores(logprobs, entropies if entropy else None, correct)
+    request = _Request(head, temperature, entropy, mean_logprobs, collision, max(1, chunk_elements // len(head.weight)))
+    return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
-def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
-    """``[T, V]`` logits over the temperature of few tokens' states ``[T, H]``; no gradient."""
-    return _logits(_Product(head.weight), hidden, head.bias, head, temperature)[0]
+@dataclass(frozen=True)
+class _Request:
+    head: OutputHead
+    temperature: float
+    entropy: bool
+    mean: bool
+    collision: bool
+    chunk: int
 
 
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        head: OutputHead,
-        temperature: float,
-        with_entropy: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: _Request
+    ) -> tuple[Tensor, ...]:
         product = _Product(weight)
-        count = len(targets)
-        logprobs = hidden.new_empty(count, dtype=product.dtype)
-        entropy = hidden.new_empty(count if with_entropy else 0, dtype=product.dtype)
-        normalizers = hidden.new_empty(count, dtype=product.dtype)
-        correct = torch.empty(count, dtype=torch.bool, device=hidden.device)
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(product, hidden[part], bias, head, temperature)[0]
+        count = len(ids)
+
+        def room(wanted: bool = True) -> Tensor:
+            return hidden.new_empty(count if wanted else 0, dtype=product.dtype)
+
+        logprobs = hidden.new_empty(ids.shape, dtype=product.dtype)
+        entropy, mean, collision = room(request.entropy), room(request.mean), room(request.collision)
+        normalizers, correct = room(), torch.empty(count, dtype=torch.bool, device=hidden.device)
+        for start in range(0, count, request.chunk):
+            part = slice(start, start + request.chunk)
+            logits, _ = _logits(product, hidden[part], bias, request)
             largest, best = logits.max(dim=-1)
-            correct[part] = best == targets[part]
+            correct[part] = best == ids[part, 0]
             logits -= largest[:, None]
-            target = logits.gather(1, targets[part, None]).squeeze(1)
-            if with_entropy:
+            chosen = logits.gather(1, ids[part])
+            if request.mean:
+                mean[part] = logits.mean(dim=-1)
+            if request.entropy:
                 exponentials = logits.exp()
                 total = exponentials.sum(dim=-1)
                 entropy[part] = total.log() - torch.linalg.vecdot(exponentials, logits) / total
             else:
-                total = logits.exp_().sum(dim=-1)
-            logprobs[part] = target - total.log()
-            normalizers[part] = largest + total.log()
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
-        ctx.head, ctx.temperature, ctx.with_entropy, ctx.chunk = head, temperature, with_entropy, chunk
-        ctx.mark_non_differentiable(correct)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy, correct
+                exponentials = logits.exp_()
+                total = exponentials.sum(dim=-1)
+            log_total = total.log()
+            if request.mean:
+                mean[part] -= log_total
+            if request.collision:
+                collision[part] = torch.linalg.vecdot(exponentials, exponentials).log() - 2.0 * log_total
+            logprobs[part] = chosen - log_total[:, None]
+            normalizers[part] = largest + log_total
+        ctx.save_for_backward(hidden, weight, bias, ids, normalizers, entropy)
+        ctx.request = request
+        ctx.mark_non_differentiable(
+            correct, collision, *([] if request.entropy else [entropy]), *([] if request.mean else [mean])
+        )
+        return logprobs, entropy, mean, collision, correct
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_correct: None
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, normalizers, entropy = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        head: OutputHead = ctx.head
+        request: _Request = ctx.request
         product = _Product(weight)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if need_bias else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
+        of_p = grad_logprobs.sum(dim=1)
+        if request.mean:
+            of_p = of_p + grad_mean
+        for start in range(0, len(ids), request.chunk):
+            part = slice(start, start + request.chunk)
             states = hidden[part]
-            logits, capped = _logits(product, states, bias, head, ctx.temperature)
+            logits, capped = _logits(product, states, bias, request)
             log_p = logits.sub_(normalizers[part, None])
-            if ctx.with_entropy:
+            if request.entropy:
                 p = log_p.exp()
-                weights = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
-                grad = p.mul_(weights).neg_()
+                grad = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(of_p[part, None])
+                grad.mul_(p).neg_()
             else:
-                grad = log_p.exp_().mul_(-grad_logprobs[part, None])
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad.mul_(head.scale / ctx.temperature)
-            if head.softcap is not None:
-                assert capped is not None
+                grad = log_p.exp_().mul_(-of_p[part, None])
+            if request.mean:
+                grad += grad_mean[part, None] / len(weight)
+            grad.scatter_add_(1, ids[part], grad_logprobs[part])
+            if capped is not None:
                 grad.mul_(1.0 - capped.square())
+            factor = request.head.scale / request.temperature
+            if factor != 1.0:
+                grad.mul_(factor)
             if grad_hidden is not None:
                 grad_hidden[part] = product.by_weight(grad)
             if grad_weight is not None:
                 product.add_outer(grad_weight, grad, states)
             if grad_bias is not None:
-                # The scale multiplies the bias too: transform is of h W^T + b.
                 grad_bias += grad.sum(dim=0)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            *([None] * 5),
+            None,
+            None,
         )
 
 
-def _logits(
-    product: _Product, states: Tensor, bias: Tensor | None, head: OutputHead, temperature: float
-) -> tuple[Tensor, Tensor | None]:
+def _logits(product: _Product, states: Tensor, bias: Tensor | None, request: _Request) -> tuple[Tensor, Tensor | None]:
     """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument where there is one."""
     logits = product.by_transpose(states)
     if bias is not None:
         logits += bias
-    if head.scale != 1.0:
-        logits *= head.scale
-    capped = None
+    head, capped = request.head, None
     if head.softcap is not None:
-        capped = logits.div_(head.softcap).tanh_()
-        logits = capped * head.softcap
-    return (logits if temperature == 1.0 else logits.div_(temperature)), capped
+        capped = logits.mul_(head.scale / head.softcap).tanh_()
+        return capped * (head.softcap / request.temperature), capped
+    factor = head.scale / request.temperature
+    return (logits if factor == 1.0 else logits.mul_(factor)), None
 
 
 class _Product:

@@ -134,7 +134,7 @@ def test_two_halves_and_a_step_are_the_whole_and_a_step(
         pytest.skip("needs the whole batch at once: no mean over rows or tokens")
     batch, run = batches.batch(loss, rows=9), make_run(lora=lora, head=head_of(loss))
     perturb(run)
-    whole, expected = evaluate(run, batch, loss, WHOLE)
+    _, expected = evaluate(run, batch, loss, WHOLE)
     run.accumulator.clear()
     for rows in (torch.arange(3), torch.arange(3, 9)):
         forward_backward(
@@ -343,6 +343,28 @@ def test_values_are_read_before_the_token(make_run: Any) -> None:
         torch.testing.assert_close(values, run.policy.head(states))
 
 
+def test_a_batch_may_say_what_is_predicted(make_run: Any) -> None:
+    """With target_tokens nothing is shifted: place t is read after token t; rewards of tokens are read there too."""
+    run = make_run(lora=4, head="reward")
+    lengths = torch.tensor([4, 9, 2])
+    ids, candidates = torch.randint(64, (15,)), torch.randint(64, (14, 3))
+    scored = torch.ones(15, dtype=torch.bool)
+    scored[6] = False
+    batch = Batch(
+        ids, lengths, scored, torch.ones(3, dtype=torch.int64), {"candidates": candidates}, {"candidates": "token"},
+        target_tokens=candidates[:, 0],
+    )  # fmt: skip
+    names = ["logprobs", "candidate_logprobs", "token_rewards"]
+    found = score_batch(run.policy, batch, names, budget=Budget(10))
+    with torch.no_grad():
+        states = run.policy.hidden(ids, lengths)[scored]
+        log_p = (states @ run.policy.output_head().weight.T).log_softmax(-1)
+        assert run.policy.head is not None
+        torch.testing.assert_close(found["token_rewards"], run.policy.head(states))
+    torch.testing.assert_close(found["candidate_logprobs"], log_p.gather(1, candidates), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found["logprobs"], found["candidate_logprobs"][:, 0])
+
+
 def test_temperature_divides_the_logits_of_a_score(make_run: Any) -> None:
     batch, run = rows_of([6]), make_run()
     found = forward(run.policy, batch, outputs=["logprobs"], temperature=0.5, budget=WHOLE).outputs["logprobs"]
@@ -410,7 +432,7 @@ def test_a_failing_call_names_the_row_and_leaves_gradients_as_they_were(
         forward_backward(run.policy, batch, bad, LossConfig(), run.accumulator, budget=budget)
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert caught.value.row == 4
-    assert {name: value for name, value in gradient(run).items()}.keys() == before.keys()
+    assert gradient(run).keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in gradient(run).items())
     assert all(parameter.grad is None for parameter in run.policy.trainable_parameters().values())
 

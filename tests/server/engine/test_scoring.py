@@ -17,44 +17,64 @@ T, H, V = 13, 8, 21
 def tensors(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     hidden = torch.randn(T, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
-    return hidden, weight, torch.randn(V, dtype=dtype, requires_grad=True) if bias else None, torch.randint(V, (T,))
+    return hidden, weight, torch.randn(V, dtype=dtype, requires_grad=True) if bias else None, torch.randint(V, (T, 3))
 
 
-def plain(hidden: Tensor, head: OutputHead, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def plain(hidden: Tensor, head: OutputHead, ids: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropy, mean log-probability, collision, and whether the first id is the most probable."""
     logits = hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
     log_p = torch.log_softmax(head.transform(logits) / temperature, dim=-1)
-    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
-    return logprobs, -(log_p.exp() * log_p).sum(-1), log_p.argmax(-1) == targets
+    p = log_p.exp()
+    return (
+        log_p.gather(1, ids),
+        -(p * log_p).sum(-1),
+        log_p.mean(-1),
+        p.square().sum(-1).log(),
+        log_p.argmax(-1) == ids[:, 0],
+    )
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3 * V, 10**6])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (1.0, 3.0), (2.0, 5.0)])
 def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: float, softcap: float | None) -> None:
-    hidden, weight, bias, targets = tensors(torch.float64)
+    hidden, weight, bias, ids = tensors(torch.float64)
+    assert bias is not None
     head = OutputHead(weight, bias, scale, softcap)
-    scores = score_tokens(hidden, head, targets, temperature=temperature, entropy=True, chunk_elements=chunk_elements)
-    logprobs, entropy, correct = plain(hidden, head, targets, temperature)
-    assert scores.entropy is not None and bias is not None
-    torch.testing.assert_close(scores.logprobs, logprobs)
-    torch.testing.assert_close(scores.entropy, entropy)
-    assert torch.equal(scores.correct, correct)
-    upstream = torch.randn(2, T, dtype=torch.float64)
-    ours = torch.autograd.grad((scores.logprobs, scores.entropy), (hidden, weight, bias), tuple(upstream))
-    theirs = torch.autograd.grad((logprobs, entropy), (hidden, weight, bias), tuple(upstream))
+    scores = score_tokens(
+        hidden,
+        head,
+        ids,
+        temperature=temperature,
+        entropy=True,
+        mean_logprobs=True,
+        collision=True,
+        chunk_elements=chunk_elements,
+    )
+    expected = plain(hidden, head, ids, temperature)
+    found = (scores.logprobs, scores.entropy, scores.mean_logprobs, scores.collision, scores.correct)
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, reference)
+    upstream = [torch.randn_like(score) for score in found[:3]]
+    ours = torch.autograd.grad(found[:3], (hidden, weight, bias), upstream)
+    theirs = torch.autograd.grad(expected[:3], (hidden, weight, bias), upstream)
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, reference)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_gradcheck(entropy: bool, softcap: float | None) -> None:
+def test_gradcheck(entropy: bool, mean: bool, softcap: float | None) -> None:
     hidden, weight, bias, targets = tensors(torch.float64)
 
     def score(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         head = OutputHead(weight, bias, 0.8, softcap)
-        scores = score_tokens(hidden, head, targets, temperature=1.3, entropy=entropy, chunk_elements=4 * V)
-        return (scores.logprobs,) if scores.entropy is None else (scores.logprobs, scores.entropy)
+        scores = score_tokens(
+            hidden, head, targets, temperature=1.3, entropy=entropy, mean_logprobs=mean, chunk_elements=4 * V
+        )
+        wanted = ((True, scores.logprobs), (entropy, scores.entropy), (mean, scores.mean_logprobs))
+        return tuple(score for asked, score in wanted if asked)
 
     assert torch.autograd.gradcheck(score, (hidden, weight, bias))
 
@@ -69,8 +89,8 @@ def test_frozen_head_gets_no_gradient_and_hidden_does() -> None:
 
 def test_no_tokens_give_no_scores_and_zero_gradients() -> None:
     hidden, weight, _, _ = tensors(bias=False)
-    scores = score_tokens(hidden[:0], OutputHead(weight), torch.zeros(0, dtype=torch.int64), entropy=True)
-    assert scores.logprobs.shape == (0,) and scores.entropy is not None and scores.entropy.shape == (0,)
+    scores = score_tokens(hidden[:0], OutputHead(weight), torch.zeros(0, 1, dtype=torch.int64), entropy=True)
+    assert scores.logprobs.shape == (0, 1) and scores.entropy.shape == (0,)
     scores.logprobs.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
 
@@ -78,9 +98,8 @@ def test_no_tokens_give_no_scores_and_zero_gradients() -> None:
 def test_extreme_logits_stay_finite() -> None:
     weight = torch.tensor([[1e4], [-1e4], [0.0]])
     hidden = torch.ones(3, 1, requires_grad=True)
-    scores = score_tokens(hidden, OutputHead(weight), torch.tensor([0, 1, 2]), entropy=True)
-    assert scores.entropy is not None
-    torch.testing.assert_close(scores.logprobs, torch.tensor([0.0, -2e4, -1e4]))
+    scores = score_tokens(hidden, OutputHead(weight), torch.tensor([[0], [1], [2]]), entropy=True)
+    torch.testing.assert_close(scores.logprobs, torch.tensor([[0.0], [-2e4], [-1e4]]))
     torch.testing.assert_close(scores.entropy, torch.zeros(3))
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
@@ -89,7 +108,7 @@ def test_extreme_logits_stay_finite() -> None:
 def test_low_precision_weights_are_multiplied_in_float32() -> None:
     hidden, weight, _, targets = tensors(torch.bfloat16, bias=False)
     scores = score_tokens(hidden, OutputHead(weight), targets, entropy=True)
-    expected, entropy, _ = plain(hidden.float(), OutputHead(weight.float()), targets, 1.0)
+    expected, entropy, *_ = plain(hidden.float(), OutputHead(weight.float()), targets, 1.0)
     assert scores.logprobs.dtype == torch.float32
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(scores.entropy, entropy, atol=1e-5, rtol=1e-5)
@@ -113,7 +132,7 @@ def test_logits_are_never_materialised_for_more_than_a_chunk() -> None:
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     with Largest() as largest:
         scores = score_tokens(
-            hidden, OutputHead(weight), torch.randint(vocabulary, (tokens,)), entropy=True, chunk_elements=chunk
+            hidden, OutputHead(weight), torch.randint(vocabulary, (tokens, 1)), entropy=True, chunk_elements=chunk
         )
         scores.logprobs.sum().backward()
     assert largest.numel <= chunk

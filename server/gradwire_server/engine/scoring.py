@@ -64,6 +64,12 @@ def score_tokens(
     return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
+def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
+    """``[T, V]`` logits over the temperature of few tokens' states ``[T, H]``, for the sampler; no gradient."""
+    request = _Request(head, temperature, entropy=False, mean=False, collision=False, chunk=len(hidden))
+    return _logits(_Product(head.weight), hidden, head.bias, request)[0]
+
+
 @dataclass(frozen=True)
 class _Request:
     head: OutputHead

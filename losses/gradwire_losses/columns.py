@@ -116,6 +116,12 @@ def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Fiel
     if all(_num_rows(column) == 0 for column in columns.values()):
         name = next(iter(columns), "")
         raise BatchError(f"the batch is empty: {name} has no rows", field=name, rule="at least one row")
+    for name in columns:
+        goes_with = specs[name].aligned_with
+        if goes_with and goes_with not in columns:
+            raise BatchError(
+                f"{name} is about {goes_with}, which the batch has not", field=name, rule=f"with {goes_with}"
+            )
     fields = {name: _shaped(specs[name], column) for name, column in columns.items()}
     first = next(fields[spec.name] for spec in loss.fields if spec.name in fields)
     for other in fields.values():

@@ -5,7 +5,9 @@ Layouts, by the fields that give the sequences:
 * ``rows``: ``input_ids [rows, tokens]``, one sequence a row. Scored are all tokens but the first, as far as
   ``labels`` (-100 where not learned), ``loss_mask`` and ``prompt_lengths [rows]`` leave them, where a loss has those.
   With ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field is about the
-  prediction made after reading ``input_ids[..t]``, and all are scored, as far as ``mask`` leaves them.
+  prediction made after reading ``input_ids[..t]``, and all are scored, as far as ``mask`` leaves them. With
+  ``step_labels`` or ``token_labels`` likewise, where the label is not -100. With ``kl_input_ids`` a row has a second
+  sequence, whose fields begin with ``kl_``.
 * ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first. Scored as above, by
   ``prompt_lengths`` (for both), ``chosen_loss_mask`` and ``rejected_loss_mask``. Two fields ``chosen_x`` and
   ``rejected_x`` come to the loss as one, ``x``, an entry a token or a sequence.
@@ -51,7 +53,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The sequences of a batch in order, as in :class:`Batch`, and the parts they are made of by ids field."""
+    """The sequences of a batch in order, as in :class:`Batch`, and the parts they are made of by ids field.
+
+    ``sides``: the prefixes of the fields of the first and the second sequence of a row, where a row has two.
+    """
 
     ids: Array
     lengths: Array
@@ -59,6 +64,7 @@ class _Sequences:
     group_sizes: Array
     parts: Mapping[str, _Part]
     target_tokens: Array | None = None
+    sides: tuple[str, str] | None = None
 
 
 def read_batch(
@@ -97,8 +103,18 @@ def read_batch(
 
 
 _SCORING_FIELDS = frozenset(
-    {"labels", "loss_mask", "mask", "prompt_lengths", "chosen_loss_mask", "rejected_loss_mask", "response_masks"}
+    {
+        "labels",
+        "loss_mask",
+        "mask",
+        "prompt_lengths",
+        "chosen_loss_mask",
+        "rejected_loss_mask",
+        "kl_loss_mask",
+        "response_masks",
+    }
 )
+_TOKEN_LABELS = ("step_labels", "token_labels")
 
 
 # ------------------------------------------------------------------ sequences and what of them is scored
@@ -175,6 +191,14 @@ def _predictions(fields: Mapping[str, Field], context_length: int | None) -> _Pa
     if targets.values.ndim == 2 and not targets.values.shape[1]:
         raise targets.error("no candidates", "at least one candidate a token")
     scored = _mask(fields["mask"], ids) if "mask" in fields else np.ones(len(ids.values), dtype=bool)
+    return _Part(ids, scored, _count(scored, ids.lengths))
+
+
+def _labelled(ids: Field, labels: Field, context_length: int | None) -> _Part:
+    """The part of ``input_ids`` where a label is about its own token, having been read: -100 where there is none."""
+    _check_whole(ids, context_length)
+    _check_entries(labels, ids)
+    scored = np.not_equal(labels.values, IGNORED_LABEL)
     return _Part(ids, scored, _count(scored, ids.lengths))
 
 
@@ -288,6 +312,11 @@ def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences
         targets = (given if given.ndim == 1 else given[:, 0])[part.scored].astype(np.int64)
     elif "mask" in fields:
         raise fields["mask"].error("it goes with target_tokens, which the batch has not", "with target_tokens")
+    elif labels := next((fields[name] for name in _TOKEN_LABELS if name in fields), None):
+        part = _labelled(fields["input_ids"], labels, context_length)
+        targets = part.ids.values[part.scored].astype(np.int64)
+    elif "kl_input_ids" in fields:
+        return _two_sides(fields, ("", "kl_"), context_length)
     else:
         part = _whole(fields, "input_ids", ("loss_mask", "labels"), context_length)
     ids, ones = part.ids.values.astype(np.int64), np.ones(part.ids.num_rows, dtype=np.int64)
@@ -295,16 +324,19 @@ def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences
 
 
 def _pairs(fields: Mapping[str, Field], context_length: int | None) -> _Sequences:
-    chosen, rejected = (
-        _whole(fields, f"{side}_input_ids", (f"{side}_loss_mask",), context_length) for side in ("chosen", "rejected")
-    )
-    order = _interleave(chosen.ids.lengths, rejected.ids.lengths)
+    return _two_sides(fields, ("chosen_", "rejected_"), context_length)
+
+
+def _two_sides(fields: Mapping[str, Field], sides: tuple[str, str], context_length: int | None) -> _Sequences:
+    first, second = (_whole(fields, f"{side}input_ids", (f"{side}loss_mask",), context_length) for side in sides)
+    order = _interleave(first.ids.lengths, second.ids.lengths)
     return _Sequences(
-        ids=np.concatenate([chosen.ids.values, rejected.ids.values]).astype(np.int64, copy=False)[order],
-        lengths=np.stack([chosen.ids.lengths, rejected.ids.lengths], axis=1).ravel(),
-        scored=np.concatenate([chosen.scored, rejected.scored])[order],
-        group_sizes=np.full(chosen.ids.num_rows, 2, dtype=np.int64),
-        parts={"chosen_input_ids": chosen, "rejected_input_ids": rejected},
+        ids=np.concatenate([first.ids.values, second.ids.values]).astype(np.int64, copy=False)[order],
+        lengths=np.stack([first.ids.lengths, second.ids.lengths], axis=1).ravel(),
+        scored=np.concatenate([first.scored, second.scored])[order],
+        group_sizes=np.full(first.ids.num_rows, 2, dtype=np.int64),
+        parts={part.ids.spec.name: part for part in (first, second)},
+        sides=sides,
     )
 
 
@@ -341,13 +373,15 @@ def _loss_fields(
             name = "candidates"
         elif name in _SCORING_FIELDS or field.spec.ids:
             continue
-        if loss.layout == "pairs" and name.startswith(("chosen_", "rejected_")):
-            if name.startswith("rejected_"):
-                _partner(fields, name, "rejected_", "chosen_")
+        if sequences.sides and (partner := _partner(loss, name, sequences.sides)):
+            if partner not in fields:
+                raise BatchError(
+                    f"{name} is given without {partner}", field=partner, rule=f"given together with {name}"
+                )
+            if partner.startswith(sequences.sides[0]) and name.startswith(sequences.sides[1]):
                 continue
-            name = name.removeprefix("chosen_")
-            partner = _partner(fields, f"chosen_{name}", "chosen_", "rejected_")
-            values, levels[name] = _pair(field, partner, sequences.parts)
+            name = name.removeprefix(sequences.sides[0])
+            values, levels[name] = _pair(field, fields[partner], sequences.parts)
         elif "tokens" in field.dimensions:
             if field.dimensions[:3] == ("rows", "samples", "tokens"):
                 _check_samples(field, sequences.group_sizes)
@@ -355,17 +389,18 @@ def _loss_fields(
         else:
             if "samples" in field.dimensions:
                 _check_samples(field, sequences.group_sizes)
-            levels[name] = "sequence" if loss.layout == "rows" or "samples" in field.dimensions else "example"
+            one_each = loss.layout == "rows" and sequences.sides is None
+            levels[name] = "sequence" if one_each or "samples" in field.dimensions else "example"
             values = cast(field)
         tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
     return tensors, levels
 
 
-def _partner(fields: Mapping[str, Field], name: str, prefix: str, other: str) -> Field:
-    partner = other + name.removeprefix(prefix)
-    if partner not in fields:
-        raise BatchError(f"{name} is given without {partner}", field=partner, rule=f"given together with {name}")
-    return fields[partner]
+def _partner(loss: LossSpec, name: str, sides: tuple[str, str]) -> str | None:
+    """The field of the other side that a field goes with, if the loss declares one."""
+    first, second = sides
+    other = first + name.removeprefix(second) if name.startswith(second) else second + name.removeprefix(first)
+    return other if any(spec.name == other for spec in loss.fields) else None
 
 
 def _pair(chosen: Field, rejected: Field, parts: Mapping[str, _Part]) -> tuple[Array, Level]:

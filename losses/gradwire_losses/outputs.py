@@ -197,6 +197,43 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Of two means; NaN when either is over nothing."""
+
+    minuend: Mean
+    subtrahend: Mean
+
+    def merge(self, other: Difference) -> Difference:
+        return Difference(self.minuend.merge(other.minuend), self.subtrahend.merge(other.subtrahend))
+
+    def value(self) -> float:
+        return self.minuend.value() - self.subtrahend.value()
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's; NaN when either side does not vary."""
+
+    first: Moments
+    second: Moments
+    total: Moments
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor) -> Correlation:
+        first, second = first.detach().double(), second.detach().double()
+        return cls(Moments.of(first), Moments.of(second), Moments.of(first + second))
+
+    def merge(self, other: Correlation) -> Correlation:
+        return Correlation(
+            self.first.merge(other.first), self.second.merge(other.second), self.total.merge(other.total)
+        )
+
+    def value(self) -> float:
+        spread = math.sqrt(self.first.squares * self.second.squares)
+        return (self.total.squares - self.first.squares - self.second.squares) / 2 / spread if spread else math.nan
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """Terms and metrics by name. ``loss`` is the sum of the terms, each over its count."""
 

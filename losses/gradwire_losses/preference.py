@@ -1,0 +1,111 @@
+"""What losses over pairs of a chosen and a rejected response have in common. ``P`` pairs.
+
+A pair of which one response has no scored token compares nothing and counts nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradwire_losses.batch import Batch, Scores, segment_mean, segment_sum
+from gradwire_losses.outputs import Mean, Metric, Sum
+from gradwire_losses.reference import reference_logprobs
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Complete pairs, chosen and rejected side by side.
+
+    Attributes:
+        logprobs: ``[P, 2]``, differentiable: log-probability of each response.
+        lengths: ``[P, 2]`` float: its scored tokens.
+        complete: ``[B]`` bool: which pairs of the batch these are.
+    """
+
+    logprobs: Tensor
+    lengths: Tensor
+    complete: Tensor
+
+    @property
+    def mean_logprobs(self) -> Tensor:
+        """``[P, 2]``: log-probability of a token."""
+        return self.logprobs / self.lengths
+
+    def chosen_nll(self) -> Tensor:
+        """``[P]``: mean negative log-likelihood of a chosen response's tokens."""
+        return -self.mean_logprobs[:, 0]
+
+
+def complete_pairs(batch: Batch) -> Tensor:
+    """``[B]`` bool: whether both responses have a scored token."""
+    return (batch.row_lengths.view(-1, 2) > 0).all(dim=1)
+
+
+def read_pairs(batch: Batch, scores: Scores, weights: Tensor | None = None) -> Pairs:
+    """The batch's pairs; ``weights [T]`` says how much each token counts in its response's log-probability."""
+    complete = complete_pairs(batch)
+    logprobs = scores.logprobs if weights is None else scores.logprobs * weights
+    return Pairs(
+        segment_sum(logprobs, batch.row_lengths).view(-1, 2)[complete],
+        batch.row_lengths.view(-1, 2)[complete].to(logprobs.dtype),
+        complete,
+    )
+
+
+def reference_pairs(batch: Batch, scores: Scores, complete: Tensor, weights: Tensor | None = None) -> Tensor:
+    """``[P, 2]``: the reference's log-probability of each response, given with the batch or computed."""
+    if batch.levels.get("ref_log_probs") == "sequence":
+        return batch["ref_log_probs"].view(-1, 2)[complete]
+    logprobs = reference_logprobs(batch, scores)
+    assert logprobs is not None
+    return segment_sum(logprobs if weights is None else logprobs * weights, batch.row_lengths).view(-1, 2)[complete]
+
+
+def sequence_means(batch: Batch, values: Tensor) -> Tensor:
+    """``[T] -> [B, 2]``: the mean over each response's tokens."""
+    return segment_mean(values, batch.row_lengths).view(-1, 2)
+
+
+def smoothed_sigmoid(logits: Tensor, label_smoothing: float) -> Tensor:
+    """``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``: cross-entropy with labels that are wrong with probability e."""
+    if not label_smoothing:
+        return -F.logsigmoid(logits)
+    return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
+
+
+PAIR_METRICS = {
+    "chosen_reward": "mean implicit reward of a chosen response",
+    "rejected_reward": "mean implicit reward of a rejected response",
+    "reward_margin": "chosen_reward - rejected_reward",
+    "preference_accuracy": "share of pairs whose chosen response has the higher implicit reward",
+    "chosen_log_probs": "mean log-probability of a chosen response (nats)",
+    "rejected_log_probs": "mean log-probability of a rejected response (nats)",
+    "num_pairs": "pairs with a scored token on both sides",
+}
+
+
+def pair_metrics(pairs: Pairs, rewards: Tensor) -> dict[str, Metric]:
+    """``rewards [P, 2]``: the implicit rewards of the responses."""
+    chosen, rejected = rewards.detach().unbind(dim=1)
+    return {
+        "chosen_reward": Mean.of(chosen),
+        "rejected_reward": Mean.of(rejected),
+        "reward_margin": Mean.of(chosen - rejected),
+        "preference_accuracy": Mean.of(chosen > rejected),
+        "chosen_log_probs": Mean.of(pairs.logprobs[:, 0]),
+        "rejected_log_probs": Mean.of(pairs.logprobs[:, 1]),
+        "num_pairs": Sum(len(rewards)),
+    }
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """``log(1 - exp(x))`` for x < 0, accurate at both ends (Maechler 2012); x is taken as at most -1e-7."""
+    x = x.clamp(max=-1e-7)
+    near = x > -0.6931471805599453
+    # Each branch only sees numbers at which it is finite, or its gradient would be NaN where the other is chosen.
+    close, far = torch.where(near, x, -0.5), torch.where(near, -1.0, x)
+    return torch.where(near, torch.log(-torch.expm1(close)), torch.log1p(-torch.exp(far)))

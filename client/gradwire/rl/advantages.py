@@ -137,8 +137,8 @@ def whiten(values: Numbers, *, shift_mean: bool = True) -> Floats:
     values = _floats(values)
     if len(values) < 2:
         return values - values if shift_mean else values
-    mean = values.mean()
-    whitened = (values - mean) / np.sqrt(values.var(ddof=1) + WHITEN_FLOOR)
+    mean, std = float(values.mean()), float(np.sqrt(values.var(ddof=1) + WHITEN_FLOOR))
+    whitened: Floats = (values - mean) / std
     return whitened if shift_mean else whitened + mean
 
 

@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import gradwire_losses.advantages as torch_advantages
 import numpy as np
 import pytest
 import torch
-
-import gradwire_losses.advantages as torch_advantages
 from gradwire.rl import advantages
 
 TWINS = sorted(

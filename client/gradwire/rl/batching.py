@@ -1,0 +1,192 @@
+"""One sampler for many episodes: requests that wait are sent together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.errors import RETRYABLE
+from gradwire.rl.inference.protocol import Generation, InferenceModule, SamplingParams
+from gradwire.rl.types import IntArray
+
+logger = logging.getLogger("gradwire.rl")
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 63 bits from numbers and names: the same everywhere, and unrelated for related parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class _Request:
+    order: tuple[int, int]
+    prompt: IntArray
+    params: SamplingParams
+    answer: asyncio.Future[Generation]
+
+
+@dataclass
+class SamplerStatistics:
+    """What the sampler did.
+
+    Attributes:
+        calls: batches sent.
+        requests: prompts in them.
+        tokens: sampled.
+        busy_s: seconds with at least one batch under way.
+        retries: batches sent again because the sampler was away.
+    """
+
+    calls: int = 0
+    requests: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    retries: int = 0
+
+
+class GenerationBatcher:
+    """Collects the requests of episodes and sends them in batches.
+
+    Deterministic: a batch goes out when every episode under way (:meth:`enter`, :meth:`leave`) waits for one, in an
+    order of turns and numbers, with a seed of its own, so that a seed gives the same episodes whatever the timing.
+    An environment that keeps the others waiting for longer than ``straggler_s`` is not waited for until it is back;
+    then timing does play a part. Not deterministic: whatever waits goes out as soon as the sampler is free.
+
+    Args:
+        inference: the sampler.
+        seed: of the batches' seeds.
+        deterministic: see above.
+        max_batch: prompts of a batch, at most.
+        concurrent_calls: batches under way at once, where not deterministic.
+        patience_s: how long a sampler that is away is tried again.
+        straggler_s: see above.
+    """
+
+    def __init__(
+        self,
+        inference: InferenceModule,
+        *,
+        seed: int = 0,
+        deterministic: bool = True,
+        max_batch: int = 256,
+        concurrent_calls: int = 2,
+        patience_s: float = 60.0,
+        straggler_s: float = 5.0,
+    ) -> None:
+        self._inference = inference
+        self._seed = seed
+        self._deterministic = deterministic
+        self._max_batch = max_batch
+        self._concurrent_calls = 1 if deterministic else concurrent_calls
+        self._patience_s = patience_s
+        self._straggler_s = straggler_s
+        self._alarm: asyncio.TimerHandle | None = None
+        self._waiting: list[_Request] = []
+        self._turns: dict[int, int] = {}
+        self._active: set[int] = set()
+        self._excused: set[int] = set()
+        self._busy_since = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.statistics = SamplerStatistics()
+
+    def enter(self, index: int) -> None:
+        """The episode of this number begins."""
+        self._active.add(index)
+
+    def leave(self, index: int) -> None:
+        """It is over."""
+        self._active.discard(index)
+        self._excused.discard(index)
+        self._dispatch()
+
+    async def generate(self, index: int, prompt: IntArray, params: SamplingParams) -> Generation:
+        """A response for the episode of this number."""
+        # Those that were served less often go first, so that a full batch leaves nobody behind for long.
+        self._excused.discard(index)
+        turn = self._turns[index] = self._turns.get(index, 0) + 1
+        request = _Request((turn, index), prompt, params, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._dispatch()
+        try:
+            return await request.answer
+        finally:
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    async def close(self) -> None:
+        self._disarm()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _disarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _dispatch(self, late: bool = False) -> None:
+        if not self._waiting or len(self._tasks) >= self._concurrent_calls:
+            return
+        if late:
+            self._excused = self._active - {request.order[1] for request in self._waiting}
+        if self._deterministic and len(self._waiting) < len(self._active) - len(self._excused):
+            if self._alarm is None:
+                loop = asyncio.get_running_loop()
+                self._alarm = loop.call_later(self._straggler_s, lambda: self._dispatch(late=True))
+            return
+        self._disarm()
+        ordered = sorted(self._waiting, key=lambda request: request.order)
+        kind = ordered[0].params
+        batch = [request for request in ordered if request.params == kind][: self._max_batch]
+        chosen = set(map(id, batch))
+        self._waiting = [request for request in self._waiting if id(request) not in chosen]
+        if not self._tasks:
+            self._busy_since = time.monotonic()
+        task = asyncio.create_task(self._send(batch, kind))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+        if not self._deterministic:
+            self._dispatch()
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self.statistics.busy_s += time.monotonic() - self._busy_since
+        # The episodes that were answered come first: each asks again or leaves, and that dispatches too.
+        asyncio.get_running_loop().call_soon(self._dispatch)
+
+    async def _send(self, batch: Sequence[_Request], params: SamplingParams) -> None:
+        statistics = self.statistics
+        if params.seed is None:
+            params = replace(params, seed=derive_seed(self._seed, "batch", statistics.calls))
+        statistics.calls += 1
+        statistics.requests += len(batch)
+        try:
+            answers = await self._patiently([request.prompt for request in batch], params)
+        except Exception as error:  # the sampler's failure is that of the episodes that waited for it
+            for request in batch:
+                if not request.answer.done():
+                    request.answer.set_exception(error)
+            return
+        for request, generation in zip(batch, answers, strict=True):
+            statistics.tokens += len(generation.token_ids)
+            if not request.answer.done():
+                request.answer.set_result(generation)
+
+    async def _patiently(self, prompts: list[IntArray], params: SamplingParams) -> list[Generation]:
+        since, wait = time.monotonic(), 0.1
+        while True:
+            try:
+                return await self._inference.generate(prompts, params)
+            except (*RETRYABLE, ConnectionError) as error:
+                if time.monotonic() - since + wait > self._patience_s:
+                    raise
+                self.statistics.retries += 1
+                logger.warning("the sampler is away, trying again in %.1f s: %s", wait, error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, 5.0)

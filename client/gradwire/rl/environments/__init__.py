@@ -1,0 +1,25 @@
+"""Environments: interaction only. Rewards come after, from ``gradwire.rl.rewards``."""
+
+from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.environments.conversation import ConversationEnvironment
+from gradwire.rl.environments.gymnasium import GymnasiumEnvironment
+from gradwire.rl.environments.svrl import SVRLEnvironment
+from gradwire.rl.environments.text import SimpleTextEnvironment
+from gradwire.rl.environments.tools import Tool, Toolbox, ToolEnvironment, parse_tool_calls
+from gradwire.rl.environments.verifiers import VerifiersEnvironment, verifiers_tasks
+
+__all__ = [
+    "BaseEnvironment",
+    "ConversationEnvironment",
+    "GymnasiumEnvironment",
+    "SVRLEnvironment",
+    "SimpleTextEnvironment",
+    "StepResult",
+    "Tool",
+    "ToolEnvironment",
+    "Toolbox",
+    "VerifiersEnvironment",
+    "first_messages",
+    "parse_tool_calls",
+    "verifiers_tasks",
+]

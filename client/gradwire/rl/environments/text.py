@@ -1,0 +1,37 @@
+"""One prompt, one response: what most verifiable tasks are."""
+
+from __future__ import annotations
+
+from gradwire.rl.environments.base import BaseEnvironment, StepResult
+from gradwire.rl.types import Action, Message, Prompt, State, Task
+
+
+class SimpleTextEnvironment(BaseEnvironment):
+    """The policy continues the prompt once, and the episode is over.
+
+    Args:
+        template: how a task's prompt is written for the policy, e.g. ``"Q: {prompt}\\nA:"``.
+        stop: strings at which the response ends.
+    """
+
+    blocking = False
+
+    def __init__(self, template: str = "{prompt}", stop: tuple[str, ...] = ()) -> None:
+        if "{prompt}" not in template:
+            raise ValueError(f'template must contain "{{prompt}}"; this is {template!r}')
+        self.template = template
+        self.stop = stop
+
+    def reset(self, task: Task, seed: int) -> State:
+        if not isinstance(task.prompt, str):
+            raise TypeError(
+                "SimpleTextEnvironment takes prompts of plain text; for messages use ConversationEnvironment"
+            )
+        message: Message = {"role": "user", "content": self.template.replace("{prompt}", task.prompt)}
+        return State(task, (message,))
+
+    def build_prompt(self, state: State) -> Prompt:
+        return "".join(message["content"] for message in state.messages)
+
+    def step(self, state: State, action: Action) -> StepResult:
+        return StepResult(terminated=True)

@@ -1,0 +1,88 @@
+"""Environments in the style of ``verifiers``: a dataset, ``env_response``, ``is_completed`` and a rubric."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.types import Action, Message, State, Task
+
+
+def verifiers_tasks(env: Any, split: str = "train") -> list[Task]:
+    """The dataset of a ``verifiers`` environment (``prompt`` or ``question``, ``answer``, ``info``) as tasks."""
+    dataset = env.get_eval_dataset() if split != "train" and hasattr(env, "get_eval_dataset") else env.get_dataset()
+    return [Task.of(row) for row in dataset]
+
+
+class VerifiersEnvironment(BaseEnvironment):
+    """Wraps an object with ``env_response`` and ``is_completed``, plain or ``async``, of the signatures in use:
+    ``(messages, state)`` or ``(state)`` for the latter, and messages alone or with the state as the response.
+
+    Its state is kept, as the mapping that it expects, in the state's ``data["verifiers"]``.
+
+    Args:
+        env: the environment.
+        max_turns: of the policy; by default the environment's own ``max_turns``.
+    """
+
+    def __init__(self, env: Any, *, max_turns: int | None = None, stop: tuple[str, ...] = ()) -> None:
+        missing = [name for name in ("env_response", "is_completed") if not hasattr(env, name)]
+        if missing:
+            raise TypeError(f"{type(env).__name__} has no {' and no '.join(missing)}: not an environment of this style")
+        self.env = env
+        own = getattr(env, "max_turns", None)
+        self.max_steps = max_turns or (own if isinstance(own, int) and own > 0 else None)
+        self.stop = stop
+
+    async def reset(self, task: Task, seed: int) -> State:
+        system = getattr(self.env, "system_prompt", None) or ""
+        messages = first_messages(task, system if isinstance(task.prompt, str) else "")
+        inner: dict[str, Any] = {
+            "prompt": list(messages), "completion": [], "answer": task.ground_truth, "turn": 0,
+            "info": task.data.get("info", {}), "trajectory": [],
+        }  # fmt: skip
+        setup = getattr(self.env, "setup_state", None)
+        if setup is not None:
+            inner = await _value(setup(inner)) or inner
+        return State(task, messages, data={"verifiers": inner})
+
+    async def step(self, state: State, action: Action) -> StepResult:
+        inner = dict(state.data["verifiers"])
+        said: Message = {"role": "assistant", "content": action.raw}
+        messages = [*state.messages, said]
+        inner["completion"] = [*inner["completion"], said]
+        inner["turn"] = state.step + 1
+        inner["trajectory"] = [*inner["trajectory"], {"prompt": list(state.messages), "completion": [said]}]
+        if await self._completed(messages, inner):
+            return StepResult(terminated=True, data={"verifiers": inner})
+        response = await _value(self.env.env_response(messages, inner))
+        if isinstance(response, tuple):
+            response, inner = response[0], dict(response[1])
+        answer = [response] if isinstance(response, Mapping) else response
+        inner["completion"] = [*inner["completion"], *([] if isinstance(answer, str) else answer)]
+        text, role = (answer, "user") if isinstance(answer, str) else (_text(answer), _role(answer))
+        done = await self._completed([*messages, {"role": role, "content": text}], inner)
+        return StepResult(text, terminated=done, data={"verifiers": inner}, role=role)
+
+    async def _completed(self, messages: Sequence[Message], inner: Mapping[str, Any]) -> bool:
+        check = self.env.is_completed
+        needed = [
+            p
+            for p in inspect.signature(check).parameters.values()
+            if p.default is p.empty and p.kind < p.VAR_POSITIONAL
+        ]
+        return bool(await _value(check(messages, inner) if len(needed) > 1 else check(inner)))
+
+
+async def _value(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _text(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+def _role(messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(messages[-1].get("role", "user")) if messages else "user"

@@ -1,0 +1,20 @@
+"""Optional libraries, imported where they are used, with an error that says what to install."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def require(module: str, extra: str, why: str) -> Any:
+    """The module.
+
+    Raises:
+        ImportError: when it is not installed, naming ``gradwire[extra]``.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise
+        raise ImportError(f"{why} needs {module}: pip install 'gradwire[{extra}]'", name=module) from None

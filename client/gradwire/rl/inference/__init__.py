@@ -1,0 +1,28 @@
+"""What generates: one protocol, and backends over the run's own sampler, local models and endpoints."""
+
+from gradwire.rl.inference.local import LocalInference, VLLMInference
+from gradwire.rl.inference.openai import OpenAIInference
+from gradwire.rl.inference.protocol import (
+    Generation,
+    InferenceModule,
+    SamplingParams,
+    ServiceCodec,
+    TextCodec,
+    TokenizerCodec,
+    TopLogits,
+)
+from gradwire.rl.inference.server import RunInference
+
+__all__ = [
+    "Generation",
+    "InferenceModule",
+    "LocalInference",
+    "OpenAIInference",
+    "RunInference",
+    "SamplingParams",
+    "ServiceCodec",
+    "TextCodec",
+    "TokenizerCodec",
+    "TopLogits",
+    "VLLMInference",
+]

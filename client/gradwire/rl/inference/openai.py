@@ -1,0 +1,124 @@
+"""Any endpoint that speaks OpenAI's completions: vLLM, SGLang, llama.cpp, a hosted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.inference.protocol import Generation, SamplingParams, TextCodec, TokenRow, ToolGeneration, TopLogits
+from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.types import FloatArray
+
+
+class OpenAIInference(ToolGeneration):
+    """``POST {base_url}/completions``, with the standard library.
+
+    Args:
+        base_url: up to and including ``/v1``.
+        model: the endpoint's name for it.
+        codec: its tokenizer. Prompts travel as token ids where ``send_ids`` (vLLM, SGLang), else as text.
+        api_key: sent as a bearer token.
+        send_ids: also asks for the ids of what was sampled (vLLM's ``return_token_ids``); without them the text is
+            encoded again, which is close but not exact: good for evaluation and judges, not for training.
+        concurrency: requests in flight.
+        timeout_s: of a request.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        codec: TextCodec,
+        *,
+        api_key: str = "",
+        send_ids: bool = True,
+        concurrency: int = 16,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must start with http:// or https://; this is {base_url!r}")
+        self.model = model
+        self._url = base_url.rstrip("/") + "/completions"
+        self._codec = codec
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._send_ids = send_ids
+        self._turns = asyncio.Semaphore(concurrency)
+        self._timeout_s = timeout_s
+
+    @property
+    def codec(self) -> TextCodec:
+        return self._codec
+
+    async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
+        options: dict[str, Any] = {
+            "max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "logprobs": 0,
+        }  # fmt: skip
+        extras = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "top_k": params.top_k}
+        options |= {name: value for name, value in extras.items() if value}
+        if params.ignore_eos:
+            options["ignore_eos"] = True
+        if self._send_ids:
+            options["return_token_ids"] = True
+        seeds = [{} if params.seed is None else {"seed": params.seed + index} for index in range(len(prompts))]
+        answers = await asyncio.gather(*(self._post(p, {**options, **seed}) for p, seed in zip(prompts, seeds)))
+        return [await self._generation(answer["choices"][0]) for answer in answers]
+
+    async def _generation(self, choice: Mapping[str, Any]) -> Generation:
+        text = choice["text"]
+        ids = choice.get("token_ids")
+        if ids is None:
+            ids = (await self._codec.encode([text], add_special_tokens=False))[0]
+        logprobs = [
+            0.0 if each is None else each for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        ]
+        reason = "length" if choice.get("finish_reason") == "length" else "stop" if choice.get("stop_reason") else "eos"
+        return Generation(text, np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), reason)
+
+    async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
+        if temperature != 1.0:
+            raise ValueError("the completions protocol scores at temperature 1 only")
+        options = {"max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0.0}
+        answers = await asyncio.gather(*(self._post(row, options) for row in rows))
+        scored = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+        return [np.asarray(each[1 : len(row)], np.float32) for each, row in zip(scored, rows)]
+
+    async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
+        options = {"max_tokens": 1, "logprobs": top_k, "temperature": 0.0}
+        answers = await asyncio.gather(*(self._post(prompt, options) for prompt in prompts))
+        result = []
+        for answer in answers:
+            top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+            tokens = sorted(top, key=top.__getitem__, reverse=True)[:top_k]
+            encoded = await self._codec.encode(tokens, add_special_tokens=False)
+            ids = np.array([row[0] if len(row) == 1 else -1 for row in encoded], np.int64)
+            result.append(TopLogits(ids, np.array([top[token] for token in tokens], np.float32), tuple(tokens)))
+        return result
+
+    async def _post(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
+        ids = np.asarray(prompt).tolist()
+        written = ids if self._send_ids else (await self._codec.decode([ids]))[0]
+        body = json.dumps({"model": self.model, "prompt": written, **options}).encode()
+        request = urllib.request.Request(self._url, body, self._headers)
+
+        def call() -> Any:
+            try:
+                with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                told = error.read(2000).decode(errors="replace")
+                if error.code in (429, 502, 503, 504):
+                    raise ConnectionError(f"{self._url} answered {error.code}: {told}") from None
+                raise ValueError(f"{self._url} answered {error.code}: {told}") from None
+            except urllib.error.URLError as error:
+                raise ConnectionError(f"{self._url}: {error.reason}") from None
+
+        async with self._turns:
+            return await run_in_daemon(call)

@@ -1,0 +1,311 @@
+"""Many episodes of different length at once, over one sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.batching import GenerationBatcher, SamplerStatistics, derive_seed
+from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
+from gradwire.rl.progress import Progress
+from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
+from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.worker import RLRolloutWorker
+
+
+@dataclass(frozen=True)
+class RolloutStatistics:
+    """Figures of a collection.
+
+    Attributes:
+        trajectories: how many came back.
+        completed, truncated, failed, timeout: how they ended.
+        dropped: started or planned, and given up when ``min_trajectories`` were there.
+        avg_trajectory_length: steps.
+        max_trajectory_length: steps.
+        avg_tokens: that the policy wrote, a trajectory.
+        tokens_per_second: sampled.
+        seconds: of the whole collection.
+        sampler: what the sampler did.
+    """
+
+    trajectories: int
+    completed: int
+    truncated: int
+    failed: int
+    timeout: int
+    dropped: int
+    avg_trajectory_length: float
+    max_trajectory_length: int
+    avg_tokens: float
+    tokens_per_second: float
+    seconds: float
+    sampler: SamplerStatistics
+
+    @property
+    def avg_batch(self) -> float:
+        """Prompts a call of the sampler."""
+        return self.sampler.requests / max(self.sampler.calls, 1)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures as numbers by name, for loggers."""
+        numbers = {name: value for name, value in asdict(self).items() if name != "sampler"}
+        return {f"rollouts/{name}": float(value) for name, value in numbers.items()} | {
+            "rollouts/avg_batch": self.avg_batch,
+            "rollouts/sampler_retries": float(self.sampler.retries),
+        }
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Trajectories, those of a group next to each other and groups in the tasks' order."""
+
+    trajectories: list[Trajectory]
+    statistics: RolloutStatistics
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def groups(self) -> list[list[Trajectory]]:
+        groups: dict[int, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        return list(groups.values())
+
+
+class RolloutManager:
+    """Collects trajectories.
+
+    Up to ``num_parallel`` episodes are under way. Those that wait for the policy are sent to the sampler together, and
+    the place of one that ends is taken by the next (``maintain_parallel_count``), so that long episodes do not leave
+    the sampler idle. All members of a group start from the same task and environment seed.
+
+    Args:
+        inference: the sampler.
+        environment: the world.
+        num_parallel: episodes under way at once.
+        max_steps_per_rollout: an episode is truncated after so many steps.
+        group_size: episodes a task.
+        min_trajectories: return as soon as whole groups of this many trajectories are there, and give up the rest;
+            None waits for all.
+        maintain_parallel_count: else the next ``num_parallel`` start when all of the last have ended.
+        params: how to sample.
+        timeout_s: of one episode.
+        template: how conversations are written; the tokenizer's own by default.
+        context_tokens: longest prompt; older text is dropped from its beginning.
+        seed: of environments and sampling.
+        deterministic: the same seed gives the same trajectories, whatever the timing, on a sampler that is itself
+            deterministic; costs waiting for the slowest environment step.
+        straggler_s: but for no longer than this, after which the others go on.
+        max_batch: prompts a call of the sampler.
+        patience_s: how long a sampler that is away is tried again.
+        progress_bar: show a line with live statistics.
+    """
+
+    def __init__(
+        self,
+        inference: InferenceModule,
+        environment: BaseEnvironment,
+        *,
+        num_parallel: int = 64,
+        max_steps_per_rollout: int = 16,
+        group_size: int = 1,
+        min_trajectories: int | None = None,
+        maintain_parallel_count: bool = True,
+        params: SamplingParams | None = None,
+        timeout_s: float | None = None,
+        template: ChatTemplate | None = None,
+        context_tokens: int | None = None,
+        seed: int = 0,
+        deterministic: bool = True,
+        straggler_s: float = 5.0,
+        max_batch: int = 256,
+        patience_s: float = 60.0,
+        progress_bar: bool = False,
+    ) -> None:
+        for name, value in (("num_parallel", num_parallel), ("group_size", group_size), ("max_batch", max_batch)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; this is {value}")
+        self.inference = inference
+        self.environment = environment
+        self.params = params or SamplingParams()
+        self.group_size = group_size
+        self.seed = seed
+        self._num_parallel = num_parallel
+        self._max_steps = max_steps_per_rollout
+        self._min_trajectories = min_trajectories
+        self._maintain = maintain_parallel_count
+        self._timeout_s = timeout_s
+        self._template = template
+        self._context_tokens = context_tokens
+        self._deterministic = deterministic
+        self._straggler_s = straggler_s
+        self._max_batch = max_batch
+        self._patience_s = patience_s
+        self._progress_bar = progress_bar
+        self._collections = 0
+
+    async def collect(
+        self,
+        tasks: Iterable[Task | str | Mapping[str, Any]],
+        *,
+        group_size: int | None = None,
+        params: SamplingParams | None = None,
+        seed: int | None = None,
+        first_group: int = 0,
+    ) -> Rollouts:
+        """Episodes of these tasks.
+
+        Args:
+            tasks: see :meth:`~gradwire.rl.types.Task.of`.
+            group_size, params: in place of the manager's own.
+            seed: of this collection; by default the manager's own and how many collections came before.
+            first_group: number of the first group; numbers and seeds of groups count on from it.
+        """
+        size = group_size or self.group_size
+        seed = derive_seed(self.seed, "collection", self._collections) if seed is None else seed
+        self._collections += 1
+        plan = [
+            (Task.of(task), first_group + index, member) for index, task in enumerate(tasks) for member in range(size)
+        ]
+        collection = _Collection(self, plan, size, seed, params or self.params)
+        return await collection.run()
+
+    def worker(self, params: SamplingParams) -> RLRolloutWorker:
+        """What runs the episodes."""
+        stop = tuple(dict.fromkeys((*params.stop, *self.environment.stop)))
+        template = self._template or chat_template(self.inference.codec)
+
+        def new_history() -> TokenHistory:
+            return TokenHistory(self.inference.codec, template, context_tokens=self._context_tokens)
+
+        sampling = replace(params, stop=stop)
+        return RLRolloutWorker(
+            self.environment, sampling, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s
+        )
+
+
+class _Collection:
+    """One call of :meth:`RolloutManager.collect`."""
+
+    def __init__(
+        self, manager: RolloutManager, plan: list[tuple[Task, int, int]], size: int, seed: int, params: SamplingParams
+    ) -> None:
+        self._manager, self._plan, self._size, self._seed = manager, plan, size, seed
+        self._worker = manager.worker(params)
+        self._batcher = GenerationBatcher(
+            manager.inference,
+            seed=seed,
+            deterministic=manager._deterministic,
+            max_batch=manager._max_batch,
+            patience_s=manager._patience_s,
+            straggler_s=manager._straggler_s,
+        )
+        self._done: dict[int, Trajectory] = {}
+        self._members: dict[int, int] = {}
+        self._complete = 0
+        self._progress = Progress("rollouts", len(plan), show=manager._progress_bar)
+        self._started = time.monotonic()
+
+    async def run(self) -> Rollouts:
+        parallel = self._manager._num_parallel
+        waves = [self._plan] if self._manager._maintain else [
+            self._plan[at : at + parallel] for at in range(0, len(self._plan), parallel)
+        ]  # fmt: skip
+        offset = 0
+        try:
+            with self._progress:
+                for wave in waves:
+                    if not await self._wave(iter(range(offset, offset + len(wave))), min(parallel, len(wave))):
+                        break
+                    offset += len(wave)
+        finally:
+            await self._batcher.close()
+        return self._result()
+
+    async def _wave(self, indices: Iterator[int], places: int) -> bool:
+        """Runs these episodes; False when enough trajectories are there before they all ended."""
+        enough = asyncio.Event()
+        # All places are taken before any episode runs, lest the first believe itself alone.
+        first = [next(indices) for _ in range(places)]
+        for index in first:
+            self._batcher.enter(index)
+        tasks = [asyncio.create_task(self._place(index, indices, enough)) for index in first]
+        stop = asyncio.create_task(enough.wait())
+        try:
+            pending: set[asyncio.Task[Any]] = set(tasks)
+            while pending and not enough.is_set():
+                done, _ = await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stop}:
+                    task.result()
+                pending -= done
+        finally:
+            for task in (*tasks, stop):
+                task.cancel()
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
+        return not enough.is_set()
+
+    async def _place(self, index: int | None, indices: Iterator[int], enough: asyncio.Event) -> None:
+        while index is not None:
+            await self._episode(index)
+            if self._manager._min_trajectories is not None and self._complete >= self._manager._min_trajectories:
+                enough.set()
+            # The next one enters before the last one leaves: the place is never empty between them.
+            following = next(indices, None)
+            if following is not None:
+                self._batcher.enter(following)
+            self._batcher.leave(index)
+            index = following
+
+    async def _episode(self, index: int) -> None:
+        task, group, member = self._plan[index]
+        trajectory = await self._worker.run(
+            task,
+            lambda prompt, params: self._batcher.generate(index, prompt, params),
+            group=group,
+            member=member,
+            seed=derive_seed(self._seed, "group", group),
+        )
+        self._done[index] = trajectory
+        self._members[group] = self._members.get(group, 0) + 1
+        if self._members[group] == self._size:
+            self._complete += self._size
+        self._progress.update(len(self._done), self._live())
+
+    def _live(self) -> dict[str, float]:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        done = self._done.values()
+        return {
+            "tokens/s": self._batcher.statistics.tokens / seconds,
+            "steps": float(np.mean([len(each.steps) for each in done])),
+            "failed": float(sum(each.status in ("failed", "timeout") for each in done)),
+        }
+
+    def _result(self) -> Rollouts:
+        kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i][1]] == self._size]
+        seconds = time.monotonic() - self._started
+        status = [each.status for each in kept]
+        steps = [len(each.steps) for each in kept]
+        statistics = RolloutStatistics(
+            trajectories=len(kept),
+            completed=status.count("completed"),
+            truncated=status.count("truncated"),
+            failed=status.count("failed"),
+            timeout=status.count("timeout"),
+            dropped=len(self._plan) - len(kept),
+            avg_trajectory_length=float(np.mean(steps)) if steps else 0.0,
+            max_trajectory_length=max(steps, default=0),
+            avg_tokens=float(np.mean([each.num_tokens for each in kept])) if kept else 0.0,
+            tokens_per_second=self._batcher.statistics.tokens / max(seconds, 1e-9),
+            seconds=seconds,
+            sampler=self._batcher.statistics,
+        )
+        errors: dict[str, int] = {}
+        for each in kept:
+            if each.error:
+                errors[each.error] = errors.get(each.error, 0) + 1
+        return Rollouts(kept, statistics, errors)

@@ -1,0 +1,124 @@
+"""One episode, from the first state to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from gradwire.rl.environments.base import BaseEnvironment, StepResult
+from gradwire.rl.inference.protocol import Generation, SamplingParams
+from gradwire.rl.prompts import TokenHistory
+from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.types import IntArray, State, StepData, Task, Trajectory
+
+logger = logging.getLogger("gradwire.rl")
+
+T = TypeVar("T")
+Generate = Callable[[IntArray, SamplingParams], Awaitable[Generation]]
+
+
+class RLRolloutWorker:
+    """Runs episodes of an environment, one a call; what goes wrong in one is in its trajectory.
+
+    Args:
+        environment: the world.
+        params: how the policy samples; the environment's stop strings are added.
+        new_history: a :class:`~gradwire.rl.prompts.TokenHistory` for an episode.
+        max_steps: an episode is truncated after so many steps.
+        timeout_s: it is given up after so long; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        environment: BaseEnvironment,
+        params: SamplingParams,
+        new_history: Callable[[], TokenHistory],
+        *,
+        max_steps: int = 16,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._environment = environment
+        self._params = params
+        self._new_history = new_history
+        self._max_steps = max_steps
+        self._timeout_s = timeout_s
+
+    async def run(
+        self, task: Task, generate: Generate, *, group: int = 0, member: int = 0, seed: int = 0
+    ) -> Trajectory:
+        """One episode. Never raises for what the environment or the sampler does; see ``status`` and ``error``."""
+        trajectory, started = Trajectory(task, group, member, seed), time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._episode(trajectory, generate)
+        except TimeoutError as error:
+            late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
+            trajectory.status = "timeout" if late else "failed"
+            trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
+        except Exception as error:  # the user's environment may raise anything, and that costs one episode
+            trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
+            logger.warning(
+                "episode %d.%d failed: %s", group, member, trajectory.error, exc_info=logger.isEnabledFor(10)
+            )
+        finally:
+            trajectory.seconds = time.monotonic() - started
+            if trajectory.state is not None:
+                await self._close(trajectory)
+        return trajectory
+
+    async def _episode(self, trajectory: Trajectory, generate: Generate) -> None:
+        environment, history = self._environment, self._new_history()
+        state: State = await self._call(environment.reset, trajectory.task, trajectory.seed)
+        trajectory.state, trajectory.messages = state, state.messages
+        while not environment.is_terminal(state):
+            if state.step >= self._max_steps:
+                state = state.having(truncated=True)
+                break
+            state = await self._step(trajectory, state, history, generate)
+        trajectory.state = state
+        trajectory.status = "truncated" if state.truncated else "completed"
+
+    async def _step(self, trajectory: Trajectory, state: State, history: TokenHistory, generate: Generate) -> State:
+        environment = self._environment
+        observation, key = environment.observation(state), environment.state_key(state)
+        prompt_ids = await history.prompt_ids(environment.build_prompt(state))
+        generation = await generate(prompt_ids, self._params)
+        history.wrote(generation)
+        action = environment.parse_action(state, generation.text)
+        step = StepData(
+            index=state.step,
+            observation=observation,
+            state_key=key,
+            prompt_ids=prompt_ids,
+            action=action,
+            response_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            policy_version=generation.version,
+            stop_reason=generation.stop_reason,
+        )
+        trajectory.steps.append(step)
+        result: StepResult = await self._call(environment.step, state, action)
+        state = environment.update_state(state, action, result)
+        step.tool_results, step.messages = result.tool_results, state.messages
+        trajectory.state, trajectory.messages = state, state.messages
+        return state
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        if inspect.iscoroutinefunction(method) or not self._environment.blocking:
+            result = method(*args)
+        else:
+            result = await run_in_daemon(lambda: method(*args))
+        return await result if inspect.isawaitable(result) else result
+
+    async def _close(self, trajectory: Trajectory) -> None:
+        assert trajectory.state is not None
+        try:
+            self._environment.close(trajectory.state)
+        except Exception as error:  # the episode is over: its data stands, the leak is reported
+            logger.warning(
+                "closing episode %d.%d: %s: %s", trajectory.group, trajectory.member, type(error).__name__, error
+            )

@@ -1,0 +1,176 @@
+"""Backends: the run's sampler by a stand-in, an OpenAI-compatible endpoint, a local Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire.errors import UnsupportedError
+from gradwire.rl.inference import (
+    InferenceModule,
+    LocalInference,
+    OpenAIInference,
+    RunInference,
+    SamplingParams,
+    ServiceCodec,
+)
+from gradwire.rl.prompts import chat_template
+
+pytestmark = pytest.mark.anyio
+
+
+class StandInRun:
+    """Gives the last prompt token plus one, and scores by the token's own number."""
+
+    async def sample(self, prompts: Any, **options: Any) -> Any:
+        self.options = options
+        samples = [
+            [
+                SimpleNamespace(
+                    token_ids=np.array([prompt[-1] + 1]), logprobs=np.array([-1.0]), text=None, stop_reason="eos"
+                )
+            ]
+            for prompt in prompts
+        ]
+        return SimpleNamespace(samples=samples)
+
+    async def compute_logprobs(self, rows: Any, temperature: float) -> Any:
+        return [-np.asarray(row[1:], np.float32) for row in rows]
+
+
+class StandInService:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def encode(self, model: str, texts: Any, add_special_tokens: bool = True) -> Any:
+        self.asked += texts
+        return [[1] * add_special_tokens + [ord(c) for c in text] for text in texts]
+
+    async def decode(self, model: str, rows: Any) -> Any:
+        return ["".join(map(chr, row)) for row in rows]
+
+
+async def test_the_runs_own_sampler() -> None:
+    run = StandInRun()
+    service = StandInService()
+    inference = RunInference(run, ServiceCodec(service, "tiny"), vocab_size=6)
+    assert isinstance(inference, InferenceModule)
+    inference.stepped()
+    (prompt,) = await inference.codec.encode(["A"])
+    (generation,) = await inference.generate([prompt], SamplingParams(max_tokens=3, seed=5))
+    assert (generation.text, generation.version, run.options["seed"]) == ("B", 1, 5)
+    (top,) = await inference.get_logits([prompt], top_k=2)
+    assert top.token_ids.tolist() == [0, 1]
+    with pytest.raises(UnsupportedError, match="give candidates"):
+        await RunInference(run, inference.codec, vocab_size=50_000).get_logits([prompt])
+    await inference.codec.encode(["A", "B", "B"])
+    assert service.asked == ["A", "B"]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
+    requests: list[Any] = []
+    failures: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append(body)
+            if failures:
+                self.send_response(failures.pop())
+                self.end_headers()
+                self.wfile.write(b"try again")
+                return
+            logprobs: dict[str, Any] = {"token_logprobs": [-0.1, -0.2], "top_logprobs": [{"o": -0.5, "k": -1.5}]}
+            if body.get("echo"):
+                logprobs["token_logprobs"] = [None, *[-0.25] * len(body["prompt"])]
+            choice = {"text": "ok", "token_ids": [111, 107], "logprobs": logprobs, "finish_reason": "stop"}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [choice]}).encode())
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", requests, failures
+    server.shutdown()
+    server.server_close()
+
+
+async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Callable[..., Any]) -> None:
+    url, requests, failures = endpoint
+    codec = rule_inference(lambda t, n: "").codec
+    inference = OpenAIInference(url, "m", codec, api_key="k")
+    assert isinstance(inference, InferenceModule)
+    (generation,) = await inference.generate([[72, 105]], SamplingParams(stop=("x",), seed=3))
+    assert (generation.text, generation.token_ids.tolist(), generation.stop_reason) == ("ok", [111, 107], "eos")
+    np.testing.assert_allclose(generation.logprobs, [-0.1, -0.2])
+    assert requests[0]["prompt"] == [72, 105] and requests[0]["stop"] == ["x"] and requests[0]["seed"] == 3
+    (scores,) = await inference.get_logprobs([[72, 105, 106]])
+    np.testing.assert_allclose(scores, [-0.25, -0.25])
+    (top,) = await inference.get_logits([[72]], top_k=2)
+    assert (top.tokens, top.token_ids.tolist()) == (("o", "k"), [111, 107])
+    failures.append(503)
+    with pytest.raises(ConnectionError, match="answered 503: try again"):
+        await inference.generate([[72]], SamplingParams())
+    failures.append(400)
+    with pytest.raises(ValueError, match="answered 400"):
+        await inference.generate([[72]], SamplingParams())
+    with pytest.raises(ValueError, match="must start with http"):
+        OpenAIInference("localhost:80", "m", codec)
+
+
+@pytest.fixture
+def local(tiny_model_path: Path) -> LocalInference:
+    return LocalInference.from_pretrained(str(tiny_model_path))
+
+
+async def test_a_local_model_scores_what_it_sampled(local: LocalInference) -> None:
+    inference = local
+    assert isinstance(inference, InferenceModule)
+    prompts = await inference.codec.encode(["ab", "abcdef"])
+    params = SamplingParams(max_tokens=5, temperature=0.7, seed=1, ignore_eos=True)
+    generations = await inference.generate(prompts, params)
+    assert [len(g.token_ids) for g in generations] == [5, 5]
+    rows = [np.concatenate([p, g.token_ids]) for p, g in zip(prompts, generations)]
+    scores = await inference.get_logprobs(rows, temperature=0.7)
+    for prompt, generation, score in zip(prompts, generations, scores):
+        np.testing.assert_allclose(score[len(prompt) - 1 :], generation.logprobs, atol=1e-4)
+    greedy = await inference.generate(prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    top = await inference.get_logits(prompts, top_k=3)
+    assert [t.token_ids[0] for t in top] == [g.token_ids[0] for g in greedy]
+
+
+async def test_generation_with_tools(rule_inference: Callable[..., Any]) -> None:
+    def double(x: int) -> int:
+        """Twice the number."""
+        return 2 * x
+
+    inference = rule_inference(
+        lambda text, n: "14" if "tool: 14" in text else '<tool_call>{"name": "double", "arguments": {"x": 7}}'
+    )
+    conversations = await RunInference.batch_generate_with_tools(inference, ["twice 7?"] * 2, available_tools=[double])
+    assert [c.response for c in conversations] == ["14", "14"]
+    assert conversations[0].steps[0].tool_results[0].content == "14"
+
+
+def test_the_tokenizers_own_chat_template() -> None:
+    from gradwire.rl.inference import TokenizerCodec
+
+    tokenizer = SimpleNamespace(
+        eos_token="</s>",
+        chat_template="jinja",
+        apply_chat_template=lambda messages, **kw: f"{len(messages)} {sorted(kw)}",
+    )
+    template = chat_template(TokenizerCodec(tokenizer))
+    assert template([{"role": "user", "content": "hi"}]) == "1 ['add_generation_prompt', 'tokenize']"

@@ -106,14 +106,14 @@ async def three_stages(
     demonstrations = await demonstration_rows(task.demonstrations)
     unseen = await demonstration_rows(task.held_out_demonstrations)
     sft = await service.create_run(model.name, lora=args.lora_rank or None, seed=args.seed, name="SFT")
-    loss_before = (await sft.forward(unseen, "causal_lm"))["loss"]
+    loss_before = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
     answers_before = await sample(sft, held_out_prompts, settings)
     await train(
         report, "SFT", sft, batches(demonstrations, settings.sft_rows, rng), "causal_lm", settings.sft_steps,
         settings.sft_learning_rate, ("loss", "token_accuracy"),
     )  # fmt: skip
     sft_checkpoint = await sft.save_checkpoint("sft")
-    loss_after = (await sft.forward(unseen, "causal_lm"))["loss"]
+    loss_after = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
     answers_after = await sample(sft, held_out_prompts, settings)
     report.figure("SFT", "loss, nats a token", loss_before, loss_after, "down")
     accuracy_before, accuracy_after = accuracy(held_out, answers_before), accuracy(held_out, answers_after)
@@ -140,13 +140,13 @@ async def three_stages(
 
     train_pairs, test_pairs = await pair_rows(pairs), await pair_rows(unseen_pairs)
     judge = await service.fork_run(sft_checkpoint, head="reward", seed=args.seed, name="reward model")
-    preferences_before = (await judge.forward(test_pairs, "reward_modeling"))["preference_accuracy"]
+    preferences_before = (await judge.forward(test_pairs, "reward_modeling", outputs=()))["preference_accuracy"]
     await train(
         report, "reward model", judge, batches(train_pairs, settings.reward_pairs, rng), "reward_modeling",
         settings.reward_steps, settings.reward_learning_rate, ("loss", "preference_accuracy", "reward_margin"),
     )  # fmt: skip
     await judge.save_checkpoint("reward-model")
-    preferences_after = (await judge.forward(test_pairs, "reward_modeling"))["preference_accuracy"]
+    preferences_after = (await judge.forward(test_pairs, "reward_modeling", outputs=()))["preference_accuracy"]
     report.figure("reward model", "preference accuracy", preferences_before, preferences_after, "up")
 
     # ------------------------------------------------------------ 3. PPO

@@ -43,7 +43,9 @@ def small_model(
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_character_tokenizer(characters) if texts is None else _bpe_tokenizer(texts, vocab_size),
         pad_token=PAD,

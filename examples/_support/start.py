@@ -1,0 +1,38 @@
+"""The start of every short example: its arguments, a service, and a model that the service holds."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import gradwire
+
+from _support.small_model import small_model
+from _support.tasks import ARITHMETIC_CHARACTERS
+
+
+def arguments(description: str | None, steps: int) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
+    parser.add_argument("--model", help="Hugging Face name or folder; none: a small one is made")
+    parser.add_argument("--address", help="HOST:PORT of a running server, --model being a name that it holds")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def model_folder(folder: Path, seed: int) -> Path:
+    """A small Llama that reads and writes sums."""
+    return small_model(folder / "small", characters=ARITHMETIC_CHARACTERS, context_length=64, seed=seed)
+
+
+@asynccontextmanager
+async def open_service(args: argparse.Namespace) -> AsyncIterator[tuple[gradwire.ServiceClient, gradwire.ModelInfo]]:
+    """A service and a model of it: the running server's, or one's own with the model that was asked for."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-example-") as folder:
+        own = () if args.address else (args.model or str(model_folder(Path(folder), args.seed)),)
+        async with gradwire.connect(args.address, models=own) as service:
+            models = await service.list_models()
+            yield service, next(model for model in models if not args.address or model.name == args.model)

@@ -70,7 +70,7 @@ class Batch:
     Attributes:
         input_ids: ``[N]`` int64, the tokens of all sequences.
         lengths: ``[S]`` int64, tokens a sequence.
-        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first, unless target_tokens are given.
+        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first but with target_tokens.
         group_sizes: ``[B]`` int64, sequences an example: 1 for rows, 2 for pairs (chosen, then rejected).
         fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32, int64 or bool, by ``levels``.
         levels: name -> what the entries of a field belong to.

@@ -1,18 +1,27 @@
-"""Policy gradient on another policy's samples, weighted by importance. ``T`` scored tokens, ``S`` sequences."""
+"""Policy gradient on another policy's samples, weighted by importance. ``T`` scored tokens, ``S`` sequences.
+
+One name, two forms of batch. With ``behavior_log_probs`` fields are token-aligned and the loss is a mean. With
+``target_tokens`` the batch is in Tinker's convention (see ``tinker.py``): ``logprobs`` and ``advantages`` belong to
+predictions, and the loss is the plain sum that Tinker documents.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import rewards_to_go
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum
-from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROWS_OR_TOKENS, row_field
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROW_TOKENS, ROWS_OR_TOKENS, row_field
 from gradwire_losses.kl import KLEstimator, kl_estimate
-from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Term
+from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Term
 from gradwire_losses.policy import probability_ratio
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
+from gradwire_losses.tinker import MASK, TARGET_TOKENS
 
 
 class ImportanceSamplingConfig(PolicyConfig):
@@ -21,11 +30,11 @@ class ImportanceSamplingConfig(PolicyConfig):
     beta: float = Field(
         0.1, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
     )
-    clip_ratio: float = Field(
-        10.0,
+    clip_ratio: float | None = Field(
+        None,
         ge=1,
         description="the ratio counts at most so (truncated importance sampling): bias for a bounded variance. Not "
-        "PPO's distance from 1",
+        "PPO's distance from 1. None is 10, and with target_tokens no bound",
     )
     kl_estimator: KLEstimator = Field("k3", description="k1, k2 or k3: see gradwire_losses.kl")
 
@@ -33,6 +42,19 @@ class ImportanceSamplingConfig(PolicyConfig):
 def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozenset[ScoreName]:
     needed: set[ScoreName] = {"logprobs"}
     return frozenset(needed | {"ref_logprobs"} if computed_by_engine(config, present) else needed)
+
+
+def _behavior(batch: Batch) -> tuple[str, bool]:
+    """The field that holds the other policy's log-probabilities, and whether the batch is in Tinker's convention."""
+    tinker = batch.target_tokens is not None
+    needed, foreign = ("logprobs", "behavior_log_probs") if tinker else ("behavior_log_probs", "logprobs")
+    form = "with target_tokens" if tinker else "without target_tokens"
+    if needed not in batch.fields:
+        raise BatchError(f"importance_sampling needs {needed} {form}", field=needed, rule=f"required {form}")
+    for name in (foreign, *(("rewards",) if tinker else ())):
+        if name in batch.fields:
+            raise BatchError(f"importance_sampling takes no {name} {form}", field=name, rule=f"not {form}")
+    return needed, tinker
 
 
 def _token_advantages(batch: Batch) -> Tensor:
@@ -60,12 +82,15 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         row_field(
             "behavior_log_probs",
             ROWS_OR_TOKENS,
-            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote them.",
-            required=True,
+            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote them; "
+            "needed without target_tokens.",
         ),
         row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; needed without advantages."),
         row_field("advantages", ROWS_OR_TOKENS, "Advantage of each row or token, in place of rewards."),
         REF_LOG_PROBS,
+        replace(TARGET_TOKENS, required=False),
+        row_field("logprobs", ROW_TOKENS, "behavior_log_probs of the targets, with target_tokens."),
+        MASK,
     ),
     scores=_scores,
     metrics={
@@ -76,9 +101,12 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "clipped_fraction": "share of ratios above clip_ratio: they give no gradient",
         "kl_divergence": "mean KL of a token to the reference (nats); NaN with no reference",
         "advantage_mean": "mean advantage of a token or row",
+        "loss:sum": "with target_tokens: the loss; NaN without",
     },
-    reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling",
-    formula="-1/T sum_t min(exp(log p_t - log b_t), c) A_t + beta KL_t, or with rows for tokens",
+    reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
+    "documentation",
+    formula="-1/T sum_t min(exp(log p_t - log b_t), c) A_t + beta KL_t, or with rows for tokens; with target_tokens "
+    "-sum_t exp(log p_t - log b_t) A_t",
     streams=True,
 )
 def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSamplingConfig) -> LossOutput:
@@ -89,9 +117,13 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     that of all of its scored tokens together, and the loss is a mean over rows, KL of a row being the sum over its
     tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no baseline is subtracted.
 
+    With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``.
+
     Raises:
-        BatchError: when the batch has neither ``rewards`` nor ``advantages``, or both.
+        BatchError: when the batch has neither ``rewards`` nor ``advantages``, or both; when it has no
+            ``behavior_log_probs``, or with ``target_tokens`` not ``logprobs`` and ``advantages`` alone.
     """
+    behavior, tinker = _behavior(batch)
     if ("rewards" in batch.fields) == ("advantages" in batch.fields):
         have = "both" if "rewards" in batch.fields else "neither"
         raise BatchError(
@@ -102,24 +134,28 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     lengths, logprobs = batch.row_lengths, scores.logprobs
     reference = reference_logprobs(batch, scores)
     kl = None if reference is None else kl_estimate(logprobs, reference, config.kl_estimator)
-    if batch.levels["behavior_log_probs"] == "token":
-        ratio = probability_ratio(logprobs, batch["behavior_log_probs"])
+    if batch.levels[behavior] == "token":
+        ratio = probability_ratio(logprobs, batch[behavior])
         advantages, unit = _token_advantages(batch), "tokens"
     else:
         there = lengths > 0
-        ratio = probability_ratio(segment_sum(logprobs, lengths), batch["behavior_log_probs"])[there]
+        ratio = probability_ratio(segment_sum(logprobs, lengths), batch[behavior])[there]
         advantages, unit = _sequence_advantages(batch)[there], "sequences"
-    policy = Term(-(ratio.clamp(max=config.clip_ratio) * advantages).sum(), len(ratio), unit)
+    bound = math.inf if tinker else 10.0
+    bound = bound if config.clip_ratio is None else config.clip_ratio
+    count, unit = (1, "sum") if tinker else (len(ratio), unit)
+    policy = Term(-(ratio.clamp(max=bound) * advantages).sum(), count, unit)
     terms = {"policy": policy}
     if config.beta and kl is not None:
-        terms["kl"] = Term(config.beta * kl.sum(), len(ratio), unit)
+        terms["kl"] = Term(config.beta * kl.sum(), count, unit)
     metrics: dict[str, Metric] = {
         "policy_loss": policy.metric(),
         "is_ratio_mean": Mean.of(ratio),
         "is_ratio_max": Max.of(ratio),
         "is_ratio_min": Min.of(ratio),
-        "clipped_fraction": Mean.of(ratio > config.clip_ratio),
+        "clipped_fraction": Mean.of(ratio > bound),
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
+        "loss:sum": Sum(sum(term.sum.detach().double().item() for term in terms.values())) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

@@ -8,12 +8,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire_losses.batch import segment_ids, segment_mean
 from gradwire_losses.kl import exp_minus_one
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """``exp(logprobs - old_logprobs)``, linear in the difference beyond 20 nats: finite, and with a gradient."""
     return 1 + exp_minus_one(logprobs - old_logprobs)
+
+
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, row_lengths: Tensor) -> Tensor:
+    """``[T], [T], [S] -> [T]``: the mean log-ratio of each token's sequence (Zheng et al. 2025, arXiv 2507.18071)."""
+    return segment_mean(logprobs - old_logprobs, row_lengths)[segment_ids(row_lengths)]
+
+
+def own_gradient_ratio(logprobs: Tensor, log_ratio: Tensor) -> Tensor:
+    """GSPO-token's ratio: the value ``exp(log_ratio)``, the gradient of the token's own log-probability."""
+    return probability_ratio(logprobs, (logprobs - log_ratio).detach())
+
+
+def weighted_surrogate(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """CISPO: ``-sg(clip(r, low, high)) A log p`` (MiniMax-M1 2025, arXiv 2506.13585), and where the clip is active."""
+    weight = ratio.detach().clamp(low, high)
+    return -weight * advantages * logprobs, weight != ratio.detach()
+
+
+def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
+    """SAPO: ``-4/tau sigmoid(tau (r - 1)) A``, tau by the sign of A (Gao et al. 2025, arXiv 2511.20347)."""
+    tau = torch.where(advantages > 0, positive, negative)
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+
+
+def geometric_surrogate(
+    log_ratio: Tensor, advantages: Tensor, row_lengths: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """GMPO: ``-exp(mean_t clipped log r_t) A`` of each token's sequence (Zhao et al. 2025, arXiv 2507.20673).
+
+    A log-ratio is clipped to ``[-low, high]`` only on the side where the clip takes from the objective: from above
+    where A > 0, from below where A < 0.
+
+    Returns:
+        The loss of each token's sequence, and where the clip is active.
+    """
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
+    mean = segment_mean(clipped, row_lengths)[segment_ids(row_lengths)]
+    return -(1 + exp_minus_one(mean)) * advantages, clipped != log_ratio
 
 
 def clipped_surrogate(
@@ -25,7 +66,8 @@ def clipped_surrogate(
         ratio: any shape.
         advantages: the same shape; no gradient.
         low, high: bounds of the ratio, around 1.
-        dual_clip: where A < 0, the loss is at most ``-dual_clip A`` (Ye et al. 2020, arXiv 1912.09729).
+        dual_clip: where A < 0, the loss is at most ``-dual_clip A`` (Ye et al. 2020, arXiv 1912.09729). It is also the
+            delta of two-sided clipping (INTELLECT-2 2025, arXiv 2505.07291).
 
     Returns:
         The loss of each entry, and whether a clip is what gave it (bool).

@@ -82,14 +82,30 @@ class ReferenceConfig(LossConfig):
     )
 
 
-class PolicyConfig(ReferenceConfig):
-    """Arguments of a loss that compares log-probabilities of two policies."""
+class TemperatureConfig(LossConfig):
+    """Arguments of a loss of log-probabilities at a temperature."""
 
     temperature: float = Field(
         1.0,
         gt=0,
         description="divides the logits before every log-probability of this call, the reference's too; that at which "
         "the batch's own log-probabilities were taken",
+    )
+
+
+class PolicyConfig(ReferenceConfig, TemperatureConfig):
+    """Arguments of a loss that compares log-probabilities of two policies."""
+
+
+class DivergenceConfig(PolicyConfig):
+    """Arguments of a loss that compares whole distributions with those of ``reference_model``: score divergence."""
+
+    beta: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="which divergence of teacher T and student S: 0 is KL(T || S), 1 is KL(S || T), between them "
+        "beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S",
     )
 
 
@@ -107,7 +123,7 @@ class LossSpec:
         layout: how the batch's fields become sequences: see ``gradwire_losses.layouts``.
         fields: the batch fields.
         scores: ``(config, names of the fields present, as in Batch.fields) -> names of the scores needed``. A loss that
-            needs ``ref_logprobs`` with no ``reference_model`` given is refused by the engine.
+            needs ``ref_logprobs`` or ``divergence`` with no ``reference_model`` given is refused by the engine.
         optional_scores: scores that the function takes where the run has the head for them, and does without where
             it has not.
         metrics: name -> one sentence.

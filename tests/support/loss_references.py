@@ -249,6 +249,7 @@ def importance_sampling(examples: Examples, config: Any) -> Result:
         "clipped_fraction": mean([float(r > config.clip_ratio) for r in ratios]),
         "kl_divergence": mean(kls),
         "advantage_mean": mean(advantages_all),
+        "loss:sum": math.nan,
     }
 
 

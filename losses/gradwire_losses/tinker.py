@@ -1,0 +1,262 @@
+"""Losses in Tinker's convention: plain sums, and nothing is shifted.
+
+Entry t of every field is about the prediction made after reading ``input_ids[..t]``: ``target_tokens`` says what is
+predicted there, ``weights`` or ``advantages`` what it counts. A sum is not averaged: the calls of one accumulation add
+up, and who wants a mean divides the weights. ``importance_sampling`` takes this form too.
+
+``T`` predictions, ``K`` candidates at each, ``S`` rows. Names, fields and defaults: Tinker's documentation, "Losses".
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, segment_sum
+from gradwire_losses.fields import INPUT_IDS, ROW_TOKENS, row_field
+from gradwire_losses.kl import kl_estimate
+from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Sum, Term
+from gradwire_losses.policy import clipped_surrogate, own_gradient_ratio, probability_ratio, weighted_surrogate
+from gradwire_losses.registry import FieldSpec, ScoreName, TemperatureConfig, register_loss
+
+CANDIDATES = "[rows, tokens, candidates]"
+
+TARGET_TOKENS = FieldSpec(
+    "target_tokens",
+    "int",
+    ROW_TOKENS,
+    "The token predicted after each token of input_ids.",
+    required=True,
+    aligned_with="input_ids",
+    ids=True,
+)
+MASK = FieldSpec(
+    "mask", "bool", ROW_TOKENS, "1 where a prediction counts; everywhere by default.", aligned_with="input_ids"
+)
+LOGPROBS = row_field(
+    "logprobs", ROW_TOKENS, "Log-probability of each target under the policy that wrote it.", required=True
+)
+ADVANTAGES = row_field("advantages", ROW_TOKENS, "Advantage of each target; 0 where it is a prompt's.", required=True)
+POLICY_FIELDS = (INPUT_IDS, TARGET_TOKENS, LOGPROBS, ADVANTAGES, MASK)
+POLICY_METRICS = {
+    "loss:sum": "the loss",
+    "ratio_mean": "mean over predictions of the policy's probability over that of logprobs",
+    "ratio_max": "largest ratio",
+    "clip_fraction": "share of predictions whose ratio is clipped",
+    "approx_kl": "mean KL of a prediction from the policy of logprobs to this one, by k3 (nats)",
+}
+
+
+class CrossEntropyConfig(TemperatureConfig):
+    """Arguments of ``cross_entropy``."""
+
+
+def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -> frozenset[ScoreName]:
+    return frozenset({"candidate_logprobs"} if "candidates" in present else {"logprobs"})
+
+
+@register_loss(
+    "cross_entropy",
+    config=CrossEntropyConfig,
+    fields=(
+        INPUT_IDS,
+        FieldSpec(
+            "target_tokens",
+            "int",
+            (*ROW_TOKENS, CANDIDATES),
+            "The token predicted after each token of input_ids, or several.",
+            required=True,
+            aligned_with="input_ids",
+            ids=True,
+        ),
+        row_field("weights", (*ROW_TOKENS, CANDIDATES), "What each target counts; 0 for a prompt's.", required=True),
+        MASK,
+    ),
+    scores=_cross_entropy_scores,
+    metrics={
+        "loss:sum": "the loss",
+        "nll": "mean negative log-likelihood of a target, by weight (nats)",
+        "num_tokens": "targets of non-zero weight",
+    },
+    reference="Tinker's documentation, cross_entropy",
+    formula="-sum_t w_t log p(y_t | x_<=t), or -sum_t sum_k w_tk log p(y_tk | x_<=t)",
+    streams=True,
+)
+def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> LossOutput:
+    """Weighted sum of the negative log-likelihoods of the targets, one or several at each position.
+
+    Several candidates with a teacher's probabilities for weights distil it.
+
+    Raises:
+        BatchError: when ``weights`` are not shaped as ``target_tokens``.
+    """
+    logprobs = scores.candidate_logprobs if "candidates" in batch.fields else scores.logprobs
+    weights = batch["weights"]
+    if weights.shape != logprobs.shape:
+        want, have = (
+            f"{shape[1]} a token" if len(shape) > 1 else "one a token" for shape in (logprobs.shape, weights.shape)
+        )
+        raise BatchError(
+            f"weights has {have} where target_tokens has {want}", field="weights", rule="the shape of target_tokens"
+        )
+    counted = weights != 0
+    # A target of no weight may have no probability either.
+    losses = -weights[counted] * logprobs[counted]
+    term = Term(losses.sum(), 1, "sum")
+    total = losses.detach().double().sum().item()
+    return LossOutput(
+        {"cross_entropy": term},
+        {
+            "loss:sum": term.metric(),
+            "nll": Mean(total, weights.double().sum().item()),
+            "num_tokens": Sum(int(counted.sum())),
+        },
+    )
+
+
+def plain_sum(losses: Tensor, ratio: Tensor, clipped: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> LossOutput:
+    """The sum as a loss, and the metrics of this file's policy losses. All ``[T]``."""
+    term = Term(losses.sum(), 1, "sum")
+    metrics: dict[str, Metric] = {
+        "loss:sum": term.metric(),
+        "ratio_mean": Mean.of(ratio),
+        "ratio_max": Max.of(ratio),
+        "clip_fraction": Mean.of(clipped),
+        "approx_kl": Mean.of(kl_estimate(old_logprobs, logprobs, "k3")),
+    }
+    return LossOutput({"policy": term}, metrics)
+
+
+class ClipConfig(TemperatureConfig):
+    """Arguments of ``ppo``."""
+
+    clip_low_threshold: float = Field(0.8, ge=0, description="the ratio counts at least so (itself, not its distance)")
+    clip_high_threshold: float = Field(1.2, gt=0, description="and at most so")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip_low_threshold > self.clip_high_threshold:
+            raise ValueError("clip_low_threshold is above clip_high_threshold")
+        return self
+
+
+@register_loss(
+    "ppo",
+    config=ClipConfig,
+    fields=POLICY_FIELDS,
+    scores=("logprobs",),
+    metrics=POLICY_METRICS,
+    reference="Schulman et al. 2017 (arXiv 1707.06347); Tinker's documentation, ppo",
+    formula="-sum_t min(r_t A_t, clip(r_t, low, high) A_t), r_t = exp(log p_t - logprobs_t)",
+    streams=True,
+)
+def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
+    """PPO's clipped surrogate, summed over predictions. With a critic and all of its options: ``enhanced_ppo``."""
+    old = batch["logprobs"]
+    ratio = probability_ratio(scores.logprobs, old)
+    losses, clipped = clipped_surrogate(
+        ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
+    )
+    return plain_sum(losses, ratio, clipped, scores.logprobs, old)
+
+
+class CISPOConfig(ClipConfig):
+    """Arguments of ``cispo``."""
+
+    clip_low_threshold: float = Field(0.0, ge=0, description="the weight is at least so; 0 bounds it from above only")
+    clip_high_threshold: float = Field(4.0, gt=0, description="and at most so")
+
+
+@register_loss(
+    "cispo",
+    config=CISPOConfig,
+    fields=POLICY_FIELDS,
+    scores=("logprobs",),
+    metrics=POLICY_METRICS,
+    reference="MiniMax-M1 2025 (arXiv 2506.13585); Tinker's documentation, cispo",
+    formula="-sum_t sg(clip(r_t, low, high)) A_t log p_t",
+    streams=True,
+)
+def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
+    """REINFORCE weighted by the clipped ratio, which has no gradient: no token is ever left out. A sum.
+
+    Over groups of responses with their rewards: ``group_cispo``.
+    """
+    old = batch["logprobs"]
+    ratio = probability_ratio(scores.logprobs, old)
+    losses, clipped = weighted_surrogate(
+        ratio, scores.logprobs, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
+    )
+    return plain_sum(losses, ratio, clipped, scores.logprobs, old)
+
+
+class DROConfig(TemperatureConfig):
+    """Arguments of ``dro``."""
+
+    beta: float = Field(0.05, gt=0, description="weight of the squared log-ratio, which holds the policy back")
+
+
+@register_loss(
+    "dro",
+    config=DROConfig,
+    fields=POLICY_FIELDS,
+    scores=("logprobs",),
+    metrics=POLICY_METRICS,
+    reference="Richemond et al. 2024, Offline Regularised RL (arXiv 2405.19107); Tinker's documentation, dro",
+    formula="-sum_t [A_t log p_t - beta/2 (log p_t - logprobs_t)^2]",
+    streams=True,
+)
+def dro(batch: Batch, scores: Scores, config: DROConfig) -> LossOutput:
+    """Direct reward optimisation: REINFORCE with a quadratic penalty on the log-ratio, for off-policy data. A sum."""
+    old = batch["logprobs"]
+    log_ratio = scores.logprobs - old
+    losses = -(batch["advantages"] * scores.logprobs - 0.5 * config.beta * log_ratio.square())
+    ratio = probability_ratio(scores.logprobs, old)
+    return plain_sum(losses, ratio, ratio.new_zeros(len(ratio)), scores.logprobs, old)
+
+
+class GSPOConfig(ClipConfig):
+    """Arguments of ``gspo``."""
+
+    clip_low_threshold: float = Field(1 - 3e-4, ge=0, description="a row's ratio counts at least so")
+    clip_high_threshold: float = Field(1 + 4e-4, gt=0, description="and at most so")
+
+
+@register_loss(
+    "gspo",
+    config=GSPOConfig,
+    fields=(
+        *POLICY_FIELDS,
+        FieldSpec(
+            "sequence_ratio_mask",
+            "bool",
+            ROW_TOKENS,
+            "1 where a prediction is part of the row's ratio: what the policy wrote; all that counts by default.",
+            aligned_with="input_ids",
+        ),
+    ),
+    scores=("logprobs",),
+    metrics=POLICY_METRICS,
+    reference="Zheng et al. 2025, GSPO-token (arXiv 2507.18071, whose clip range the defaults are); "
+    "Tinker's documentation, gspo",
+    formula="-sum_t min(s_t A_t, clip(s_t, low, high) A_t), s_t = sg(exp(mean_M log r)) p_t / sg(p_t)",
+    streams=True,
+)
+def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
+    """PPO's surrogate with one ratio a row, the geometric mean of its predictions' ratios. A sum over predictions.
+
+    Each prediction has the row's ratio and its own gradient (GSPO-token), so advantages may differ within a row. Over
+    groups of responses with their rewards: ``group_gspo`` and ``gspo_token``.
+    """
+    old, lengths = batch["logprobs"], batch.row_lengths
+    log_ratios = scores.logprobs.detach() - old
+    mask = batch.get("sequence_ratio_mask")
+    counted = log_ratios.new_ones(len(log_ratios)) if mask is None else mask.to(log_ratios.dtype)
+    mean = segment_sum(log_ratios * counted, lengths) / segment_sum(counted, lengths).clamp(min=1)
+    ratio = own_gradient_ratio(scores.logprobs, mean[segment_ids(lengths)])
+    losses, clipped = clipped_surrogate(
+        ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
+    )
+    return plain_sum(losses, ratio, clipped, scores.logprobs, old)

@@ -73,7 +73,9 @@ class Carrier:
                 return None
             payload = operation.payload
             if payload is None:
-                payload = [await self._journal.payload(operation.location)] if operation.location else ()
+                if operation.location is None:
+                    raise CorruptRecord("the journal has no payload of it")
+                payload = [await self._journal.payload(operation.location)]
             started = time.time()
             reply, data = await self._engine.request(self._request(queue.record, operation), payload)
         except RpcError as error:

@@ -38,7 +38,7 @@ class Durability(StrEnum):
 app = typer.Typer(
     help="gradwire: the gradients on this machine, the training loop wherever you are.", no_args_is_help=True
 )
-console = Console(stderr=True)
+console = Console(stderr=True, soft_wrap=True)
 
 
 @app.command()

@@ -56,7 +56,6 @@ class StoredResult:
 class RunMarks:
     """What a result changes of its run's row, in the same transaction."""
 
-    applied_seq: int
     step: int
     failure_seq: int
     failure: str
@@ -160,9 +159,10 @@ class Journal:
                 "UPDATE operations SET status = ? WHERE run_id = ? AND seq = ?", (result.status, run_id, result.seq)
             )
             connection.execute(
-                "UPDATE runs SET applied_seq = max(applied_seq, ?), step = ?, failure_seq = ?, failure = ?"
+                "UPDATE runs SET step = ?, failure_seq = ?, failure = ?, applied_seq = coalesce("
+                "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
                 " WHERE run_id = ?",
-                (marks.applied_seq, marks.step, marks.failure_seq, marks.failure, run_id),
+                (marks.step, marks.failure_seq, marks.failure, run_id),
             )
             if checkpoint is not None:
                 connection.execute(

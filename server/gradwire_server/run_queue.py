@@ -221,8 +221,7 @@ class RunQueue:
                 record.step = result.optim_step.step
             elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
                 record.step = result.checkpoint.step
-        applied = next(iter(self.pending), self.next_seq) - 1
-        return RunMarks(applied, record.step, record.failure_seq, record.failure)
+        return RunMarks(record.step, record.failure_seq, record.failure)
 
     def _drop(self, operation: Pending) -> None:
         if self.pending.pop(operation.seq, None) is not None:

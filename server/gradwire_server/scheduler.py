@@ -18,6 +18,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.carrier import Carrier
+from gradwire_server.checks import check
 from gradwire_server.config import Limits
 from gradwire_server.engine_process import Engine
 from gradwire_server.errors import RpcError, shutting_down, unknown_run
@@ -73,7 +74,8 @@ class Scheduler:
             ack.set_result(pb.SubmitAck(run_id=record.run_id, seq=entry.header.seq))
             queue.pending[entry.header.seq] = Pending(
                 entry.header, entry.identity, None if entry.header.payload_bytes else (), entry.accepted_at, ack,
-                location=entry.location, durable=True, retried=True, deaths=entry.deaths,
+                refusal=check(entry.header, self._limits), location=entry.location, durable=True, retried=True,
+                deaths=entry.deaths,
             )  # fmt: skip
             queue.queued_bytes += entry.header.payload_bytes
 
@@ -115,6 +117,8 @@ class Scheduler:
     async def delete(self, record: RunRecord) -> None:
         queue = self._queues.pop(record.run_id)
         queue.close(unknown_run(record.run_id))
+        for operation in queue.pending.values():
+            self._let_go(operation)
         await self._runs.delete(record)
         self._garbage = True
         await self._carrier.drop(record.run_id)
@@ -166,7 +170,6 @@ class Scheduler:
             return ack
         if refusal is not None:
             operation.payload = ()
-        self._held_bytes += header.payload_bytes
         for admitted in queue.admit():
             self._append(queue, admitted)
         return ack
@@ -185,6 +188,7 @@ class Scheduler:
             operation.ack.set_result(_ack(operation, duplicate=True))
 
     def _append(self, queue: RunQueue, operation: Pending) -> None:
+        self._held_bytes += operation.header.payload_bytes
         future = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or ()
         )

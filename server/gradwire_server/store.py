@@ -63,6 +63,7 @@ CREATE TABLE IF NOT EXISTS operations (
     offset INTEGER,
     PRIMARY KEY (run_id, seq)
 );
+CREATE INDEX IF NOT EXISTS operations_without_result ON operations (run_id, seq) WHERE status = 0;
 CREATE INDEX IF NOT EXISTS operations_by_segment ON operations (segment);
 CREATE TABLE IF NOT EXISTS results (
     run_id TEXT NOT NULL,

@@ -19,6 +19,12 @@ from gradwire_server.serve import Server
 from tests.server.front.fakes import FakeEngine
 
 
+@pytest.fixture(scope="session", autouse=True)
+async def one_loop(anyio_backend: object) -> AsyncIterator[None]:
+    """grpc.aio has one poller a process: an event of a loop that was closed would fail the next test's."""
+    yield
+
+
 class Client:
     """One Submit stream, one Results stream, the unary calls as they are."""
 

@@ -18,7 +18,7 @@ from gradwire_server.segments import CorruptRecord, Location, Segments
 
 pytestmark = pytest.mark.anyio
 
-MARKS = RunMarks(applied_seq=0, step=0, failure_seq=0, failure="")
+MARKS = RunMarks(step=0, failure_seq=0, failure="")
 
 
 async def new_run(journal: Journal, folder: Path) -> str:

@@ -1,0 +1,130 @@
+"""`gradwire serve` as a process of its own, with a real engine and a real (tiny) model, spoken to in raw gRPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc.aio
+import numpy as np
+import pytest
+from gradwire_proto import codec
+from gradwire_proto.v1 import training_pb2 as pb
+
+from tests.server.front.conftest import Client
+
+pytestmark = pytest.mark.anyio
+
+ROWS = {"input_ids": codec.Column.from_rows([np.array(row, np.int32) for row in ([4, 5, 6, 7], [8, 9, 10])])}
+
+
+def command(model: Path, state_dir: Path, *more: str) -> list[str]:
+    words = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0", "--threads", "1"]
+    return [*words, "--model", f"tiny={model}", "--state-dir", str(state_dir), *more]
+
+
+@contextmanager
+def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) -> Iterator[str]:
+    with subprocess.Popen(command(model, state_dir), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("gradwire: listening on "), line
+            yield line.split()[-1]
+        finally:
+            process.send_signal(end)
+            assert process.wait(30) == (0 if end == signal.SIGTERM else -end)
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[Client]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield Client(channel)
+
+
+async def train(client: Client, seq: int) -> float:
+    """One gradient and one step; the loss before it."""
+    specs, buffers = codec.encode(ROWS)
+    await client.fb(seq, "causal_lm", b"".join(buffers), tensors=specs)
+    step = pb.OptimStep(learning_rate=0.01, beta1=0.9, beta2=0.999, eps=1e-8)
+    await client.submit(seq + 1, optim_step=step)
+    [(loss, _), (stepped, _)] = await client.results(2, seq)
+    assert (loss.status, stepped.status) == (pb.STATUS_SUCCEEDED, pb.STATUS_SUCCEEDED), (loss.error, stepped.error)
+    assert loss.timings.engine_s > 0
+    return loss.loss.loss
+
+
+def engine_of(server_words: str) -> int:
+    """The pid of the engine process whose state folder this is."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "gradwire_server.engine" in words and server_words in words:
+                return int(entry.name)
+    raise LookupError(server_words)
+
+
+async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
+    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
+    with serving(tiny_model_path, calm) as address:
+        async with connected(address) as client:
+            await client.begin(seed=5, lora=pb.LoraSettings(rank=2, dropout=0.1))
+            expected = [await train(client, seq) for seq in (1, 3, 5)]
+            losses = await client.stub.ListLosses(pb.ListLossesRequest())
+            assert "causal_lm" in {loss.name for loss in losses.losses}
+            text = pb.EncodeRequest(model="tiny", texts=["2+2=4"])
+            ids = (await client.stub.Encode(text)).sequences
+            assert list((await client.stub.Decode(pb.DecodeRequest(model="tiny", sequences=ids))).texts) == ["2+2=4"]
+    assert expected[2] < expected[0]
+    with serving(tiny_model_path, stormy, signal.SIGKILL) as address:
+        async with connected(address) as client:
+            await client.begin(seed=5, lora=pb.LoraSettings(rank=2, dropout=0.1))
+            run_id, found = client.run_id, [await train(client, 1)]
+            os.kill(engine_of(str(stormy)), signal.SIGKILL)
+            found.append(await train(client, 3))
+    with serving(tiny_model_path, stormy) as address:
+        async with connected(address) as client:
+            await client.open(run_id)
+            found.append(await train(client, 5))
+    assert found == expected
+
+
+def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
+    missing = subprocess.run(command(tmp_path / "nothing", tmp_path), capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 1 and "gradwire:" in missing.stderr and "nothing" in missing.stderr
+    address = subprocess.run(
+        [*command(tmp_path, tmp_path), "--address", "nowhere"], capture_output=True, text=True, timeout=60
+    )
+    assert address.returncode == 2 and "HOST:PORT" in address.stderr
+
+
+def test_it_ends_with_its_parent(tiny_model_path: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    words = command(tiny_model_path, tmp_path / "state", "--die-with-parent", "--ready-file", str(ready))
+    code = f"import subprocess, time; subprocess.Popen({words!r}, stdout=subprocess.DEVNULL); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(ready.exists)
+    finally:
+        parent.kill()
+        parent.wait()
+    server = int((tmp_path / "state" / "lock").read_text())
+    wait_for(lambda: not Path(f"/proc/{server}").exists() or "Z" in Path(f"/proc/{server}/stat").read_text().split()[2])
+    with pytest.raises(LookupError):
+        engine_of(str(tmp_path / "state"))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -78,9 +78,10 @@ class Future(Generic[T]):
 
         A dropped operation raises :class:`~gradwire.errors.OperationCancelledError`.
         """
-        if self._inner.done() or self._on_cancel is None:
+        ask = self._on_cancel
+        if ask is None:
             return False
-        self._on_cancel()
+        ask()
         return True
 
     def __repr__(self) -> str:
@@ -137,10 +138,12 @@ class Future(Generic[T]):
 
     def _resolve(self, value: T) -> None:
         if not self._inner.done():
+            self._on_cancel = None  # with what it refers to: nothing keeps a settled future alive
             self._inner.set_result(value)
 
     def _fail(self, error: BaseException) -> None:
         if not self._inner.done():
+            self._on_cancel = None
             self._traceback = error.__traceback__
             self._inner.set_exception(error)
 

@@ -287,7 +287,11 @@ class RunLink:
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:
         """The server took neither the operation nor its number."""
-        if entry is None or entry.cause is not None or isinstance(error, (*FINAL, *errors.RETRYABLE, LimitExceededError)):
+        if (
+            entry is None
+            or entry.cause is not None
+            or isinstance(error, (*FINAL, *errors.RETRYABLE, LimitExceededError))
+        ):
             raise error
         entry.tries += 1
         if isinstance(error, PayloadCorruptError) and entry.tries < PAYLOAD_TRIES:

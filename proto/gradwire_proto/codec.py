@@ -192,7 +192,9 @@ def _check_spec(spec: pb.TensorSpec) -> None:
     if any(size < 1 for size in shape[1:]):
         raise CodecError(f"field {name!r} has a dense dimension of 0", field=name, rule="dense dimensions >= 1")
     if any(size > _MAX_ELEMENTS for size in levels) or math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
-        raise CodecError(f"field {name!r} is too large: {list(shape)}", field=name, rule=f"at most {_MAX_ELEMENTS} values")
+        raise CodecError(
+            f"field {name!r} is too large: {list(shape)}", field=name, rule=f"at most {_MAX_ELEMENTS} values"
+        )
 
 
 def _check_sums(spec: pb.TensorSpec, levels: Sequence[Array]) -> None:

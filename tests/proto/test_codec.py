@@ -7,11 +7,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from gradwire_proto.codec import CodecError, Column, check, decode, digest, encode, spec_bytes
 from gradwire_proto.v1 import training_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
 
 DTYPES = ["bool", "int32", "int64", "float32", "float64", "uint8"]
 
@@ -85,7 +84,9 @@ def test_digest_is_blake2b_128_of_the_concatenation() -> None:
     assert digest([b""]) == digest([]) == b""
 
 
-def spec(name: str = "x", dtype: int = pb.DTYPE_INT32, shape: tuple[int, ...] = (2,), levels: tuple[int, ...] = ()) -> pb.TensorSpec:
+def spec(
+    name: str = "x", dtype: int = pb.DTYPE_INT32, shape: tuple[int, ...] = (2,), levels: tuple[int, ...] = ()
+) -> pb.TensorSpec:
     return pb.TensorSpec(name=name, dtype=dtype, shape=shape, level_sizes=levels)
 
 
@@ -154,7 +155,9 @@ def test_bool_that_is_neither() -> None:
         decode([spec(dtype=pb.DTYPE_BOOL, shape=(3,))], b"\x00\x01\x02")
 
 
-@pytest.mark.parametrize("values", [np.array(["a"]), np.array([None]), np.zeros(2, np.complex64), np.zeros(2, np.float16)])
+@pytest.mark.parametrize(
+    "values", [np.array(["a"]), np.array([None]), np.zeros(2, np.complex64), np.zeros(2, np.float16)]
+)
 def test_dtype_the_wire_has_not(values: np.ndarray) -> None:
     with pytest.raises(CodecError, match="dtype"):
         encode({"x": Column(values)})

@@ -1,0 +1,73 @@
+"""The synchronous face: the same client, without an event loop of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Iterator
+
+import gradwire
+import pytest
+from gradwire import service, sync, training
+from support.scripted import BATCH, Script, scripted_server
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    """A scripted server on a loop in another thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    context = scripted_server(script)
+    found, _ = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(10)
+    yield found
+    asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_a_script_without_a_loop(script: Script, address: str) -> None:
+    with gradwire.sync.connect(address) as service:
+        assert [model.name for model in service.list_models()] == ["tiny"]
+        run = service.create_run("tiny")
+        steps = [run.optim_step() for _ in range(20)]
+        assert [step.result(10).step for step in steps] == list(range(1, 21))
+        with pytest.raises(gradwire.InvalidBatchError):
+            run.forward_backward({"input_idz": [[1]]}, "row_loss").result()
+        assert run.forward_backward(BATCH, "row_loss").result(10).loss == 21
+        assert run.info().accepted_seq == 21
+        again = service.get_training_client(run.run_id)
+        assert again.optim_step().result(10).step == 22
+        with pytest.raises(gradwire.UnknownModelError):
+            service.create_run("gpt-9")
+    assert threading.active_count() == 2 or not any(t.name == "gradwire" for t in threading.enumerate())
+
+
+def test_a_future_of_the_synchronous_client_can_be_awaited_in_a_notebook(address: str) -> None:
+    with gradwire.sync.connect(address) as service:
+        run = service.create_run("tiny")
+
+        async def cell() -> int:
+            return (await run.optim_step()).step + run.optim_step().result(10).step
+
+        assert asyncio.run(cell()) == 1 + 2
+
+
+def test_it_has_the_methods_of_the_asynchronous_one() -> None:
+    def public(kind: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(value).parameters)
+            for name, value in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    assert public(sync.ServiceClient) == public(service.ServiceClient)
+    assert public(sync.TrainingClient) == public(training.TrainingClient)
+    assert inspect.signature(sync.connect).parameters == inspect.signature(gradwire.connect).parameters

@@ -1,0 +1,138 @@
+"""The channel: cancelling, anyio's cancel scopes, backoff, and files that stay below their folder."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import anyio
+import gradwire
+import pytest
+from gradwire.transport import Backoff
+from gradwire_proto.v1 import training_pb2 as pb
+from support.scripted import Fails, Script, ScriptedService, plain, scripted_run, scripted_server, until
+
+pytestmark = pytest.mark.anyio
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+class Slow(ScriptedService):
+    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
+        await asyncio.sleep(30)
+        raise AssertionError("not reached")
+
+
+async def test_a_cancelled_call_leaves_nothing_behind() -> None:
+    async with scripted_server(Script(), service=Slow) as (address, _), gradwire.connect(address) as service:
+        with anyio.move_on_after(0.1) as scope:
+            await service.list_models()
+        assert scope.cancelled_caught
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(service.list_models(), 0.1)
+        ours = [task for task in asyncio.all_tasks() if "Transport" in repr(task.get_coro())]
+        assert ours == []
+        assert await service.list_losses()
+        async with anyio.create_task_group() as group:
+            group.start_soon(service.list_models)
+            await asyncio.sleep(0.05)
+            group.cancel_scope.cancel()
+        assert (await service.server_info()).version == "scripted"
+
+
+async def test_closing_during_a_call() -> None:
+    async with scripted_server(Script(), service=Slow) as (address, _):
+        service = await gradwire.connect(address)
+        call = asyncio.create_task(service.list_models())
+        await asyncio.sleep(0.05)
+        await service.close()
+        with pytest.raises(gradwire.ServiceClosedError):
+            await call
+
+
+async def test_backoff_waits_longer_gives_up_and_starts_again() -> None:
+    backoff, lost = Backoff(0.3), gradwire.ConnectionLostError("lost")
+    loop = asyncio.get_running_loop()
+    began, waits = loop.time(), []
+    with pytest.raises(gradwire.ConnectionLostError):
+        for _ in range(50):
+            start = loop.time()
+            await backoff.pause(lost)
+            waits.append(loop.time() - start)
+    assert 0.3 <= loop.time() - began < 2
+    assert waits[-1] > waits[0]
+    backoff.progress()
+    await backoff.pause(lost)
+
+
+class Files(ScriptedService):
+    files = (("a.txt", b"x" * 10), ("deep/b.bin", b"y" * 1_500_000), ("empty", b""))
+
+    async def Download(self, request: pb.DownloadRequest, context: Any) -> Any:
+        for name, content in self.files:
+            yield pb.DownloadFrame(file=name, size_bytes=len(content), chunk=content[: 1 << 20])
+            if len(content) > 1 << 20:
+                yield pb.DownloadFrame(chunk=content[1 << 20 :])
+
+
+class Escaping(Files):
+    files = (("../evil", b"x"),)
+
+
+class Short(Files):
+    async def Download(self, request: pb.DownloadRequest, context: Any) -> Any:
+        yield pb.DownloadFrame(file="a.txt", size_bytes=10, chunk=b"half")
+
+
+def exporting() -> Script:
+    def answer(received: Any) -> Any:
+        result, columns = plain(received)
+        if received.kind == "export":
+            result.export.name = received.operation.export.name
+        return result, columns
+
+    return Script(answer=answer)
+
+
+async def test_export_downloads_the_files(tmp_path: Path) -> None:
+    async with scripted_server(exporting(), service=Files) as (address, _), gradwire.connect(address) as service:
+        run = await service.create_run("tiny")
+        folder = await run.export(tmp_path / "model", format="hf")
+        found = {
+            path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+        }
+    assert folder == tmp_path / "model"
+    assert found == {"a.txt": 10, "deep/b.bin": 1_500_000, "empty": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(Escaping, gradwire.InternalServerError), (Short, gradwire.ConnectionLostError)]
+)
+async def test_a_download_that_is_not_to_be_trusted(
+    tmp_path: Path, kind: type[ScriptedService], error: type[Exception]
+) -> None:
+    async with scripted_server(exporting(), service=kind) as (address, _), gradwire.connect(address) as service:
+        run = await service.create_run("tiny")
+        with pytest.raises(error):
+            await run.download_checkpoint("name", tmp_path / "folder")
+    assert not files_below(tmp_path)
+
+
+async def test_an_export_that_fails_is_seen_when_its_own_future_raises() -> None:
+    def answer(received: Any) -> Any:
+        if received.kind == "export":
+            raise Fails(pb.ERROR_CODE_UNSUPPORTED, "no adapter")
+        return plain(received)
+
+    script = Script(answer=answer)
+    async with scripted_run(script) as (run, _):
+        export = run.export("nowhere", format="peft")
+        await until(lambda: export.done())
+        with pytest.raises(gradwire.AbortedPredecessorError):
+            await run.zero_grad()
+        with pytest.raises(gradwire.UnsupportedError):
+            await export
+        assert (await run.optim_step()).step == 3

@@ -119,3 +119,19 @@ GROUP_FIELDS = (
         "Log-probability of each response token under the reference, in place of reference_model.",
     ),
 )
+
+GROUP_ADVANTAGES = sample_field(
+    "advantages",
+    ("[rows, samples]", SAMPLE_TOKENS[0]),
+    "Advantage of each response, or of each of its tokens, in place of those that rewards give.",
+)
+GROUP_POLICY_FIELDS = (
+    *GROUP_FIELDS,
+    GROUP_ADVANTAGES,
+    sample_field(
+        "sampler_log_probs",
+        SAMPLE_TOKENS,
+        "Log-probability of each response token as the sampler computed it, for sampler_correction.",
+    ),
+    FieldSpec("truncated", "bool", ("[rows, samples]",), "1 where a response was cut off at the length limit."),
+)

@@ -2,7 +2,8 @@
 
 ``d = logprobs - ref_logprobs`` in nats, any shape. See Schulman 2020, "Approximating KL divergence"
 (http://joschu.net/blog/kl-approx.html). As a term of a loss, only k2's and k3's gradients are of use: that of k1 is
-zero in expectation, whatever the reference; k2's is the KL's own on the policy's samples.
+zero in expectation, whatever the reference; k2's is the KL's own on the policy's samples. So "k1+" and "k3+" have the
+value of k1 and k3 and the gradient of k2 (verl).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 LINEAR_BEYOND = 20.0
 
 
@@ -26,6 +27,9 @@ def exp_minus_one(x: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
     """Of each token: ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d`` (unbiased as k1, never negative)."""
     difference = logprobs - ref_logprobs
+    if estimator in ("k1+", "k3+"):
+        k2 = 0.5 * difference.square()
+        return kl_estimate(logprobs, ref_logprobs, "k1" if estimator == "k1+" else "k3").detach() + (k2 - k2.detach())
     if estimator == "k1":
         return difference
     if estimator == "k2":

@@ -212,6 +212,8 @@ def grpo(examples: Examples, config: Any) -> Result:
         "group_reward_mean": mean([mean(group) for group in rewards]),
         "group_reward_std": mean([std(group) if len(set(group)) > 1 else 0.0 for group in rewards]),
         "zero_spread_groups": mean([float(len(set(group)) < 2) for group in rewards]),
+        "kept_fraction": 1.0 if approx else math.nan,
+        "sampler_ratio_mean": math.nan,
     }
 
 

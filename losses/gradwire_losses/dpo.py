@@ -219,13 +219,15 @@ def divergence_scores(ratios: Tensor, config: DPOConfig) -> Tensor:
     return ratios
 
 
-def shared_length_weights(batch: Batch, ld_alpha: float) -> Tensor:
-    """``[T]``: 1 within the length that both responses of a pair have, ``ld_alpha`` beyond."""
+def shared_length_weights(batch: Batch, like: Tensor, ld_alpha: float) -> Tensor:
+    """``[T]``, of the dtype of ``like``: 1 within the length that both responses of a pair have, else ``ld_alpha``."""
     lengths = batch.row_lengths
     shared = lengths.view(-1, 2).amin(dim=1).repeat_interleave(2)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     within = torch.arange(int(lengths.sum()), device=lengths.device) - starts
-    return torch.where(within < shared.repeat_interleave(lengths), 1.0, ld_alpha)
+    return torch.full_like(like, ld_alpha, requires_grad=False).masked_fill(
+        within < shared.repeat_interleave(lengths), 1.0
+    )
 
 
 def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -256,7 +258,7 @@ def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     response has no scored token counts nowhere. Loss types in plain text, with b = beta, e = label_smoothing:
     ``gradwire_losses.dpo.LOSS_TYPES``. ``sft`` alone averages over tokens, those of the chosen responses.
     """
-    weights = None if config.ld_alpha is None else shared_length_weights(batch, config.ld_alpha)
+    weights = None if config.ld_alpha is None else shared_length_weights(batch, scores.logprobs, config.ld_alpha)
     if weights is not None and batch.levels.get("ref_log_probs") == "sequence":
         raise BatchError(
             "ld_alpha weighs tokens, so the reference's log-probabilities are needed for each",

@@ -19,6 +19,8 @@ from gradwire_losses.outputs import LossOutput, merge_metrics
 from gradwire_losses.registry import LossConfig, LossSpec, get_loss, load_builtin_losses
 
 VOCAB = 50
+NUM_CLASSES = 4
+PER_SEQUENCE = frozenset({"rewards", "class_logits"})
 Columns = dict[str, list[Any]]
 
 load_builtin_losses()
@@ -136,11 +138,16 @@ def random_scores(rng: np.random.Generator, batch: Batch, names: Iterable[str]) 
         "values": lambda: rng.normal(0, 1, count),
         "rewards": lambda: rng.normal(0, 1.5, sequences),
         "correct": lambda: rng.random(count) < 0.5,
+        "collision": lambda: -rng.gamma(2.0, 0.5, count),
+        "mean_logprobs": lambda: -4 - rng.gamma(2.0, 0.5, count),
+        "token_rewards": lambda: rng.normal(0, 1.5, count),
+        "class_logits": lambda: rng.normal(0, 1.5, (sequences, NUM_CLASSES)),
+        "token_class_logits": lambda: rng.normal(0, 1.5, (count, NUM_CLASSES)),
     }
     scores = {}
     for name in sorted(names):
         values = torch.from_numpy(make[name]())
-        scores[name] = values if name in ("ref_logprobs", "correct") else values.requires_grad_()
+        scores[name] = values if name in ("ref_logprobs", "correct", "collision") else values.requires_grad_()
     return scores
 
 
@@ -151,7 +158,7 @@ def pick(batch: Batch, scores: Mapping[str, torch.Tensor], examples: torch.Tenso
         fields={"token": torch.arange(batch.num_scored), "sequence": torch.arange(batch.num_sequences)},
         levels={"token": "token", "sequence": "sequence"},
     ).select(examples)
-    return {name: values[marked["sequence" if name == "rewards" else "token"]] for name, values in scores.items()}
+    return {name: values[marked["sequence" if name in PER_SEQUENCE else "token"]] for name, values in scores.items()}
 
 
 # ------------------------------------------------------------------ the same as plain lists
@@ -160,6 +167,9 @@ def pick(batch: Batch, scores: Mapping[str, torch.Tensor], examples: torch.Tenso
 def scored_positions(columns: Mapping[str, Any], side: str, row: int) -> list[int]:
     """Which tokens of a row of whole sequences are scored, by the rules in words."""
     ids = columns[f"{side}input_ids"][row]
+    for labels in ("step_labels", "token_labels"):
+        if labels in columns:
+            return [t for t in range(len(ids)) if columns[labels][row][t] != -100]
     mask = columns.get(f"{side}loss_mask")
     prompt = columns.get("prompt_lengths", [0] * (row + 1))[row]
     return [t for t in range(1, len(ids)) if (mask is None or mask[row][t]) and t >= prompt]
@@ -172,7 +182,8 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
     layout = loss.layout
     for row in range(len(next(iter(columns.values())))):
         group = []
-        sides = {"rows": [("", row)], "pairs": [("chosen_", row), ("rejected_", row)]}.get(layout)
+        both = [("", row), ("kl_", row)] if "kl_input_ids" in columns else [("", row)]
+        sides = {"rows": both, "pairs": [("chosen_", row), ("rejected_", row)]}.get(layout)
         if sides is None:
             sides = [("", sample) for sample in range(len(columns["response_ids"][row]))]
         for side, index in sides:
@@ -183,12 +194,13 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
                 positions = scored_positions(columns, side, row)
             sequence = SimpleNamespace(n=len(positions), positions=positions)
             for name, values in lists.items():
-                own = values[sum(map(len, examples)) + len(group)] if name == "rewards" else None
-                setattr(
-                    sequence, f"score_{name}", own if name == "rewards" else values[cursor : cursor + len(positions)]
+                whole = name in PER_SEQUENCE
+                entry = (
+                    values[sum(map(len, examples)) + len(group)] if whole else values[cursor : cursor + len(positions)]
                 )
+                setattr(sequence, f"score_{name}", entry)
             for name, rows in columns.items():
-                if not name.startswith(side) or (layout == "pairs" and not side):
+                if not name.startswith(side) or (not side and name.startswith(("chosen_", "rejected_", "kl_"))):
                     continue
                 entry = (
                     rows[row][index]
@@ -219,7 +231,8 @@ def flat(examples: list[list[SimpleNamespace]]) -> list[SimpleNamespace]:
 class Case:
     """A loss, a way to make batches for it, arguments, and the plain reference.
 
-    ``reference(examples, config)`` gives the loss, and metrics by name.
+    ``reference(examples, config)`` gives the loss, and metrics by name. ``without``: optional scores that are left
+    out. ``gradcheck`` is False where part of the loss is held constant on purpose; a test of its own checks that one.
     """
 
     loss: str
@@ -228,6 +241,7 @@ class Case:
     reference: Callable[[list[list[SimpleNamespace]], Any], tuple[float, dict[str, float]]]
     label: str = ""
     without: frozenset[str] = field(default_factory=frozenset)
+    gradcheck: bool = True
 
     @property
     def id(self) -> str:

@@ -1,0 +1,217 @@
+"""Preference and reward losses written out in float64 Python loops from their papers."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+from support.loss_references import Examples, Result, log_ratios, log_sigmoid, mean
+
+
+def sigmoid(x: float) -> float:
+    return math.exp(log_sigmoid(x))
+
+
+def score(ratio: float, config: Any) -> float:
+    """f'(u) at u = e^ratio, from the divergences' definitions."""
+    u, alpha = math.exp(ratio), config.f_alpha_divergence_coef
+    if config.f_divergence_type == "forward_kl":
+        return 1 - 1 / u
+    if config.f_divergence_type == "js_divergence":
+        return math.log(2 * u / (1 + u))
+    if config.f_divergence_type == "alpha_divergence":
+        return (u ** (alpha - 1) - 1) / (alpha - 1)
+    return ratio
+
+
+def dpo_type(kind: str, p: SimpleNamespace, b: float, e: float, tau: float) -> float:
+    c, w, delta = p.c, p.w, p.score_c - p.score_w
+    z = b * delta
+    if kind == "sigmoid":
+        return -(1 - e) * log_sigmoid(z) - e * log_sigmoid(-z)
+    if kind == "robust":
+        return (-(1 - e) * log_sigmoid(z) + e * log_sigmoid(-z)) / (1 - 2 * e)
+    if kind == "hinge":
+        return max(0.0, 1 - z)
+    if kind == "ipo":
+        return (p.score_c / p.n_c - p.score_w / p.n_w - 1 / (2 * b)) ** 2
+    if kind == "exo_pair":
+        return sum(q * math.log(q / t) for q, t in ((sigmoid(z), 1 - e), (sigmoid(-z), e)))
+    if kind == "nca_pair":
+        return -log_sigmoid(b * c) - 0.5 * log_sigmoid(-b * c) - 0.5 * log_sigmoid(-b * w)
+    if kind == "bco_pair":
+        return -log_sigmoid(b * c) - log_sigmoid(-b * w)
+    if kind == "sppo_hard":
+        return (c - 0.5 / b) ** 2 + (w + 0.5 / b) ** 2
+    if kind == "apo_zero":
+        return 1 - sigmoid(b * c) + sigmoid(b * w)
+    if kind == "apo_down":
+        return sigmoid(b * c) + 1 - sigmoid(b * (c - w))
+    if kind == "discopop":
+        m = sigmoid(z / tau)
+        return -log_sigmoid(z) * (1 - m) + math.exp(-z) * m
+    if kind == "sigmoid_norm":
+        return -log_sigmoid(b * (p.score_c / p.n_c - p.score_w / p.n_w))
+    raise AssertionError(kind)
+
+
+def weighted_sums(own: SimpleNamespace, other: SimpleNamespace, alpha: float | None) -> tuple[float, float]:
+    """Log-probabilities of a response under policy and reference; beyond the other's length a token counts alpha."""
+    ref = getattr(own, "ref_log_probs", getattr(own, "score_ref_logprobs", None))
+    if alpha is None:
+        logprob, ratio = log_ratios(own)
+        return logprob, logprob - ratio
+    weights = [1.0 if t < other.n else alpha for t in range(own.n)]
+    return (
+        math.fsum(x * y for x, y in zip(weights, own.score_logprobs, strict=True)),
+        math.fsum(x * y for x, y in zip(weights, ref, strict=True)),
+    )
+
+
+def dpo(examples: Examples, config: Any) -> Result:
+    pairs = []
+    for c, w in examples:
+        if not (c.n and w.n):
+            continue
+        (lp_c, ref_c), (lp_w, ref_w) = weighted_sums(c, w, config.ld_alpha), weighted_sums(w, c, config.ld_alpha)
+        pair = SimpleNamespace(c=lp_c - ref_c, w=lp_w - ref_w, n_c=c.n, n_w=w.n, lp=(lp_c, lp_w), ref=(ref_c, ref_w))
+        pair.score_c, pair.score_w = score(pair.c, config), score(pair.w, config)
+        pair.nll = -math.fsum(c.score_logprobs)
+        pair.weight = 1.0
+        if config.use_weighting:
+            for side in (c, w):
+                aligned = [lp - s for lp, s in zip(side.score_logprobs, side.score_collision, strict=True)]
+                pair.weight *= math.exp(mean(aligned))
+        pairs.append(pair)
+    b, e = config.beta, config.label_smoothing
+    loss = 0.0
+    for kind, weight in zip(config.loss_types, config.weights, strict=True):
+        if kind == "sft":
+            loss += weight * math.fsum(p.nll * p.weight for p in pairs) / sum(p.n_c for p in pairs)
+            continue
+        if kind.startswith("aot"):
+            paired = kind == "aot"
+            first = sorted(p.lp[0] - p.lp[1] if paired else p.c for p in pairs)
+            second = sorted(p.ref[0] - p.ref[1] if paired else p.w for p in pairs)
+            deltas = [b * (x - y) for x, y in zip(first, second, strict=True)]
+            losses = [-(1 - e) * log_sigmoid(z) - e * log_sigmoid(-z) for z in deltas]
+        else:
+            losses = [dpo_type(kind, p, b, e, config.discopop_tau) for p in pairs]
+        loss += weight * mean([x * p.weight for x, p in zip(losses, pairs, strict=True)])
+    rewards = [(b * p.c, b * p.w) for p in pairs]
+    return loss, {"implicit_reward": mean([r for pair in rewards for r in pair])} | pair_metrics(
+        rewards, [p.lp for p in pairs]
+    )
+
+
+def pair_metrics(rewards: list[tuple[float, float]], logprobs: list[tuple[float, float]]) -> dict[str, float]:
+    return {
+        "chosen_reward": mean([c for c, _ in rewards]),
+        "rejected_reward": mean([w for _, w in rewards]),
+        "reward_margin": mean([c - w for c, w in rewards]),
+        "preference_accuracy": mean([float(c > w) for c, w in rewards]),
+        "chosen_log_probs": mean([c for c, _ in logprobs]),
+        "rejected_log_probs": mean([w for _, w in logprobs]),
+        "num_pairs": len(rewards),
+    }
+
+
+def complete(examples: Examples) -> list[tuple[SimpleNamespace, SimpleNamespace]]:
+    return [(c, w) for c, w in examples if c.n and w.n]
+
+
+def sums(pairs: list[tuple[SimpleNamespace, SimpleNamespace]]) -> list[tuple[float, float]]:
+    return [(math.fsum(c.score_logprobs), math.fsum(w.score_logprobs)) for c, w in pairs]
+
+
+def means(pairs: list[tuple[SimpleNamespace, SimpleNamespace]]) -> list[tuple[float, float]]:
+    return [(mean(c.score_logprobs), mean(w.score_logprobs)) for c, w in pairs]
+
+
+def nll(pairs: list[tuple[SimpleNamespace, SimpleNamespace]], config: Any) -> float:
+    if config.nll_reduction == "sequence_mean":
+        return -mean([mean(c.score_logprobs) for c, _ in pairs])
+    return -mean([lp for c, _ in pairs for lp in c.score_logprobs])
+
+
+def simpo(examples: Examples, config: Any) -> Result:
+    pairs = complete(examples)
+    rewards = [(config.beta * c, config.beta * w) for c, w in means(pairs)]
+    e = config.label_smoothing
+    losses = []
+    for c, w in rewards:
+        z = c - w - config.gamma
+        losses.append(-(1 - e) * log_sigmoid(z) - e * log_sigmoid(-z))
+    return mean(losses), pair_metrics(rewards, sums(pairs))
+
+
+def orpo(examples: Examples, config: Any) -> Result:
+    pairs = complete(examples)
+    odds = [[math.log(math.exp(m) / (1 - math.exp(m))) for m in pair] for pair in means(pairs)]
+    ratios = [c - w for c, w in odds]
+    likelihood = nll(pairs, config)
+    gains = [log_sigmoid(r) for r in ratios]
+    return likelihood - config.beta * mean(gains), pair_metrics(
+        [(config.beta * c, config.beta * w) for c, w in means(pairs)], sums(pairs)
+    ) | {"nll_loss": likelihood, "log_odds_ratio": mean(ratios), "log_odds_chosen": mean(gains)}
+
+
+def cpo(examples: Examples, config: Any) -> Result:
+    pairs = complete(examples)
+    values = means(pairs) if config.alpha or config.loss_type == "ipo" else sums(pairs)
+    if config.alpha:
+        values = [
+            ((1 - math.exp(c) ** -config.alpha) / config.alpha, (1 - math.exp(w) ** -config.alpha) / config.alpha)
+            for c, w in values
+        ]
+    b, e = config.beta, config.label_smoothing
+    losses = []
+    for c, w in values:
+        if config.loss_type == "hinge":
+            losses.append(max(0.0, 1 - b * (c - w)))
+        elif config.loss_type == "ipo":
+            losses.append((c - w - 1 / (2 * b)) ** 2)
+        else:
+            losses.append(-(1 - e) * log_sigmoid(b * (c - w)) - e * log_sigmoid(-b * (c - w)))
+    likelihood = nll(pairs, config)
+    return mean(losses) + config.cpo_alpha * likelihood, pair_metrics(
+        [(b * c, b * w) for c, w in values], sums(pairs)
+    ) | {"nll_loss": likelihood}
+
+
+def unpaired_metrics(rewards: list[tuple[int, float]]) -> dict[str, float]:
+    good, bad = [r for on, r in rewards if on], [r for on, r in rewards if not on]
+    return {
+        "chosen_reward": mean(good),
+        "rejected_reward": mean(bad),
+        "reward_margin": mean(good) - mean(bad),
+        "desirable_share": mean([float(on) for on, _ in rewards]),
+    }
+
+
+def kto(examples: Examples, config: Any) -> Result:
+    mismatched = [log_ratios(example[1])[1] for example in examples if len(example) > 1 and example[1].n]
+    z = max(0.0, mean(mismatched)) if mismatched and config.loss_type == "kto" else 0.0
+    losses, rewards = [], []
+    for row in (example[0] for example in examples):
+        if not row.n:
+            continue
+        r = log_ratios(row)[1]
+        rewards.append((row.label, config.beta * r))
+        if row.label:
+            losses.append(config.desirable_weight * (1 - sigmoid(config.beta * (r - z))))
+        else:
+            losses.append(config.undesirable_weight * (1 - sigmoid(config.beta * (z - r))))
+    return mean(losses), unpaired_metrics(rewards) | {"kl": z}
+
+
+def bco(examples: Examples, config: Any) -> Result:
+    rows = [row for [row] in examples if row.n]
+    rewards = [(row.label, config.beta * log_ratios(row)[1]) for row in rows]
+    delta = mean([r for _, r in rewards]) if config.delta is None else config.delta
+    losses = [
+        -log_sigmoid(r - delta if label else delta - r) * getattr(row, "weights", 1.0)
+        for row, (label, r) in zip(rows, rewards, strict=True)
+    ]
+    return mean(losses), unpaired_metrics(rewards) | {"delta": delta}

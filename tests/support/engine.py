@@ -58,7 +58,15 @@ class Driver:
         assert reply.id == request.id
         return reply, payload
 
-    def create(self, run_id: str, *, checkpoint: str = "", weights_only: bool = False, fresh_head: bool = False, **config: Any) -> engine_pb2.EngineReply:
+    def create(
+        self,
+        run_id: str,
+        *,
+        checkpoint: str = "",
+        weights_only: bool = False,
+        fresh_head: bool = False,
+        **config: Any,
+    ) -> engine_pb2.EngineReply:
         """``lora`` as a rank or as settings."""
         lora = config.pop("lora", None)
         settings = pb.RunConfig(**{"base_model": "tiny"} | config)

@@ -20,7 +20,6 @@ from gradwire_server.engine.checkpoints import CheckpointStore
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.link import Buffer
 from gradwire_server.engine.operations import Columns, Outcome
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.references import References

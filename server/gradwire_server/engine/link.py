@@ -8,6 +8,7 @@ imports this module too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -85,10 +86,8 @@ class EngineLink:
 
     def close(self) -> None:
         """Ends the stream; a thread that waits in :meth:`receive` gets LinkClosed."""
-        try:
+        with contextlib.suppress(OSError):  # the other end was first
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end was first
-            pass
         self._sock.close()
 
     def _read(self, size: int) -> memoryview:

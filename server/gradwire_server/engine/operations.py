@@ -57,9 +57,7 @@ PLAIN = LossSpec(
 )
 
 
-def carry_out(
-    engine: Engine, run: EngineRun, seq: int, operation: training_pb2.Operation, columns: Columns
-) -> Outcome:
+def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.Operation, columns: Columns) -> Outcome:
     """Carries out one operation.
 
     Raises:

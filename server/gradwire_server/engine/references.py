@@ -13,9 +13,10 @@ import itertools
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_proto.v1 import training_pb2
@@ -121,7 +122,8 @@ class References:
         found = [self._logprobs.get(key) for key in keys]
         missing = [index for index, known in enumerate(found) if known is None]
         if missing:
-            sequences = Batch(batch.input_ids, batch.lengths, batch.scored, torch.ones_like(batch.lengths))
+            ones = torch.ones_like(batch.lengths)
+            sequences = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
             wanted = sequences.select(torch.tensor(missing))
             scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
             for index, values in zip(missing, scores["logprobs"].split(wanted.row_lengths.tolist()), strict=True):
@@ -139,9 +141,9 @@ class References:
         identity = f"model {name}"
         if identity not in self._loaded:
             if not self._host.is_loaded(name):
-                self._make_room(self._host.facts(name).num_parameters * self._host.dtype.itemsize)
+                self._make_room(self._model_bytes(name))
             policy = Policy(self._host.get(name))
-            self._loaded[identity] = _Loaded(Reference(identity, policy), _model_bytes(policy), shared_model=name)
+            self._loaded[identity] = _Loaded(Reference(identity, policy), self._model_bytes(name), shared_model=name)
         return self._use(identity)
 
     def _checkpoint(self, manifest: Manifest) -> Reference:
@@ -165,9 +167,9 @@ class References:
                     raise
                 size = sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             else:
-                self._make_room(facts.num_parameters * self._host.dtype.itemsize)
+                size = self._model_bytes(config.base_model)
+                self._make_room(size)
                 policy = self._full(config.base_model, head, tensors)
-                size = _model_bytes(policy)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
         return self._use(identity)
 
@@ -202,6 +204,9 @@ class References:
                 self._host.release(entry.shared_model)
             else:
                 entry.reference.policy.close()
+
+    def _model_bytes(self, name: str) -> int:
+        return self._host.facts(name).num_parameters * self._host.dtype.itemsize
 
     def _bytes(self, entry: _Loaded) -> int:
         """What dropping an entry would free: nothing for a model that adapters are on."""
@@ -240,20 +245,21 @@ class LogprobCache:
 
 def _keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:
     start = hashlib.blake2b(f"{identity}\0{temperature!r}\0".encode(), digest_size=16)
-    ends = batch.lengths.cumsum(0)[:-1].tolist()
+    parts = [_cut(batch.input_ids, batch.lengths), _cut(batch.scored, batch.lengths)]
+    if batch.target_tokens is not None:
+        parts.append(_cut(batch.target_tokens, batch.row_lengths))
     keys = []
-    for ids, scored in zip(
-        np.split(batch.input_ids.numpy(), ends), np.split(batch.scored.numpy(), ends), strict=True
-    ):
+    for of_sequence in zip(*parts, strict=True):
         state = start.copy()
-        state.update(ids.tobytes())
-        state.update(scored.tobytes())
+        for part in of_sequence:
+            state.update(len(part).to_bytes(8))
+            state.update(part.tobytes())
         keys.append(state.digest())
     return keys
 
 
-def _model_bytes(policy: Policy) -> int:
-    return sum(parameter.nbytes for parameter in policy.model.parameters())
+def _cut(values: Tensor, lengths: Tensor) -> list[npt.NDArray[Any]]:
+    return np.split(values.numpy(), lengths.cumsum(0)[:-1].numpy())
 
 
 def _check_fits(reference: Reference, batch: Batch) -> None:

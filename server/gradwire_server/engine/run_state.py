@@ -48,7 +48,7 @@ def restore(
             the run is then as it was.
     """
     manifest = store.manifest(path)
-    _check_kind(run, manifest)
+    _check_kind(run, manifest, fresh_head)
     names = (WEIGHTS,) if weights_only else (WEIGHTS, MOMENTS, ACCUMULATED, EMA, RNG)
     files = {name: store.load(path, name, manifest) for name in names}
     run.policy.load_state_tensors(files[WEIGHTS], head=not fresh_head)
@@ -60,9 +60,7 @@ def restore(
     for name in (MOMENTS, ACCUMULATED):
         if fresh_head:
             files[name] = {
-                key: tensor
-                for key, tensor in files[name].items()
-                if not key.rpartition("|")[2].startswith(HEAD_PREFIX)
+                key: tensor for key, tensor in files[name].items() if not key.rpartition("|")[2].startswith(HEAD_PREFIX)
             }
     run.optimizer.load_state_tensors(files[MOMENTS])
     run.accumulator.load_state_tensors(files[ACCUMULATED], run.policy.masters())
@@ -76,15 +74,20 @@ def restore(
     return manifest
 
 
-def _check_kind(run: EngineRun, manifest: Manifest) -> None:
+def _check_kind(run: EngineRun, manifest: Manifest, fresh_head: bool) -> None:
     mine, theirs = run.config, manifest.config
     if mine.HasField("lora") != theirs.HasField("lora"):
-        kinds = {True: "a LoRA adapter", False: "all weights"}
-        message = f"the checkpoint holds {kinds[theirs.HasField('lora')]} and the run trains {kinds[mine.HasField('lora')]}"
+        kinds = ("a LoRA adapter", "all weights") if theirs.HasField("lora") else ("all weights", "a LoRA adapter")
+        message = "the checkpoint holds {} and the run trains {}".format(*kinds)
     elif mine.HasField("lora") and mine.base_model != theirs.base_model:
         message = f"the checkpoint's adapter belongs to {theirs.base_model!r} and the run's base is {mine.base_model!r}"
     elif mine.HasField("lora") and _scale(mine.lora) != _scale(theirs.lora):
         message = f"the checkpoint's LoRA scale is {_scale(theirs.lora):g} and the run's is {_scale(mine.lora):g}"
+    elif mine.head != theirs.head and not fresh_head:
+        message = (
+            f"the checkpoint has {_head(theirs.head)} and the run has {_head(mine.head)}; fork_run with head= gives "
+            "its weights a fresh one"
+        )
     else:
         return
     raise OperationError(
@@ -93,6 +96,10 @@ def _check_kind(run: EngineRun, manifest: Manifest) -> None:
         field="checkpoint",
         rule="same kind of run",
     )
+
+
+def _head(kind: str) -> str:
+    return f"a {kind} head" if kind else "no head"
 
 
 def _scale(settings: training_pb2.LoraSettings) -> float:

@@ -53,7 +53,8 @@ class LocalSampler:
             [_Row(p, k, prompt, params, facts.context_length, tokenizer) for k in range(params.n)]
             for p, prompt in enumerate(prompts)
         ]
-        for batch in self._batches([row for of_prompt in rows for row in of_prompt], params.max_tokens, facts.vocab_size):
+        every = [row for of_prompt in rows for row in of_prompt]
+        for batch in self._batches(every, params.max_tokens, facts.vocab_size):
             _generate(policy, batch, params, ends)
         eos = frozenset(facts.eos_token_ids)
         return [[row.finish(eos - params.stop_token_ids, tokenizer) for row in of_prompt] for of_prompt in rows]
@@ -107,9 +108,7 @@ class _Row:
         """Takes a token; whether the sample goes on."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        if token in ends:
-            self.ended_by = "stop"
-        elif self._finds_stop(token):
+        if token in ends or self._finds_stop(token):
             self.ended_by = "stop"
         elif len(self.token_ids) >= self.limit:
             self.ended_by = "length"

@@ -1,0 +1,81 @@
+"""Exported folders load with plain transformers and peft, and say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2 as pb
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.engine import LocalEngine, token_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
+BATCH = token_rows(ROWS)
+
+
+@pytest.fixture
+def engine(tiny_model_path: Path, tmp_path: Path) -> LocalEngine:
+    return LocalEngine({"tiny": tiny_model_path}, tmp_path)
+
+
+def plain_logprobs(model: torch.nn.Module) -> np.ndarray:
+    found = []
+    with torch.no_grad():
+        for row in ROWS:
+            logits = model(input_ids=torch.tensor([row])).logits[0, :-1].float()
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1))
+    return torch.cat(found).numpy()
+
+
+@pytest.mark.parametrize(
+    ("lora", "asked", "written"),
+    [
+        (None, "auto", "hf"),
+        (None, "merged", "hf"),
+        (4, "auto", "peft"),
+        (4, "peft", "peft"),
+        (4, "merged", "hf"),
+        (4, "hf", "hf"),
+    ],
+)
+def test_a_folder_loads_and_gives_the_same_logprobs(
+    engine: LocalEngine, tiny_model_path: Path, tmp_path: Path, lora: int | None, asked: str, written: str
+) -> None:
+    engine.create("run-other", lora=2, seed=5)
+    engine.create("run-a", lora=lora, head="value")
+    for _ in range(3):
+        engine.train("run-a", BATCH)
+        engine.train("run-other", BATCH)
+    expected = engine.logprobs("run-a", BATCH)
+    export = engine.do("run-a", export=pb.ExportModel(name="out", format=asked)).proto.export
+    assert (export.name, export.format) == ("out", written)
+    folder = tmp_path / "runs" / "run-a" / "exports" / "out"
+    assert export.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
+    if written == "hf":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(folder))
+    model.eval()
+    assert np.allclose(plain_logprobs(model), expected, atol=1e-5)
+    assert not np.allclose(expected, engine.logprobs("run-a", BATCH, model="base"), atol=1e-2)
+    exported, original = (AutoTokenizer.from_pretrained(path) for path in (folder, tiny_model_path))
+    assert exported("abc").input_ids == original("abc").input_ids
+    head = load_file(folder / "gradwire_head.safetensors")
+    assert head.keys() == {"weight", "bias"}
+    with safe_open(folder / "gradwire_head.safetensors", "pt") as file:
+        assert file.metadata()["kind"] == "value"
+    assert np.array_equal(engine.logprobs("run-a", BATCH), expected)
+    again = engine.do("run-a", export=pb.ExportModel(name="out", format=asked)).proto.export
+    assert again.size_bytes == export.size_bytes
+
+
+def test_a_full_run_has_no_adapter_to_export(engine: LocalEngine) -> None:
+    engine.create("run-a")
+    error = engine.op("run-a", export=pb.ExportModel(format="peft")).proto.error
+    assert (error.code, error.field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "format")

@@ -1,0 +1,141 @@
+"""Reference models: what a name means, what is computed once only, and how much is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.references import LogprobCache
+from support.engine import LocalEngine, token_rows
+
+ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
+BATCH = token_rows(ROWS)
+PAIRS = token_rows(ROWS, "chosen_input_ids") | token_rows([[1, 3], [1, 4, 5], [1, 6, 7]], "rejected_input_ids")
+
+
+@pytest.fixture
+def engine(tiny_model_path: Path, tmp_path: Path) -> LocalEngine:
+    return LocalEngine({"tiny": tiny_model_path}, tmp_path)
+
+
+def dpo(engine: LocalEngine, run: str, reference: str, kind: str = "forward_backward") -> dict[str, float]:
+    kwargs = json.dumps({"reference_model": reference})
+    result = engine.do(run, PAIRS, **{kind: pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs)})
+    return dict(result.proto.loss.metrics)
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
+def test_a_second_epoch_computes_no_reference(engine: LocalEngine, lora: int | None) -> None:
+    engine.create("run-a", lora=lora)
+    references = engine.engine.references
+    assert dpo(engine, "run-a", "base")["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert references.computed_sequences == 6
+    engine.do("run-a", optim_step=pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8))
+    assert abs(dpo(engine, "run-a", "base")["reward_margin"]) > 1e-4
+    assert references.computed_sequences == 6
+    some_new = token_rows([*ROWS[:2], [1, 61]], "chosen_input_ids") | {
+        "rejected_input_ids": PAIRS["rejected_input_ids"]
+    }
+    kwargs = json.dumps({"reference_model": "base"})
+    engine.do("run-a", some_new, forward_backward=pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs))
+    assert references.computed_sequences == 7
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
+def test_names_mean_the_weights_they_say(engine: LocalEngine, lora: int | None) -> None:
+    engine.create("run-a", lora=lora, seed=1)
+    base = engine.logprobs("run-a", BATCH)
+    for _ in range(2):
+        engine.train("run-a", BATCH)
+    early = engine.logprobs("run-a", BATCH)
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="early"))
+    engine.train("run-a", BATCH)
+    late = engine.logprobs("run-a", BATCH)
+    assert not np.allclose(early, late, atol=1e-3)
+    assert np.allclose(engine.logprobs("run-a", BATCH, model="base"), base, atol=1e-6)
+    assert np.allclose(engine.logprobs("run-a", BATCH, model="tiny"), base, atol=1e-6)
+    assert np.array_equal(engine.logprobs("run-a", BATCH, model="run-a/early"), early)
+    engine.create("run-b", lora=8, seed=2)
+    assert np.array_equal(engine.logprobs("run-b", BATCH, model="run-a/early"), early)
+    assert np.array_equal(engine.logprobs("run-a", BATCH), late)
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="early", overwrite=True))
+    assert np.array_equal(engine.logprobs("run-b", BATCH, model="run-a/early"), late)
+
+
+def test_the_base_of_a_forked_adapter_is_still_the_base_model(engine: LocalEngine) -> None:
+    engine.create("run-a", lora=4, seed=1)
+    base = engine.logprobs("run-a", BATCH)
+    engine.train("run-a", BATCH)
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="sft"))
+    trained = engine.logprobs("run-a", BATCH)
+    engine.create("run-fork", lora=4, seed=9, checkpoint="run-a/sft", weights_only=True)
+    assert np.array_equal(engine.logprobs("run-fork", BATCH), trained)
+    assert np.allclose(engine.logprobs("run-fork", BATCH, model="base"), base, atol=1e-6)
+
+
+def test_a_reward_head_travels_with_its_checkpoint(engine: LocalEngine) -> None:
+    for run, lora in (("run-lora", 4), ("run-full", None)):
+        engine.create(run, lora=lora, head="reward", seed=3)
+        rewards = engine.do(run, BATCH, forward=pb.LossCall(outputs=["rewards"])).columns["rewards"]
+        engine.do(run, save_checkpoint=pb.SaveCheckpoint(name="rm"))
+        engine.create("run-policy", lora=4)
+        asked = pb.LossCall(outputs=["rewards"], model=f"{run}/rm")
+        found = engine.do("run-policy", BATCH, forward=asked).columns["rewards"]
+        assert rewards.values.shape == (3,) and np.array_equal(found.values, rewards.values)
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
+def test_the_moving_average_moves_and_its_old_scores_are_forgotten(engine: LocalEngine, lora: int | None) -> None:
+    engine.create("run-a", lora=lora, seed=1, head="value")
+    run = engine.engine.runs["run-a"]
+    start = {name: tensor.clone() for name, tensor in run.policy.state_tensors().items()}
+    assert dpo(engine, "run-a", "ema", "forward")["reward_margin"] == pytest.approx(0, abs=1e-6)
+    engine.train("run-a", BATCH)
+    moved = dpo(engine, "run-a", "ema", "forward")["reward_margin"]
+    assert abs(moved) > 1e-5
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.75))
+    assert run.ema is not None
+    for name, tensor in run.ema.state_tensors().items():
+        assert torch.allclose(tensor, 0.75 * start[name] + 0.25 * run.policy.state_tensors()[name], atol=1e-6)
+    assert 0 < abs(dpo(engine, "run-a", "ema", "forward")["reward_margin"]) < abs(moved)
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0))
+    assert dpo(engine, "run-a", "ema", "forward")["reward_margin"] == pytest.approx(0, abs=1e-6)
+
+
+def test_weights_are_kept_within_so_many_bytes(tiny_model_path: Path, tmp_path: Path) -> None:
+    sizing = LocalEngine({"tiny": tiny_model_path}, tmp_path)
+    size = 4 * sizing.engine.host.facts("tiny").num_parameters
+    models = dict.fromkeys(("tiny", "second", "third"), tiny_model_path)
+    engine = LocalEngine(models, tmp_path, reference_cache_bytes=2 * size)
+    engine.create("run-full")
+    engine.do("run-full", save_checkpoint=pb.SaveCheckpoint(name="start"))
+    expected = engine.logprobs("run-full", BATCH)
+    references = engine.engine.references
+    for name in ("tiny", "second", "run-full/start", "second", "third"):
+        assert np.allclose(engine.logprobs("run-full", BATCH, model=name), expected, atol=1e-6)
+        assert len(references.loaded) <= 2
+    assert references.loaded == ["model second", "model third"]
+    assert not engine.engine.host.is_loaded("tiny")
+    # What a run stands on is not dropped, costs the cache nothing, and is the cache's again when the run has gone.
+    engine.create("run-lora", lora=4)
+    for name in ("base", "second", "third"):
+        engine.logprobs("run-lora", BATCH, model=name)
+    assert len(references.loaded) == 3 and engine.engine.host.is_loaded("tiny")
+    engine.request(drop_run=engine_pb2.EngineDropRun(run_id="run-lora"))
+    assert len(references.loaded) == 2
+
+
+def test_logprobs_are_kept_within_so_many_bytes() -> None:
+    entry = 100 * 4 + LogprobCache.OVERHEAD
+    cache = LogprobCache(3 * entry)
+    for number in range(4):
+        cache.put(bytes([number]), torch.full((100,), float(number)))
+        cache.get(bytes([0]))
+    assert [cache.get(bytes([number])) is not None for number in range(4)] == [True, False, True, True]
+    cache.put(b"huge", torch.zeros(10_000))
+    assert len(cache) == 0

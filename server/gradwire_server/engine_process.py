@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -170,7 +171,7 @@ class EngineProcess:
                 await asyncio.wait_for(connection.process.wait(), grace_s)
             except TimeoutError:
                 log.warning("the engine did not end within %.0f s and is killed", grace_s)
-                connection.process.kill()
+                _kill(connection.process)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -227,14 +228,19 @@ class EngineProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            _kill(process)
             code = await process.wait()
             connection.link.close()
             connection.lost()
             if not self._stopping:
                 log.warning("the engine process %d ended with code %d", process.pid, code)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Not `process.kill`, which polls the child first and so takes its exit code away from asyncio."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _start_error(error: Exception) -> RpcError:

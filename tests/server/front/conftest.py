@@ -32,6 +32,7 @@ class Client:
         self.stub: Any = TrainingServiceStub(channel)
         self.run_id, self.epoch = "", 0
         self.acks: dict[int, list[pb.SubmitAck]] = {}
+        self.patience_s = 5.0
         self._stream: Any = None
 
     async def begin(self, **config: Any) -> Client:
@@ -62,8 +63,8 @@ class Client:
         for frame in frames:
             await self._stream.write(frame)
 
-    async def ack(self, timeout: float = 5.0) -> pb.SubmitAck:
-        return await asyncio.wait_for(self._stream.read(), timeout)
+    async def ack(self, timeout: float | None = None) -> pb.SubmitAck:
+        return await asyncio.wait_for(self._stream.read(), timeout or self.patience_s)
 
     async def submit(self, seq: int, payload: bytes = b"", **header: Any) -> pb.SubmitAck:
         """Sends an operation and waits for its acknowledgement."""
@@ -82,7 +83,7 @@ class Client:
         found: list[tuple[pb.OperationResult, bytes]] = []
         try:
             while len(found) < count or len(found[-1][1]) < found[-1][0].payload_bytes:
-                frame = await asyncio.wait_for(call.read(), 5)
+                frame = await asyncio.wait_for(call.read(), self.patience_s)
                 if frame.HasField("header"):
                     found.append((frame.header, frame.chunk))
                 else:

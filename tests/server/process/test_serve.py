@@ -45,7 +45,9 @@ def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Client]:
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Client(channel)
+        client = Client(channel)
+        client.patience_s = 60.0  # an engine that is started again loads torch first
+        yield client
 
 
 async def train(client: Client, seq: int) -> float:
@@ -74,27 +76,26 @@ def engine_of(server_words: str) -> int:
 
 
 async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    with serving(tiny_model_path, calm) as address:
-        async with connected(address) as client:
-            await client.begin(seed=5, lora=pb.LoraSettings(rank=2, dropout=0.1))
-            expected = [await train(client, seq) for seq in (1, 3, 5)]
-            losses = await client.stub.ListLosses(pb.ListLossesRequest())
+    lora = pb.LoraSettings(rank=2, dropout=0.1)
+    with serving(tiny_model_path, tmp_path, signal.SIGKILL) as address:
+        async with connected(address) as calm:
+            await calm.begin(seed=5, lora=lora)
+            expected = [await train(calm, seq) for seq in (1, 3, 5)]
+            assert expected[2] < expected[0]
+            losses = await calm.stub.ListLosses(pb.ListLossesRequest())
             assert "causal_lm" in {loss.name for loss in losses.losses}
             text = pb.EncodeRequest(model="tiny", texts=["2+2=4"])
-            ids = (await client.stub.Encode(text)).sequences
-            assert list((await client.stub.Decode(pb.DecodeRequest(model="tiny", sequences=ids))).texts) == ["2+2=4"]
-    assert expected[2] < expected[0]
-    with serving(tiny_model_path, stormy, signal.SIGKILL) as address:
-        async with connected(address) as client:
-            await client.begin(seed=5, lora=pb.LoraSettings(rank=2, dropout=0.1))
-            run_id, found = client.run_id, [await train(client, 1)]
-            os.kill(engine_of(str(stormy)), signal.SIGKILL)
-            found.append(await train(client, 3))
-    with serving(tiny_model_path, stormy) as address:
-        async with connected(address) as client:
-            await client.open(run_id)
-            found.append(await train(client, 5))
+            ids = (await calm.stub.Encode(text)).sequences
+            assert list((await calm.stub.Decode(pb.DecodeRequest(model="tiny", sequences=ids))).texts) == ["2+2=4"]
+        async with connected(address) as stormy:
+            await stormy.begin(seed=5, lora=lora)
+            found = [await train(stormy, 1)]
+            os.kill(engine_of(str(tmp_path)), signal.SIGKILL)
+            found.append(await train(stormy, 3))
+    with serving(tiny_model_path, tmp_path) as address:
+        async with connected(address) as again:
+            await again.open(stormy.run_id)
+            found.append(await train(again, 5))
     assert found == expected
 
 

@@ -8,10 +8,13 @@ value of k1 and k3 and the gradient of k2 (verl).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from gradwire_losses.outputs import Mean
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 LINEAR_BEYOND = 20.0
@@ -35,3 +38,26 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     if estimator == "k2":
         return 0.5 * difference.square()
     return exp_minus_one(-difference) + difference
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """The next KL coefficient, a metric: ``beta (1 + clip(kl / target - 1, -0.2, 0.2) rows / horizon)``.
+
+    Ziegler et al. 2019, arXiv 1909.08593, with the mean KL of a token for ``kl``; ``beta`` itself without a target.
+    """
+
+    beta: float
+    target: float | None
+    horizon: float
+    kl: Mean
+    rows: int
+
+    def merge(self, other: AdaptiveKL) -> AdaptiveKL:
+        return AdaptiveKL(self.beta, self.target, self.horizon, self.kl.merge(other.kl), self.rows + other.rows)
+
+    def value(self) -> float:
+        if self.target is None or not self.kl.count:
+            return self.beta
+        error = min(max(self.kl.value() / self.target - 1, -0.2), 0.2)
+        return self.beta * (1 + error * self.rows / self.horizon)

@@ -30,7 +30,7 @@ from gradwire_losses.fields import (
     ROWS_OR_TOKENS,
     row_field,
 )
-from gradwire_losses.kl import KLEstimator, kl_estimate
+from gradwire_losses.kl import AdaptiveKL, KLEstimator, kl_estimate
 from gradwire_losses.outputs import ExplainedVariance, LossOutput, Mean, Metric, Std, Term
 from gradwire_losses.policy import clipped_surrogate, probability_ratio
 from gradwire_losses.reduction import ReductionConfig, reduced
@@ -38,9 +38,12 @@ from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 
 
-class AdvantageConfig(PolicyConfig, ReductionConfig):
+class AdvantageConfig(ReductionConfig):
     """Arguments that say how advantages are estimated and what the critic learns."""
 
+    whiten_rewards: bool = Field(
+        False, description="give the batch's rewards (less the KL's) variance 1, their mean kept"
+    )
     use_gae: bool = Field(True, description="else advantages are discounted returns less values: gae_lambda 1")
     gamma: float = Field(0.99, ge=0, le=1, description="discount of a token")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="bias against variance of the advantages")
@@ -48,7 +51,7 @@ class AdvantageConfig(PolicyConfig, ReductionConfig):
     value_clip_epsilon: float | None = Field(None, gt=0, description="clip_epsilon when None")
 
 
-class PPOConfig(AdvantageConfig):
+class PPOConfig(AdvantageConfig, PolicyConfig):
     """Arguments of ``enhanced_ppo``."""
 
     clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + it")
@@ -66,6 +69,10 @@ class PPOConfig(AdvantageConfig):
         False, description="take beta * (old_log_probs - reference's) from each token's reward instead of adding a term"
     )
     whiten_advantages: bool = Field(False, description="give the batch's advantages mean 0 and variance 1")
+    kl_target: float | None = Field(
+        None, gt=0, description="KL (nats a token) that next_beta steers kl_divergence to; None: next_beta is beta"
+    )
+    kl_horizon: float = Field(10000.0, gt=0, description="rows in which next_beta changes by a fifth at the most")
 
 
 PPO_FIELDS = (
@@ -98,6 +105,7 @@ PPO_METRICS = {
     "value_mean": "mean of the critic's values",
     "return_mean": "mean return of a token",
     "reward_mean": "mean over rows of the sum of a row's rewards",
+    "next_beta": "the beta to call with next, to keep kl_divergence at kl_target",
 }
 
 
@@ -128,6 +136,8 @@ class Critique:
 
 def criticise(batch: Batch, scores: Scores, rewards: Tensor, config: AdvantageConfig) -> Critique:
     """Values, advantages and returns; ``rewards [T]``."""
+    if config.whiten_rewards:
+        rewards = whiten(rewards, shift_mean=False)
     predicted = scores.values if "values" in scores else batch["values"]
     baseline = batch.get("old_values")
     if baseline is None:
@@ -170,13 +180,15 @@ def token_rewards(batch: Batch) -> Tensor:
     reference="Schulman et al. 2017, Proximal Policy Optimization Algorithms (arXiv 1707.06347)",
     formula="1/T sum_t [max(-r_t A_t, -clip(r_t, 1-eps, 1+eps) A_t) + c_v/2 max((v_t-R_t)^2, (clip(v_t)-R_t)^2) "
     "- c_e H_t + beta KL_t]",
-    streams=lambda config, present: not config.whiten_advantages,
+    streams=lambda config, present: not (config.whiten_advantages or config.whiten_rewards),
 )
 def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     """Clipped surrogate with a critic, generalised advantage estimation, an entropy bonus and KL to a reference.
 
     loss = policy_loss + value_loss_coef * value_loss - entropy_coef * entropy + beta * kl_divergence, each a mean over
     all scored tokens of the accumulation. The last term is there with a reference only, and not with kl_in_reward.
+    An adaptive KL coefficient (Ziegler et al. 2019, arXiv 1909.08593) is the caller's: give ``beta``, and next time the
+    metric ``next_beta``.
     """
     old, reference, lengths = batch["old_log_probs"], reference_logprobs(batch, scores), batch.row_lengths
     rewards = token_rewards(batch)
@@ -216,8 +228,63 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
         "value_mean": Mean.of(critique.predicted),
         "return_mean": Mean.of(critique.returns),
         "reward_mean": Mean.of(row_rewards),
+        "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), batch.num_examples),
     }
     return LossOutput(terms, metrics)
+
+
+class ValueConfig(AdvantageConfig):
+    """Arguments of ``value_only``."""
+
+    value_clip_epsilon: float | None = Field(0.2, gt=0, description="None: no clip")
+
+
+@register_loss(
+    "value_only",
+    config=ValueConfig,
+    fields=(
+        INPUT_IDS,
+        LOSS_MASK,
+        row_field("rewards", ROWS_OR_TOKENS, "Reward for each token; one a row is for its last token.", required=True),
+        row_field(
+            "old_values", ROW_TOKENS, "Value of the state each token was emitted in, when the batch was sampled."
+        ),
+        row_field(
+            "bootstrap_values",
+            ("[rows]",),
+            "Value of the state after the last token, of rows that were cut off; 0 at an end.",
+        ),
+    ),
+    scores=("values",),
+    metrics={
+        "value_loss": "half the squared error of the critic, clipped",
+        "explained_variance": PPO_METRICS["explained_variance"],
+        "value_mean": PPO_METRICS["value_mean"],
+        "return_mean": PPO_METRICS["return_mean"],
+        "reward_mean": PPO_METRICS["reward_mean"],
+    },
+    reference="Schulman et al. 2016 (arXiv 1506.02438); value clip: Schulman et al. 2017 (arXiv 1707.06347)",
+    formula="1/T sum_t 1/2 max((v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2)",
+    streams=lambda config, present: not config.whiten_rewards,
+    head="value",
+)
+def value_only(batch: Batch, scores: Scores, config: ValueConfig) -> LossOutput:
+    """The critic's half of ``enhanced_ppo`` alone: to warm a value head up, or to train a critic of its own."""
+    lengths, rewards = batch.row_lengths, token_rewards(batch)
+    critique = criticise(batch, scores, rewards, config)
+    value = reduced(
+        value_losses(critique, config.value_clip_epsilon if config.clip_value_loss else None), lengths, config
+    )
+    return LossOutput(
+        {"value": value},
+        {
+            "value_loss": value.metric(),
+            "explained_variance": ExplainedVariance.of(critique.baseline, critique.returns),
+            "value_mean": Mean.of(critique.predicted),
+            "return_mean": Mean.of(critique.returns),
+            "reward_mean": Mean.of(segment_sum(rewards, lengths)[lengths > 0]),
+        },
+    )
 
 
 class ConservativePPOConfig(PPOConfig):

@@ -137,6 +137,9 @@ def ppo(examples: Examples, config: Any) -> Result:
         + (config.beta * reduce(kls, config) if with_reference else 0.0)
     )
     residuals = [r - v for r, v in zip(returns_all, baselines, strict=True)]
+    drift = 0.0
+    if config.kl_target is not None:
+        drift = min(max(mean([x for part in kls for x in part]) / config.kl_target - 1, -0.2), 0.2)
     return loss, {
         "policy_loss": policy,
         "value_loss": value,
@@ -150,6 +153,7 @@ def ppo(examples: Examples, config: Any) -> Result:
         "value_mean": mean(predictions),
         "return_mean": mean(returns_all),
         "reward_mean": mean(totals),
+        "next_beta": config.beta * (1 + zero_if_nan(drift) * len(rows) / config.kl_horizon),
     }
 
 

@@ -1,0 +1,100 @@
+"""Group-in-group policy optimisation: credit for a step of an agent, from other episodes that were in the same state.
+
+``B`` tasks, ``S`` episodes of all tasks, ``T`` scored tokens, ``M`` steps of all episodes. An episode is one response:
+what the agent wrote is scored, observations between are masked. Neighbouring scored tokens of one ``step_ids`` are a
+step.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradwire_losses.advantages import at_last_token, group_advantages, rewards_to_go, subgroup_advantages
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, segment_sum
+from gradwire_losses.fields import GROUP_POLICY_FIELDS, SAMPLE_TOKENS, sample_field
+from gradwire_losses.grpo import GRPO_METRICS, GRPOConfig, group_objective, grpo_scores, reward_advantages
+from gradwire_losses.outputs import LossOutput, Mean
+from gradwire_losses.registry import FieldSpec, register_loss
+
+
+class GiGPOConfig(GRPOConfig):
+    """Arguments of ``gigpo``."""
+
+    step_weight: float = Field(1.0, ge=0, description="weight of the step level beside the episode level (omega)")
+    gamma: float = Field(0.95, ge=0, le=1, description="discount of a step")
+
+
+@register_loss(
+    "gigpo",
+    config=GiGPOConfig,
+    layout="groups",
+    fields=(
+        *GROUP_POLICY_FIELDS,
+        FieldSpec(
+            "step_ids", "int", SAMPLE_TOKENS, "The step that each token belongs to.", aligned_with="response_ids"
+        ),
+        FieldSpec(
+            "anchor_ids",
+            "int",
+            SAMPLE_TOKENS,
+            "A number for the state that the token's step was taken in; equal states, equal numbers.",
+            aligned_with="response_ids",
+        ),
+        sample_field(
+            "step_rewards",
+            SAMPLE_TOKENS,
+            "Rewards of a step, at any of its tokens; by default rewards, at the last step.",
+        ),
+    ),
+    scores=grpo_scores,
+    metrics=GRPO_METRICS | {"singleton_steps": "share of steps alone in their state: they have no step level"},
+    reference="Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978)",
+    formula="GRPO with A_t = A_episode + omega A_step, A_step of the steps' returns, within task and state",
+    streams=lambda config, present: config.top_entropy_quantile == 1,
+)
+def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
+    """GRPO with a second advantage: a step's discounted return against those of steps from the same state of the task.
+
+    Episode rewards are normalised within the task as in ``grpo``, returns of steps among the steps of one task that
+    share ``anchor_ids``; both over their standard deviation + 1e-4 unless ``scale_rewards`` is false. A step alone in
+    its state has no step level. ``advantages`` given with the batch are taken as they are.
+
+    Raises:
+        BatchError: when the batch has neither ``advantages`` nor both ``step_ids`` and ``anchor_ids``.
+    """
+    if "advantages" in batch.fields:
+        output = group_objective(batch, scores, config, *reward_advantages(batch, scores, config))
+        return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean(0.0, 0)})
+    for name in ("step_ids", "anchor_ids"):
+        if name not in batch.fields:
+            raise BatchError(
+                f"gigpo needs {name}, or advantages", field=name, rule="step_ids and anchor_ids, or advantages"
+            )
+    scale = bool(config.scale_rewards)
+    advantages, alone = _advantages(batch, config, scale)
+    output = group_objective(batch, scores, config, advantages, advantages)
+    return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean.of(alone)})
+
+
+def _advantages(batch: Batch, config: GiGPOConfig, scale: bool) -> tuple[Tensor, Tensor]:
+    """``[T]`` advantages, and ``[M]`` bool, whether a step is alone in its state."""
+    lengths, rewards = batch.row_lengths, batch["rewards"]
+    episodes, steps = segment_ids(lengths), batch["step_ids"]
+    begins = torch.ones_like(steps, dtype=torch.bool)
+    begins[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1])
+    step_of_token = begins.long().cumsum(0) - 1
+    step_episodes = episodes[begins]
+    step_counts = torch.bincount(step_episodes, minlength=len(lengths))
+    if "step_rewards" in batch.fields:
+        step_lengths = torch.bincount(step_of_token, minlength=len(step_episodes))
+        step_rewards = segment_sum(batch["step_rewards"], step_lengths)
+    else:
+        step_rewards = at_last_token(rewards, step_counts)
+    returns = rewards_to_go(step_rewards, step_counts, config.gamma)
+    states = torch.stack([segment_ids(batch.group_sizes)[step_episodes], batch["anchor_ids"][begins]], dim=1)
+    _, keys, sizes = torch.unique(states, dim=0, return_inverse=True, return_counts=True)
+    episode = group_advantages(rewards, batch.group_sizes, scale=scale).repeat_interleave(lengths)
+    step = subgroup_advantages(returns, keys, scale=scale)
+    return episode + config.step_weight * step[step_of_token], sizes[keys] == 1

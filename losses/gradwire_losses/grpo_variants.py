@@ -1,0 +1,214 @@
+"""The objectives that the field knows by a name of their own and that are ``grpo`` with other defaults.
+
+Every argument of ``grpo`` is theirs too. ``B`` prompts, ``S`` responses of all prompts, ``T`` scored tokens.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import partial
+from typing import Any
+
+from pydantic import create_model
+
+from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.fields import GROUP_POLICY_FIELDS
+from gradwire_losses.grpo import GRPO_METRICS, GRPOConfig, grpo, grpo_scores, grpo_streams
+from gradwire_losses.outputs import LossOutput
+from gradwire_losses.registry import register_loss
+
+variant = partial(
+    register_loss,
+    layout="groups",
+    fields=GROUP_POLICY_FIELDS,
+    scores=grpo_scores,
+    metrics=GRPO_METRICS,
+    streams=grpo_streams,
+)
+
+
+def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
+    """``grpo``'s arguments with other defaults."""
+    fields: dict[str, Any] = {}
+    for argument, default in defaults.items():
+        field = copy(GRPOConfig.model_fields[argument])
+        field.default = default
+        fields[argument] = (field.annotation, field)
+    return create_model(name, __base__=GRPOConfig, __doc__=f"Arguments of ``grpo``: {name}.", **fields)
+
+
+@variant(
+    "dr_grpo",
+    config=with_defaults("DrGRPOConfig", scale_rewards=False, reduction="fixed", beta=0.0),
+    reference="Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783)",
+    formula="1/S sum_i 1/L sum_t max(-r_it A_i, -clip(r_it) A_i), A_i = R_i - mean_group R, L = reduction_divisor",
+)
+def dr_grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO without its two biases: no standard deviation in the advantage, one divisor for responses of any length.
+
+    ``reduction_divisor`` must be given: the largest length of a response, the same in every call.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "dapo",
+    config=with_defaults(
+        "DAPOConfig",
+        clip_epsilon_high=0.28,
+        reduction="token_mean",
+        mask_truncated=True,
+        mask_zero_spread=True,
+        beta=0.0,
+    ),
+    reference="Yu et al. 2025, DAPO (arXiv 2503.14476)",
+    formula="1/T sum_t max(-r_t A, -clip(r_t, 1-eps_low, 1+eps_high) A), over responses that count",
+)
+def dapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO with a higher upper clip, a mean over tokens, and only responses that end and groups that differ.
+
+    Responses marked ``truncated`` and groups of equal rewards count in neither sum nor mean (overlong filtering and
+    dynamic sampling; drawing other groups in their place is the client's part). The soft punishment of long responses
+    is a matter of the rewards.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "group_gspo",
+    config=with_defaults("GroupGSPOConfig", importance="sequence", clip_epsilon=3e-4, clip_epsilon_high=4e-4, beta=0.0),
+    reference="Zheng et al. 2025, Group Sequence Policy Optimization (arXiv 2507.18071)",
+    formula="1/S sum_i max(-s_i A_i, -clip(s_i, 1-eps_low, 1+eps_high) A_i), s_i = exp(mean_t log r_it)",
+)
+def group_gspo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO with one ratio a response, the geometric mean of its tokens'. As a sum by ``target_tokens``: ``gspo``."""
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "gspo_token",
+    config=with_defaults(
+        "GSPOTokenConfig", importance="sequence_token", clip_epsilon=3e-4, clip_epsilon_high=4e-4, beta=0.0
+    ),
+    reference="Zheng et al. 2025, Group Sequence Policy Optimization (arXiv 2507.18071), section 4.3",
+    formula="1/S sum_i 1/|o_i| sum_t max(-s_it A_it, -clip(s_it) A_it), s_it = sg(s_i) p_it / sg(p_it)",
+)
+def gspo_token(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GSPO whose tokens have their response's ratio and their own gradient: advantages may differ by token."""
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "gmpo",
+    config=with_defaults("GMPOConfig", surrogate="gmpo", clip_epsilon=0.4, beta=0.0),
+    reference="Zhao et al. 2025, Geometric-Mean Policy Optimization (arXiv 2507.20673)",
+    formula="-1/S sum_i exp(mean_t clip(log r_it)) A_i, clipped to [-eps, eps] on the side that A_i pushes to",
+)
+def gmpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO's arithmetic mean over tokens made geometric: outliers of the ratio count less.
+
+    ``clip_epsilon`` bounds the log-ratio (nats), token by token.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "sapo",
+    config=with_defaults("SAPOConfig", surrogate="sapo", beta=0.0),
+    reference="Gao et al. 2025, Soft Adaptive Policy Optimization (arXiv 2511.20347)",
+    formula="-1/S sum_i 1/|o_i| sum_t 4/tau sigmoid(tau (r_it - 1)) A_i, tau by the sign of A_i",
+)
+def sapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO with a soft gate in place of the clip: gradients fade with the distance from the old policy."""
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "group_cispo",
+    config=with_defaults("GroupCISPOConfig", surrogate="cispo", reduction="token_mean", beta=0.0),
+    reference="MiniMax-M1 2025 (arXiv 2506.13585)",
+    formula="-1/T sum_t sg(clip(r_t, ratio_min, ratio_max)) A log p_t",
+)
+def group_cispo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """CISPO over groups: the clipped ratio is a weight without gradient, so no token is left out.
+
+    Bounds are those of the ratio itself, as in TRL. As a sum by ``target_tokens``: ``cispo``.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "rloo",
+    config=with_defaults(
+        "RLOOConfig",
+        baseline="leave_one_out",
+        scale_rewards=False,
+        importance="trajectory",
+        kl_in_reward=True,
+        kl_estimator="k1",
+        beta=0.05,
+    ),
+    reference="Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740)",
+    formula="1/S sum_i max(-r_i A_i, -clip(r_i) A_i), A_i = R_i - mean of the others' R, r_i = prod_t r_it, "
+    "R_i less beta sum_t (log p_old - log ref)",
+)
+def rloo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """REINFORCE on whole responses with the mean reward of the others to the same prompt for baseline.
+
+    The KL to the reference is part of the reward. A group of one response has advantage 0.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "opo",
+    config=with_defaults(
+        "OPOConfig", baseline="length_weighted", scale_rewards=False, reduction="token_mean", beta=0.0
+    ),
+    reference="Hao et al. 2025, On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585)",
+    formula="1/T sum_t max(-r_t A_i, -clip(r_t) A_i), A_i = R_i - sum_j |o_j| R_j / sum_j |o_j|",
+)
+def opo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """Policy gradient with the baseline of least variance, a group's mean reward weighted by length. Meant on-policy.
+
+    On-policy (no ``old_log_probs``) every ratio is 1, as the paper has it.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "gpg",
+    config=with_defaults(
+        "GPGConfig",
+        surrogate="reinforce",
+        scale_rewards=False,
+        mask_zero_spread=True,
+        reduction="token_mean",
+        beta=0.0,
+    ),
+    reference="Chu et al. 2025, GPG (arXiv 2504.02546)",
+    formula="-1/T' sum_t A_i log p_t over the T' tokens of groups that differ, A_i = R_i - mean_group R",
+)
+def gpg(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """Plain policy gradient over groups: no ratio, no clip, no KL; groups of equal rewards leave the mean.
+
+    Leaving them out of the count is the paper's factor alpha, which makes up for samples without gradient.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "reinforce_plus_plus_baseline",
+    config=with_defaults(
+        "ReinforcePlusPlusBaselineConfig",
+        scale_rewards=False,
+        whiten_advantages=True,
+        reduction="token_mean",
+        kl_estimator="k2",
+    ),
+    reference="Hu et al. 2025, REINFORCE++ (arXiv 2501.03262)",
+    formula="1/T sum_t [max(-r_t A_t, -clip(r_t) A_t) + beta KL_t], A = (R_i - mean_group R) whitened over tokens",
+)
+def reinforce_plus_plus_baseline(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """REINFORCE++ with a baseline: rewards less their group's mean, then whitened over all tokens of the batch."""
+    return grpo(batch, scores, config)

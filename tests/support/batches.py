@@ -67,6 +67,7 @@ def groups(rng: np.random.Generator, rows: int, vocab: int, samples: int = 3) ->
         "prompt_ids": rng.integers(3, vocab, (rows, 5)),
         "response_ids": response,
         "response_masks": (np.arange(9) < lengths[..., None]).astype(np.int64),
+        "old_log_probs": rng.normal(-4, 0.3, response.shape).astype(np.float32),
         "rewards": rng.normal(0, 1, (rows, samples)).astype(np.float32),
     }
 

@@ -113,7 +113,7 @@ def _scored(drawn: Drawn, name: str) -> list[Any]:
     """1 or 0 for each entry of a field."""
     rows = drawn.columns[name]
     if drawn.spec.layout == "groups":
-        masks = drawn.columns["response_masks"]
+        masks = drawn.columns.get("response_masks", [[[]]] * len(rows))
         return [masks[row] if isinstance(rows[row][0], list) else [1] * len(rows[row]) for row in range(len(rows))]
     from support.losses import scored_positions
 

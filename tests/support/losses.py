@@ -188,7 +188,8 @@ def plain_examples(loss: LossSpec, columns: Columns, scores: Mapping[str, torch.
             sides = [("", sample) for sample in range(len(columns["response_ids"][row]))]
         for side, index in sides:
             if layout == "groups":
-                mask = columns["response_masks"][row][index]
+                own = columns["response_ids"][row][index]
+                mask = columns["response_masks"][row][index] if "response_masks" in columns else [1] * len(own)
                 positions = [t for t in range(len(mask)) if mask[t]]
             else:
                 positions = scored_positions(columns, side, row)

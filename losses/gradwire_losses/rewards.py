@@ -1,0 +1,237 @@
+"""Reward models beyond pairs: scores, rankings, steps. They train the scalar head of a run with ``head="reward"``."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gradwire_losses.batch import Batch, BatchError, Scores, pad, segment_ids
+from gradwire_losses.fields import GROUP_FIELDS, INPUT_IDS, ROW_TOKENS, row_field, sample_field
+from gradwire_losses.outputs import Correlation, LossOutput, Mean, Std, Sum, Term
+from gradwire_losses.registry import LossConfig, register_loss
+
+
+class ScoreRegressionConfig(LossConfig):
+    """Arguments of ``score_regression``."""
+
+    loss_type: Literal["mse", "huber"] = Field("mse", description="squared error, or huber: linear beyond huber_delta")
+    huber_delta: float = Field(1.0, gt=0, description="where huber turns linear, on the normalised scale")
+    score_min: float | None = Field(None, description="with score_max: scores are mapped from this range to 0 ... 1")
+    score_max: float | None = Field(None, description="with score_min")
+    score_mean: float | None = Field(None, description="with score_std: scores are standardised by these")
+    score_std: float | None = Field(None, gt=0, description="with score_mean")
+
+    @model_validator(mode="after")
+    def _normalised_one_way(self) -> Self:
+        ranged, standardised = self.score_min is not None, self.score_mean is not None
+        if ranged != (self.score_max is not None) or standardised != (self.score_std is not None):
+            raise ValueError("score_min goes with score_max, and score_mean with score_std")
+        if ranged and standardised:
+            raise ValueError("scores are normalised by a range or by mean and deviation, not by both")
+        if self.score_min is not None and self.score_max is not None and self.score_min >= self.score_max:
+            raise ValueError("score_min is not below score_max")
+        return self
+
+    def normalised(self, scores: Tensor) -> Tensor:
+        """What the head learns to give."""
+        if self.score_min is not None and self.score_max is not None:
+            return (scores - self.score_min) / (self.score_max - self.score_min)
+        if self.score_mean is not None and self.score_std is not None:
+            return (scores - self.score_mean) / self.score_std
+        return scores
+
+
+@register_loss(
+    "score_regression",
+    config=ScoreRegressionConfig,
+    fields=(
+        INPUT_IDS,
+        row_field("scores", ("[rows]",), "The score of each sequence.", required=True),
+        row_field("weights", ("[rows]",), "Weight of each row; 1 by default."),
+    ),
+    scores=("rewards",),
+    metrics={
+        "mse": "mean squared error, on the normalised scale",
+        "mae": "mean absolute error, on the normalised scale",
+        "correlation": "Pearson's, of predicted and given scores",
+        "prediction_mean": "mean prediction",
+        "prediction_std": "standard deviation of the predictions",
+    },
+    reference="least squares; Huber 1964",
+    formula="1/B sum w (r - y)^2, y the score, normalised",
+    streams=True,
+    head="reward",
+)
+def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig) -> LossOutput:
+    """The reward head learns the score of each sequence, read at its last token.
+
+    Raises:
+        BatchError: for a score outside of ``score_min`` ... ``score_max``.
+    """
+    given, predicted = batch["scores"], scores.rewards
+    if config.score_min is not None and config.score_max is not None:
+        outside = (given < config.score_min) | (given > config.score_max)
+        if outside.any():
+            row = int(outside.nonzero()[0])
+            raise BatchError(
+                f"scores, row {row}: {given[row].item():g}; score_min and score_max say that there is none such",
+                field="scores",
+                row=row,
+                rule=f"{config.score_min:g} <= score <= {config.score_max:g}",
+            )
+    target = config.normalised(given)
+    error = predicted - target
+    if config.loss_type == "huber":
+        losses = F.huber_loss(predicted, target.to(predicted.dtype), reduction="none", delta=config.huber_delta)
+    else:
+        losses = error.square()
+    if "weights" in batch.fields:
+        losses = losses * batch["weights"]
+    return LossOutput(
+        {"regression": Term(losses.sum(), len(losses), "sequences")},
+        {
+            "mse": Mean.of(error.square()),
+            "mae": Mean.of(error.abs()),
+            "correlation": Correlation.of(predicted, target),
+            "prediction_mean": Mean.of(predicted),
+            "prediction_std": Std.of(predicted),
+        },
+    )
+
+
+class PlackettLuceConfig(LossConfig):
+    """Arguments of ``plackett_luce``."""
+
+    temperature: float = Field(1.0, gt=0, description="divides the rewards: lower makes sharper preferences")
+    top_k: int | None = Field(None, ge=1, description="only the first places count; all by default")
+
+
+RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_ids", "response_ids"))
+
+
+@register_loss(
+    "plackett_luce",
+    config=PlackettLuceConfig,
+    layout="groups",
+    fields=(
+        *RANKED_FIELDS,
+        sample_field("ranks", ("[rows, samples]",), "Rank of each response, lower is better; as they come by default."),
+    ),
+    scores=("rewards",),
+    metrics={
+        "top_accuracy": "share of groups whose best response has the highest reward",
+        "pair_accuracy": "share of pairs within groups that the rewards order as the ranks do",
+        "reward_mean": "mean reward of a response",
+        "reward_std": "its standard deviation",
+        "num_groups": "groups of two or more responses",
+    },
+    reference="Plackett 1975; Luce 1959; Rafailov et al. 2023, appendix A.3 (arXiv 2305.18290)",
+    formula="-1/G sum_g sum_k log(exp(r_(k)) / sum_{j >= k} exp(r_(j))), (k) the k-th best",
+    streams=True,
+    head="reward",
+)
+def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> LossOutput:
+    """Rewards whose softmax chooses the best of a group, then the best of the rest, and so on: Bradley-Terry for lists.
+
+    A mean over groups; a group of one response compares nothing and counts nowhere.
+
+    Raises:
+        BatchError: when two responses of a group have one rank.
+    """
+    sizes, rewards = batch.group_sizes, scores.rewards
+    if "ranks" in batch.fields:
+        ranks, mask = pad(batch["ranks"], sizes, fill=torch.inf)
+        order = ranks.argsort(dim=1, stable=True)
+        ranked = ranks.gather(1, order)
+        tied = ((ranked[:, 1:] == ranked[:, :-1]) & mask[:, 1:]).any(dim=1)
+        if tied.any():
+            row = int(tied.nonzero()[0])
+            raise BatchError(
+                f"ranks, row {row}: two responses have one rank", field="ranks", row=row, rule="ranks differ in a group"
+            )
+        padded, _ = pad(rewards, sizes)
+        padded = padded.gather(1, order)
+    else:
+        padded, mask = pad(rewards, sizes)
+    several = sizes > 1
+    padded, mask, sizes = padded[several] / config.temperature, mask[several], sizes[several]
+    # Of the k-th place: the log of the sum over this place and all after it.
+    remaining = torch.logcumsumexp(padded.masked_fill(~mask, -torch.inf).flip(1), dim=1).flip(1)
+    places = torch.arange(padded.shape[1], device=padded.device)
+    counted = mask & (places < sizes[:, None] - 1)
+    if config.top_k is not None:
+        counted = counted & (places < config.top_k)
+    losses = (remaining - padded)[counted]
+
+    better = (places[:, None] < places)[None] & mask[:, :, None] & mask[:, None, :]
+    ordered = (padded[:, :, None] > padded[:, None, :])[better]
+    best = padded.masked_fill(~mask, -torch.inf).argmax(dim=1) if padded.shape[1] else padded.new_zeros(0)
+    return LossOutput(
+        {"ranking": Term(losses.sum(), len(padded), "groups")},
+        {
+            "top_accuracy": Mean.of(best == 0),
+            "pair_accuracy": Mean.of(ordered),
+            "reward_mean": Mean.of(rewards),
+            "reward_std": Std.of(rewards),
+            "num_groups": Sum(len(padded)),
+        },
+    )
+
+
+@register_loss(
+    "process_reward",
+    fields=(
+        INPUT_IDS,
+        row_field(
+            "step_labels",
+            ROW_TOKENS,
+            "At the last token of each step, how probable it is that the step is right (0, 1, or between); else -100.",
+            required=True,
+        ),
+    ),
+    scores=("token_rewards",),
+    metrics={
+        "step_accuracy": "share of steps that are judged as their label says, each at 0.5",
+        "row_accuracy": "share of rows of which all steps are",
+        "step_probability": "mean probability given to a step",
+        "num_steps": "labelled steps",
+    },
+    reference="Lightman et al. 2023, Let's Verify Step by Step (arXiv 2305.20050); soft labels: Wang et al. 2023, "
+    "Math-Shepherd (arXiv 2312.08935)",
+    formula="-1/N sum_steps [y log sigmoid(r) + (1 - y) log sigmoid(-r)]",
+    streams=True,
+    head="reward",
+)
+def process_reward(batch: Batch, scores: Scores, config: LossConfig) -> LossOutput:
+    """A verdict on each step of a solution, read by the reward head at the step's last token; a mean over steps.
+
+    Raises:
+        BatchError: for a label below 0 or above 1 that is not -100.
+    """
+    labels, logits = batch["step_labels"], scores.token_rewards
+    outside = (labels < 0) | (labels > 1)
+    if outside.any():
+        token = int(outside.nonzero()[0])
+        row = int(segment_ids(batch.row_lengths)[token])
+        raise BatchError(
+            f"step_labels, row {row}: {labels[token].item():g}; a label is a probability, or -100 where no step ends",
+            field="step_labels",
+            row=row,
+            rule="0 <= label <= 1, or -100",
+        )
+    losses = -labels * F.logsigmoid(logits) - (1 - labels) * F.logsigmoid(-logits)
+    right = (logits > 0) == (labels > 0.5)
+    rows, _ = pad(right, batch.row_lengths, fill=True)
+    return LossOutput(
+        {"steps": Term(losses.sum(), len(losses), "tokens")},
+        {
+            "step_accuracy": Mean.of(right),
+            "row_accuracy": Mean.of(rows.all(dim=1)[batch.row_lengths > 0]),
+            "step_probability": Mean.of(logits.sigmoid()),
+            "num_steps": Sum(len(losses)),
+        },
+    )

@@ -1,0 +1,45 @@
+"""Rewards: computed after collection, by rules, functions, models or the world itself."""
+
+from gradwire.rl.rewards.aligner import StepAlignmentError, align, align_batch
+from gradwire.rl.rewards.computer import (
+    ParetoRewardComputer,
+    RewardComputer,
+    RewardReport,
+    SVRLRewardComputer,
+    crowding_distances,
+    normalised_ranks,
+    pareto_fronts,
+)
+from gradwire.rl.rewards.functions import RewardFunction, Scorer, reward_function
+from gradwire.rl.rewards.model import EnvironmentReward, RewardModel, environment_reward
+from gradwire.rl.rewards.portable import NotPortableError
+from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
+from gradwire.rl.rewards.verifiable import code_passes, find_last_number, json_schema, last_number, regex_match
+
+__all__ = [
+    "EnvironmentReward",
+    "NotPortableError",
+    "Outcome",
+    "ParetoRewardComputer",
+    "RewardComputer",
+    "RewardFunction",
+    "RewardModel",
+    "RewardReport",
+    "SVRLRewardComputer",
+    "Sandbox",
+    "SandboxLimits",
+    "Scorer",
+    "StepAlignmentError",
+    "align",
+    "align_batch",
+    "code_passes",
+    "crowding_distances",
+    "environment_reward",
+    "find_last_number",
+    "json_schema",
+    "last_number",
+    "normalised_ranks",
+    "pareto_fronts",
+    "regex_match",
+    "reward_function",
+]

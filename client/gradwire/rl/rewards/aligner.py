@@ -1,0 +1,67 @@
+"""From a verdict's step outputs to the steps of its trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwire.rl.types import EvaluateResult, Trajectory
+
+
+class StepAlignmentError(ValueError):
+    """A step output names a step that there is not, or one twice."""
+
+
+def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward: float = 0.0) -> None:
+    """Writes the verdict into the trajectory: its reward, and each step's reward and metrics.
+
+    A step that no step output names gets ``default_step_reward``. Where there are no step outputs at all, the last step
+    gets the score: the credit of an episode that is judged by its end.
+
+    Raises:
+        StepAlignmentError: for an index that matches no step, or one that is given twice. Nothing is written then.
+    """
+    steps = trajectory.steps
+    rewards: dict[int, int] = {}
+    for number, output in enumerate(result.step_outputs):
+        index = output.step_index if output.step_index >= 0 else len(steps) + output.step_index
+        if not 0 <= index < len(steps):
+            there = f"steps 0 to {len(steps) - 1}" if steps else "no steps"
+            raise StepAlignmentError(
+                f"step_outputs[{number}] has step_index {output.step_index}, and the trajectory has {there}; an index "
+                "counts the policy's turns, not messages"
+            )
+        if index in rewards:
+            raise StepAlignmentError(
+                f"step_outputs[{number}] and step_outputs[{rewards[index]}] are both for step {index}; add them up"
+            )
+        rewards[index] = number
+    trajectory.evaluation, trajectory.reward = result, result.score
+    for index, step in enumerate(steps):
+        if index in rewards:
+            output = result.step_outputs[rewards[index]]
+            step.reward, step.metrics = output.base_reward, output.metrics
+        else:
+            step.reward, step.metrics = default_step_reward, {}
+    if steps and not result.step_outputs:
+        steps[-1].reward += result.score
+
+
+def align_batch(
+    trajectories: Sequence[Trajectory], results: Sequence[EvaluateResult], *, default_step_reward: float = 0.0
+) -> None:
+    """:func:`align` for as many verdicts as trajectories; errors name the trajectory.
+
+    A verdict that cannot be aligned becomes one with an ``error``: it costs its own trajectory only.
+
+    Raises:
+        StepAlignmentError: when the numbers differ.
+    """
+    if len(trajectories) != len(results):
+        raise StepAlignmentError(f"{len(results)} results for {len(trajectories)} trajectories")
+    for trajectory, result in zip(trajectories, results):
+        try:
+            align(trajectory, result, default_step_reward=default_step_reward)
+        except StepAlignmentError as error:
+            where = f"trajectory {trajectory.group}.{trajectory.member}"
+            trajectory.evaluation = EvaluateResult(0.0, error=f"{where}: {error}")
+            trajectory.reward = 0.0

@@ -1,0 +1,214 @@
+"""Rewards after collection: scores, and what becomes of them within a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.rl.rewards.aligner import align_batch
+from gradwire.rl.rewards.functions import Scorer
+from gradwire.rl.types import EvaluateResult, Trajectory
+
+Mode = Literal["absolute", "relative"]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """What a computation of rewards found.
+
+    Attributes:
+        metrics: means over the trajectories that were scored, by name.
+        errors: how often each error came.
+    """
+
+    metrics: Mapping[str, float]
+    errors: Mapping[str, int] = field(default_factory=dict)
+
+
+class RewardComputer:
+    """Scores trajectories and writes the rewards into them.
+
+    Trajectories that failed are not scored; ones that could not be scored keep the reason in their evaluation's
+    ``error``. Both leave the training and the baselines of their groups.
+
+    Args:
+        scorer: a reward function, a reward model, or anything with ``evaluate``.
+        mode: ``absolute``: the reward is the score. ``relative``: it is the score's rank within the group, from 0 for
+            the worst to 1 for the best, ties sharing the mean of their ranks; 0.5 in a group of one or all equal.
+        default_step_reward: of steps that the scorer says nothing of.
+    """
+
+    def __init__(self, scorer: Scorer, mode: Mode = "absolute", *, default_step_reward: float = 0.0) -> None:
+        if mode not in ("absolute", "relative"):
+            raise ValueError(f'mode must be "absolute" or "relative"; this is {mode!r}')
+        self.scorer = scorer
+        self.mode = mode
+        self.default_step_reward = default_step_reward
+
+    async def compute(self, trajectories: Sequence[Trajectory]) -> RewardReport:
+        """Fills ``reward`` and ``evaluation`` of the trajectories, and ``reward`` of their steps."""
+        ran = [each for each in trajectories if each.status in ("completed", "truncated")]
+        results = await self._evaluate(ran)
+        align_batch(ran, results, default_step_reward=self.default_step_reward)
+        scored = [each for each in ran if each.evaluation is not None and not each.evaluation.error]
+        for members in by_group(scored):
+            for trajectory, reward in zip(members, self._rewards(members)):
+                trajectory.reward = float(reward)
+        return _report(trajectories, scored)
+
+    async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        return await self.scorer.evaluate(trajectories)
+
+    def _rewards(self, group: Sequence[Trajectory]) -> Floats:
+        scores = np.array([each.evaluation.score for each in group if each.evaluation is not None], np.float64)
+        return scores if self.mode == "absolute" else normalised_ranks(scores)
+
+    def close(self) -> None:
+        """Ends what the scorer holds (sandboxes)."""
+        close_scorer(self.scorer)
+
+
+def close_scorer(scorer: object) -> None:
+    close = getattr(scorer, "close", None)
+    if close is not None:
+        close()
+
+
+def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    groups: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group, []).append(trajectory)
+    return list(groups.values())
+
+
+def normalised_ranks(scores: npt.ArrayLike) -> Floats:
+    """``[n]`` from 0 (worst) to 1 (best); ties share the mean of their ranks; 0.5 for one alone."""
+    scores = np.asarray(scores, np.float64)
+    below = (scores[None, :] < scores[:, None]).sum(axis=1)
+    equal = (scores[None, :] == scores[:, None]).sum(axis=1)
+    if len(scores) < 2:
+        return np.full(len(scores), 0.5)
+    return np.asarray((below + (equal - 1) / 2) / (len(scores) - 1), np.float64)
+
+
+def _report(trajectories: Sequence[Trajectory], scored: Sequence[Trajectory]) -> RewardReport:
+    errors: dict[str, int] = {}
+    for each in trajectories:
+        error = each.evaluation.error if each.evaluation is not None else each.error
+        if error:
+            errors[error] = errors.get(error, 0) + 1
+    metrics: dict[str, list[float]] = {}
+    for each in scored:
+        assert each.evaluation is not None
+        for name, value in {"reward": each.reward, "score": each.evaluation.score, **each.evaluation.metrics}.items():
+            metrics.setdefault(name, []).append(value)
+    means = {f"rewards/{name}": float(np.mean(values)) for name, values in metrics.items()}
+    if scored:
+        means["rewards/reward_std"] = float(np.std(metrics["reward"]))
+    return RewardReport(means | {"rewards/not_scored": float(len(trajectories) - len(scored))}, errors)
+
+
+class ParetoRewardComputer(RewardComputer):
+    """Several objectives at once, without weights: non-dominated fronts, and crowding within them.
+
+    Within each group, trajectories are sorted into fronts (the first is dominated by none, the second only by the
+    first, …), and in a front the one in the less crowded place comes first (Deb et al. 2002, NSGA-II). The reward is
+    the rank in this order, from 0 to 1.
+
+    Args:
+        objectives: name -> scorer; more is better.
+        default_step_reward: of each step.
+
+    The scores are in the evaluation's ``metrics`` under the objectives' names, their mean is its score.
+    """
+
+    def __init__(self, objectives: Mapping[str, Scorer], *, default_step_reward: float = 0.0) -> None:
+        if not objectives:
+            raise ValueError("objectives is empty; name at least one")
+        super().__init__(next(iter(objectives.values())), default_step_reward=default_step_reward)
+        self.objectives = dict(objectives)
+
+    async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        verdicts = {name: await scorer.evaluate(trajectories) for name, scorer in self.objectives.items()}
+        results = []
+        for index in range(len(trajectories)):
+            each = {name: column[index] for name, column in verdicts.items()}
+            error = "; ".join(f"{name}: {verdict.error}" for name, verdict in each.items() if verdict.error)
+            scores = {name: verdict.score for name, verdict in each.items()}
+            results.append(EvaluateResult(float(np.mean(list(scores.values()))), metrics=scores, error=error))
+        return results
+
+    def _rewards(self, group: Sequence[Trajectory]) -> Floats:
+        metrics = [each.evaluation.metrics for each in group if each.evaluation is not None]
+        scores = np.array([[metric[name] for name in self.objectives] for metric in metrics], np.float64)
+        fronts = pareto_fronts(scores)
+        place = -fronts.astype(np.float64)
+        for front in range(int(fronts.max(initial=-1)) + 1):
+            members = np.flatnonzero(fronts == front)
+            # Less than a front apart, and ordered by crowding.
+            place[members] += normalised_ranks(crowding_distances(scores[members])) / 2
+        return normalised_ranks(place)
+
+    def close(self) -> None:
+        for scorer in self.objectives.values():
+            close_scorer(scorer)
+
+
+def pareto_fronts(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """``[n, objectives] -> [n]``: the front of each, from 0; more is better."""
+    scores = np.asarray(scores, np.float64)
+    better = (scores[None, :] >= scores[:, None]).all(-1) & (scores[None, :] > scores[:, None]).any(-1)
+    fronts, front = np.full(len(scores), -1, np.int64), 0
+    while (fronts < 0).any():
+        left = fronts < 0
+        free = left & ~(better & left[None, :]).any(axis=1)
+        fronts[free] = front
+        front += 1
+    return fronts
+
+
+def crowding_distances(scores: npt.ArrayLike) -> Floats:
+    """``[n, objectives] -> [n]``: how far the neighbours are, summed over objectives; infinite at the ends."""
+    scores = np.asarray(scores, np.float64)
+    distances = np.zeros(len(scores))
+    for column in scores.T:
+        order, spread = np.argsort(column, kind="stable"), column.max() - column.min()
+        if spread == 0:
+            continue
+        distances[order[[0, -1]]] = np.inf
+        distances[order[1:-1]] += (column[order[2:]] - column[order[:-2]]) / spread
+    return distances
+
+
+class SVRLRewardComputer(RewardComputer):
+    """Quality of the answer against what its verification cost: ``quality - cost_weight * cost / budget``.
+
+    For episodes of :class:`~gradwire.rl.environments.SVRLEnvironment`.
+
+    Args:
+        scorer: of the quality.
+        cost_weight: what spending the whole budget costs.
+        mode, default_step_reward: as in :class:`RewardComputer`.
+    """
+
+    def __init__(
+        self, scorer: Scorer, *, cost_weight: float = 0.2, mode: Mode = "absolute", default_step_reward: float = 0.0
+    ) -> None:
+        super().__init__(scorer, mode, default_step_reward=default_step_reward)
+        self.cost_weight = cost_weight
+
+    async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        results = await super()._evaluate(trajectories)
+        return [self._with_cost(trajectory, result) for trajectory, result in zip(trajectories, results)]
+
+    def _with_cost(self, trajectory: Trajectory, result: EvaluateResult) -> EvaluateResult:
+        data = trajectory.state.data if trajectory.state is not None else {}
+        cost = float(data.get("verification_cost", data.get("tool_cost", 0.0)))
+        share = min(1.0, cost / max(float(data.get("budget", cost)), 1e-12)) if cost else 0.0
+        metrics = {**result.metrics, "quality": result.score, "verification_cost": cost}
+        return replace(result, score=result.score - self.cost_weight * share, metrics=metrics)

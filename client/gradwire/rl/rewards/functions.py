@@ -1,0 +1,245 @@
+"""``@reward_function``: what a user writes to score trajectories, one at a time or a batch together."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, overload
+
+from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
+from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
+
+
+class Scorer(Protocol):
+    """Anything that scores trajectories: one result each, in order. Never raises for a single one: see ``error``."""
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]: ...
+
+
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
+def view_of(trajectory: Trajectory) -> dict[str, Any]:
+    """What a reward function may ask for by the names of its parameters, as plain data."""
+    steps = [
+        {
+            "index": step.index,
+            "observation": step.observation,
+            "action": step.action.raw,
+            "tool_results": [
+                {"name": r.call.name, "arguments": dict(r.call.arguments), "content": r.content, "error": r.error}
+                for r in step.tool_results
+            ],
+            "stop_reason": step.stop_reason,
+        }
+        for step in trajectory.steps
+    ]
+    return {
+        "messages": [dict(message) for message in trajectory.messages],
+        "ground_truth": trajectory.ground_truth,
+        "response": trajectory.response,
+        "prompt": trajectory.task.prompt,
+        "steps": steps,
+        "task_id": trajectory.task.task_id,
+        "data": dict(trajectory.task.data),
+        "status": trajectory.status,
+    }
+
+
+PARAMETERS = ("messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status")
+
+
+class RewardFunction:
+    """A user's function as a :class:`Scorer`; calling it calls the function, here and now.
+
+    Attributes:
+        batch: it takes lists and returns a list: see :func:`reward_function`.
+        sandboxed: evaluations run in the sandbox.
+        limits: of one evaluation.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        batch: bool = False,
+        sandboxed: bool = True,
+        limits: SandboxLimits | None = None,
+        workers: int = 2,
+    ) -> None:
+        self.__reward_function__ = function
+        self.__doc__, self.__name__ = function.__doc__, getattr(function, "__name__", "reward")
+        self.batch = batch
+        self.sandboxed = sandboxed and not inspect.iscoroutinefunction(function)
+        self.limits = limits or SandboxLimits()
+        self._workers = workers
+        self._sandbox: Sandbox | None = None
+        self._wanted = _wanted(function, self.__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__reward_function__(*args, **kwargs)
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        views = [{name: value for name, value in view_of(t).items() if name in self._wanted} for t in trajectories]
+        if self.batch:
+            return await self._evaluate_batches(trajectories, views)
+        outcomes = await asyncio.gather(*(self._run(view) for view in views))
+        return [self._result(outcome) for outcome in outcomes]
+
+    def close(self) -> None:
+        """Ends the sandbox; the next evaluation makes a new one."""
+        if self._sandbox is not None:
+            self._sandbox.close()
+            self._sandbox = None
+
+    async def _evaluate_batches(
+        self, trajectories: Sequence[Trajectory], views: list[dict[str, Any]]
+    ) -> list[EvaluateResult]:
+        members: dict[int, list[int]] = {}
+        for index, trajectory in enumerate(trajectories):
+            members.setdefault(trajectory.group, []).append(index)
+        columns = [
+            {name: [views[index][name] for index in group] for name in self._wanted} for group in members.values()
+        ]
+        outcomes = await asyncio.gather(*(self._run(each) for each in columns))
+        results: dict[int, EvaluateResult] = {}
+        for group, outcome in zip(members.values(), outcomes):
+            results.update(zip(group, self._batch_results(outcome, len(group))))
+        return [results[index] for index in range(len(trajectories))]
+
+    def _batch_results(self, outcome: Outcome, size: int) -> list[EvaluateResult]:
+        value, error = outcome.value, outcome.error
+        if not error and (not isinstance(value, list) or len(value) != size):
+            got = f"{len(value)} results" if isinstance(value, list) else type(value).__name__
+            error = f"returned {got} for a batch of {size}; a batch function returns a list of as many results"
+        if error:
+            return [EvaluateResult(0.0, error=f"{self.__name__}: {error}")] * size
+        return [self._result(Outcome(value=each)) for each in value]
+
+    def _result(self, outcome: Outcome) -> EvaluateResult:
+        if outcome.error:
+            return EvaluateResult(0.0, error=f"{self.__name__}: {outcome.error}")
+        try:
+            return to_result(outcome.value)
+        except (TypeError, ValueError) as error:
+            return EvaluateResult(0.0, error=f"{self.__name__}: {error}")
+
+    async def _run(self, view: Mapping[str, Any]) -> Outcome:
+        if self.sandboxed:
+            if self._sandbox is None:
+                self._sandbox = Sandbox(self.__reward_function__, self.limits, workers=self._workers)
+            return await self._sandbox.call(**view)
+        try:
+            async with asyncio.timeout(self.limits.time_s):
+                if inspect.iscoroutinefunction(self.__reward_function__):
+                    return Outcome(await self.__reward_function__(**view))
+                return Outcome(await run_in_daemon(lambda: self.__reward_function__(**view)))
+        except TimeoutError:
+            return Outcome(error=f"took more than {self.limits.time_s:g} s")
+        except Exception as error:  # the user's function may raise anything, and that costs one evaluation
+            return Outcome(error=f"{type(error).__name__}: {error}")
+
+
+def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    wanted = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return PARAMETERS
+        if parameter.name in PARAMETERS:
+            wanted.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            raise TypeError(
+                f"{name} has a parameter {parameter.name!r} that nothing fills; a reward function may take "
+                f"{', '.join(PARAMETERS)}"
+            )
+    return tuple(wanted)
+
+
+def to_result(value: Any) -> EvaluateResult:
+    """A function's answer as an :class:`EvaluateResult`: one already, a number, or its fields as a mapping.
+
+    Raises:
+        TypeError, ValueError: for anything else, saying what it was.
+    """
+    if isinstance(value, EvaluateResult):
+        value = {
+            "score": value.score, "step_outputs": value.step_outputs, "metrics": value.metrics, "reason": value.reason
+        }  # fmt: skip
+    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        return EvaluateResult(_number(value, "the score"))
+    if not isinstance(value, Mapping):
+        raise TypeError(f"returned {type(value).__name__}; a reward is a number or an EvaluateResult")
+    unknown = set(value) - {"score", "step_outputs", "metrics", "reason", "error"}
+    if unknown or "score" not in value:
+        raise TypeError(
+            f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}; a reward has at least a score"
+        )
+    return EvaluateResult(
+        score=_number(value["score"], "the score"),
+        step_outputs=tuple(_step(each) for each in value.get("step_outputs") or ()),
+        metrics={str(name): _number(each, name) for name, each in (value.get("metrics") or {}).items()},
+        reason=str(value.get("reason") or ""),
+    )
+
+
+def _step(value: Any) -> StepOutput:
+    if isinstance(value, StepOutput):
+        value = vars(value)
+    if not isinstance(value, Mapping) or not {"step_index", "base_reward"} <= set(value):
+        raise TypeError("a step output has at least step_index and base_reward")
+    index = value["step_index"]
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"step_index is {type(index).__name__}; it counts steps from 0")
+    return StepOutput(
+        index,
+        _number(value["base_reward"], f"base_reward of step {index}"),
+        {str(name): _number(each, name) for name, each in (value.get("metrics") or {}).items()},
+        str(value.get("reason") or ""),
+    )
+
+
+def _number(value: Any, what: Any) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {type(value).__name__}; it must be a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}; it must be finite")
+    return number
+
+
+@overload
+def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
+@overload
+def reward_function(
+    *, batch: bool = False, sandboxed: bool = True, limits: SandboxLimits | None = None, workers: int = 2
+) -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward_function(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    batch: bool = False,
+    sandboxed: bool = True,
+    limits: SandboxLimits | None = None,
+    workers: int = 2,
+) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
+    """Makes a reward function of a function.
+
+    It takes, by the names of its parameters, any of ``messages``, ``ground_truth``, ``response`` (what the policy wrote
+    last), ``prompt``, ``steps``, ``task_id``, ``data``, ``status``, and returns an
+    :class:`~gradwire.rl.types.EvaluateResult` or a number. See ``docs/reward_functions.md``.
+
+    Args:
+        batch: it takes lists of these, of one group of trajectories together, and returns a list of results.
+        sandboxed: evaluations run in a process of their own, under limits; ``async`` functions never do.
+        limits: of one evaluation.
+        workers: sandboxed evaluations at once.
+    """
+
+    def decorate(inner: Callable[..., Any]) -> RewardFunction:
+        return RewardFunction(inner, batch=batch, sandboxed=sandboxed, limits=limits, workers=workers)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,80 @@
+"""Scores that come from elsewhere: a reward model on the server, or the environment itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.errors import GradwireError
+from gradwire.rl.inference.protocol import TextCodec
+from gradwire.rl.prompts import ChatTemplate
+from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
+
+
+class RewardModel:
+    """A run with a reward head, as a scorer.
+
+    Args:
+        run: a ``TrainingClient`` whose run has ``head="reward"``.
+        codec, template: how a conversation is written for it; without them it reads the very tokens that the policy saw
+            and wrote last, which is right where both have one tokenizer.
+        center, scale: the score is ``(reward - center) / scale``.
+        max_tokens: a longer row loses its beginning.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        *,
+        codec: TextCodec | None = None,
+        template: ChatTemplate | None = None,
+        center: float = 0.0,
+        scale: float = 1.0,
+        max_tokens: int | None = None,
+    ) -> None:
+        if template is not None and codec is None:
+            raise ValueError("a template writes text, and text needs a codec")
+        self._run, self._codec, self._template = run, codec, template
+        self._center, self._scale, self._max_tokens = center, scale, max_tokens
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        if not trajectories:
+            return []
+        rows = [row[-self._max_tokens :] if self._max_tokens else row for row in await self._rows(trajectories)]
+        try:
+            rewards = await self._run.compute_rewards({"input_ids": [row.tolist() for row in rows]})
+        except GradwireError as error:
+            return [EvaluateResult(0.0, error=f"the reward model: {error}")] * len(trajectories)
+        scores = (np.asarray(rewards, np.float64) - self._center) / self._scale
+        return [EvaluateResult(float(score), metrics={"reward_model": float(score)}) for score in scores]
+
+    async def _rows(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        if self._codec is None:
+            return [np.concatenate([t.steps[-1].prompt_ids, t.steps[-1].response_ids]) for t in trajectories]
+        texts = [
+            self._template(t.messages) if self._template else "".join(message["content"] for message in t.messages)
+            for t in trajectories
+        ]
+        return list(await self._codec.encode(texts))
+
+
+class EnvironmentReward:
+    """The rewards that a world gave itself (``data["env_rewards"]``): their sum as score, each for its step."""
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        return [self._of(trajectory) for trajectory in trajectories]
+
+    def _of(self, trajectory: Trajectory) -> EvaluateResult:
+        rewards = trajectory.state.data.get("env_rewards") if trajectory.state is not None else None
+        if rewards is None:
+            return EvaluateResult(0.0, error="this environment gives no rewards of its own")
+        return EvaluateResult(
+            float(sum(rewards)), tuple(StepOutput(index, float(reward)) for index, reward in enumerate(rewards))
+        )
+
+
+def environment_reward() -> EnvironmentReward:
+    """The scorer of worlds that reward: see :class:`EnvironmentReward`."""
+    return EnvironmentReward()

@@ -1,0 +1,106 @@
+"""A function made portable: its code and what it refers to, for a process that never saw the module it is from.
+
+A function of a notebook or a script cannot be imported elsewhere, and running the script again would run its training.
+So functions of the same module travel as code; modules and everything that can be imported travel by name.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+Encoded = tuple[str, Any]
+
+
+class NotPortableError(TypeError):
+    """The function uses something that cannot be sent to the sandbox."""
+
+
+def capture(function: Callable[..., Any]) -> dict[str, Any]:
+    """What ``_sandbox_worker.rebuild`` makes the function from.
+
+    Raises:
+        NotPortableError: when it refers to something that can neither be imported nor copied, naming it.
+    """
+    if not isinstance(function, FunctionType):
+        raise NotPortableError(f"a reward function must be a plain function; this is {type(function).__name__}")
+    return _Capture(function).result()
+
+
+class _Capture:
+    def __init__(self, function: FunctionType) -> None:
+        self._module = function.__module__
+        self._numbers: dict[int, int] = {}
+        self._kept: list[FunctionType] = []
+        self._root = function
+
+    def result(self) -> dict[str, Any]:
+        self._number(self._root)
+        records = []
+        for function in self._kept:  # grows while functions refer to others
+            records.append(self._record(function))
+        return {"functions": records}
+
+    def _number(self, function: FunctionType) -> int:
+        if id(function) not in self._numbers:
+            self._numbers[id(function)] = len(self._kept)
+            self._kept.append(function)
+        return self._numbers[id(function)]
+
+    def _record(self, function: FunctionType) -> dict[str, Any]:
+        name, names = function.__qualname__, sorted(set(_names(function.__code__)))
+        cells = [(cell, free) for cell, free in zip(function.__closure__ or (), function.__code__.co_freevars)]
+        return {
+            "name": function.__name__,
+            "code": marshal.dumps(function.__code__),
+            "globals": {
+                each: self._value(function.__globals__[each], f"{name}: {each}", names)
+                for each in names
+                if each in function.__globals__
+            },
+            "closure": [self._cell(cell, f"{name}: {free}", names) for cell, free in cells],
+            "defaults": [self._value(each, f"{name}: a default", names) for each in function.__defaults__ or ()],
+            "kwdefaults": {
+                each: self._value(default, f"{name}: the default of {each}", names)
+                for each, default in (function.__kwdefaults__ or {}).items()
+            },
+        }
+
+    def _cell(self, cell: Any, where: str, names: list[str]) -> Encoded | None:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            return None
+        return self._value(content, where, names)
+
+    def _value(self, value: Any, where: str, names: list[str]) -> Encoded:
+        value = getattr(value, "__reward_function__", value)
+        if isinstance(value, ModuleType):
+            used = [f"{value.__name__}.{name}" for name in names]
+            return "module", [value.__name__, *(name for name in used if name in sys.modules)]
+        if isinstance(value, FunctionType) and value.__module__ in (self._module, "__main__"):
+            return "function", self._number(value)
+        of = value if isinstance(value, type) else type(value)
+        if of.__module__ == "__main__":
+            raise NotPortableError(
+                f"{where} is of the class {of.__qualname__} of this script, which the sandbox cannot import: move the "
+                "class into a module, define it inside the function, or use @reward_function(sandboxed=False)"
+            )
+        try:
+            return "pickle", pickle.dumps(value)
+        except Exception as error:  # pickle raises whatever an object's own methods raise
+            raise NotPortableError(
+                f"{where} ({type(value).__name__}) cannot be sent to the sandbox: {error}. Make it inside the "
+                "function, or use @reward_function(sandboxed=False)"
+            ) from None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

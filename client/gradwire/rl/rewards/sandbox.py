@@ -1,0 +1,202 @@
+"""User code in a process of its own, with limits, so that the worst it can do is to cost its own evaluation.
+
+Limits of time, memory and processes, no network, and a temporary folder as the only place to write to. On Linux with
+user namespaces (most distributions) all of them hold; where the kernel refuses those, and on macOS, network, places to
+write to and the number of processes are not limited, and a warning says so. It is there against accidents, not against
+an attacker: files that the user can read stay readable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import queue
+import select
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import UnsupportedError
+from gradwire.rl.rewards.portable import capture
+
+logger = logging.getLogger("gradwire.rl")
+
+WORKER = Path(__file__).with_name("_sandbox_worker.py")
+SETUP_S = 60.0
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one evaluation may take.
+
+    Attributes:
+        time_s: seconds by the clock.
+        memory_bytes: address space of each process.
+        file_bytes: size of any file that it writes.
+        open_files: at once.
+        max_processes: at once, itself included.
+        output_bytes: of what it prints, kept; the rest is dropped.
+        result_bytes: of what it returns, as JSON.
+        network: whether it may use it (a judge behind an endpoint).
+    """
+
+    time_s: float = 5.0
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 16 << 20
+    open_files: int = 64
+    max_processes: int = 8
+    output_bytes: int = 10_000
+    result_bytes: int = 1 << 20
+    network: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an evaluation: a value (as JSON has it), or an ``error`` that says what went wrong."""
+
+    value: Any = None
+    error: str = ""
+    printed: str = ""
+    printed_cut: bool = False
+    seconds: float = 0.0
+
+
+class Sandbox:
+    """Evaluates one function, in ``workers`` processes at once; each evaluation in a fork of its own.
+
+    Args:
+        function: a plain function; arguments may be anything that pickles, results anything that JSON holds,
+            dataclasses included.
+        limits: of one evaluation.
+        workers: evaluations at once.
+    """
+
+    def __init__(self, function: Callable[..., Any], limits: SandboxLimits | None = None, *, workers: int = 2) -> None:
+        if not hasattr(os, "fork"):
+            raise UnsupportedError("the sandbox needs Linux or macOS; use @reward_function(sandboxed=False) here")
+        self.limits = limits or SandboxLimits()
+        self._setup = pickle.dumps(
+            {
+                "function": capture(function),
+                "limits": asdict(self.limits),
+                "sys_path": [os.path.abspath(p) for p in sys.path],
+            }
+        )
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="gradwire sandbox")
+        self._all: list[_Worker] = []
+        self._lock = threading.Lock()
+        self._warned = False
+
+    async def call(self, *args: Any, **kwargs: Any) -> Outcome:
+        """One evaluation. Never raises for what the function does."""
+        request = pickle.dumps((args, kwargs))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, request)
+
+    def close(self) -> None:
+        """Ends the processes. A sandbox that is not closed ends with this process."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for worker in self._all:
+                worker.end()
+
+    def _call(self, request: bytes) -> Outcome:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self._setup)
+            with self._lock:
+                self._all.append(worker)
+            ready = worker.receive(SETUP_S)
+            if "error" in ready:
+                worker.end()
+                return Outcome(error=str(ready["error"]))
+        answer = worker.ask(request, self.limits.time_s + GRACE_S)
+        if worker.broken:
+            worker.end()
+        else:
+            self._idle.put(worker)
+        if not answer.pop("namespaced", True) and not self._warned:
+            self._warned = True
+            logger.warning("the kernel refuses namespaces: reward functions can reach the network and fork at will")
+        return Outcome(**answer)
+
+
+class _Worker:
+    """A process that runs ``_sandbox_worker.py``."""
+
+    def __init__(self, setup: bytes) -> None:
+        quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(WORKER)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env=os.environ | quiet, start_new_session=True,
+        )  # fmt: skip
+        self.broken = False
+        self._finalize = weakref.finalize(self, _end, self._process)
+        self._send(setup)
+
+    def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        self._send(request)
+        return self.receive(timeout_s)
+
+    def end(self) -> None:
+        self._finalize()
+
+    def _send(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        view = memoryview(struct.pack("<I", len(content)) + content)
+        try:
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+        except BrokenPipeError:
+            self.broken = True
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next answer; a process that died or is late is broken."""
+        content = self._read(4, timeout_s)
+        content = content and self._read(struct.unpack("<I", content)[0], timeout_s)
+        if content is None:
+            self.broken = True
+            code = self._process.poll()
+            state = "did not answer" if code is None else f"ended with {code}"
+            return {"error": f"the sandbox's process {state}"}
+        answer: dict[str, Any] = json.loads(content)
+        return answer
+
+    def _read(self, size: int, timeout_s: float) -> bytes | None:
+        assert self._process.stdout is not None
+        fd, parts = self._process.stdout.fileno(), []
+        while size:
+            if not select.select([fd], [], [], timeout_s)[0]:
+                return None
+            part = os.read(fd, size)
+            if not part:
+                return None
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        # At the end of its input it tidies up and goes.
+        process.wait(0.5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

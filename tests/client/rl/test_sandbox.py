@@ -1,0 +1,167 @@
+"""What a reward function may do wrong: each costs its own evaluation, and says what it was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire.rl.rewards import NotPortableError, Outcome, Sandbox, SandboxLimits
+
+pytestmark = pytest.mark.anyio
+
+WORD = "constant"
+
+
+def helper(number: int) -> int:
+    return number + 1
+
+
+def misbehave(how: str) -> Any:
+    match how:
+        case "well":
+            return {"sum": helper(int(np.float64(41))), "word": WORD}
+        case "hang":
+            while True:
+                pass
+        case "crash":
+            os.abort()
+        case "print":
+            for _ in range(20_000):
+                print("x" * 50)
+            return "printed"
+        case "fork":
+            while True:
+                try:
+                    os.fork()
+                except OSError:
+                    time.sleep(0.01)
+        case "orphan":
+            if os.fork() == 0:
+                time.sleep(30)
+            return "left a child"
+        case "memory":
+            return len(bytearray(4 << 30))
+        case "network":
+            import socket
+
+            return socket.create_connection(("127.0.0.1", 9), timeout=0.2)
+        case "write":
+            Path("note").write_text("here it may")
+            Path(__file__).with_name("note").write_text("here not")
+        case "big file":
+            Path("big").write_bytes(bytes(4 << 20))
+        case "exit":
+            sys.exit(3)
+        case "type":
+            return object()
+        case "big":
+            return "x" * (2 << 20)
+        case "stdin":
+            return input()
+    raise RuntimeError(f"no such way: {how}")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    box = Sandbox(misbehave, SandboxLimits(time_s=0.5, file_bytes=1 << 20), workers=1)
+    yield box
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("hang", "took more than 0.5 s and was killed"),
+        ("crash", "crashed: killed by SIGABRT"),
+        ("fork", "took more than 0.5 s and was killed"),
+        ("memory", "needed more than 1073741824 bytes of memory"),
+        ("network", "Network is unreachable"),
+        ("write", "Read-only file system"),
+        ("big file", "File too large"),
+        ("exit", "SystemExit: 3"),
+        ("type", "TypeError: object cannot be sent back"),
+        ("big", "bytes; 1048576 are allowed"),
+        ("stdin", "EOFError"),
+        ("else", "RuntimeError: no such way: else (line"),
+    ],
+)
+async def test_each_costs_one_evaluation(sandbox: Sandbox, how: str, error: str) -> None:
+    started = time.monotonic()
+    outcome = await sandbox.call(how)
+    assert error in outcome.error
+    assert time.monotonic() - started < 5
+    assert (await sandbox.call("well")).value == {"sum": 42, "word": "constant"}
+
+
+async def test_a_flood_of_prints_is_cut(sandbox: Sandbox) -> None:
+    outcome = await sandbox.call("print")
+    assert (outcome.value, len(outcome.printed), outcome.printed_cut) == ("printed", 10_000, True)
+
+
+async def test_what_it_forks_dies_with_it(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    assert (await sandbox.call("orphan")).value == "left a child"
+    assert time.monotonic() - started < 5
+
+
+def test_functions_of_a_script_travel_without_running_it(tmp_path: Path) -> None:
+    """No main guard: to import the script would run it again, and for ever."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import asyncio\n"
+        "from gradwire.rl.rewards import Sandbox\n"
+        "FACTOR = 3\n"
+        "def times(x):\n"
+        "    return x * FACTOR\n"
+        "def reward(x, extra=1):\n"
+        "    return times(x) + extra\n"
+        "box = Sandbox(reward)\n"
+        "print('ran', asyncio.run(box.call(5)).value)\n"
+        "box.close()\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=30)
+    assert result.stdout == "ran 16\n"
+    assert result.stderr == ""
+
+
+async def test_closures_and_recursion_travel() -> None:
+    scale = 2
+
+    def recursive(n: int) -> int:
+        return scale if n == 0 else recursive(n - 1) + 1
+
+    box = Sandbox(recursive)
+    assert await box.call(3) == Outcome(value=5, seconds=pytest.approx(0, abs=5))
+    box.close()
+
+
+def test_what_cannot_travel_is_named() -> None:
+    handle = open(os.devnull)  # noqa: SIM115 - a thing that does not pickle
+
+    def reward(response: str) -> Any:
+        return handle.name
+
+    with handle, pytest.raises(NotPortableError, match=r"reward: handle \(TextIOWrapper\) cannot be sent"):
+        Sandbox(reward)
+    with pytest.raises(NotPortableError, match="must be a plain function; this is builtin"):
+        Sandbox(len)
+
+
+async def test_a_function_that_cannot_be_set_up_says_so() -> None:
+    import types
+
+    module = types.ModuleType("not_there")
+    sys.modules["not_there"] = module
+    scope = {"not_there": module, "__name__": __name__}
+    exec("def reward():\n    return not_there.x\n", scope)
+    box = Sandbox(scope["reward"])  # type: ignore[arg-type]
+    assert "could not be set up: ModuleNotFoundError" in (await box.call()).error
+    box.close()
+    del sys.modules["not_there"]

@@ -127,6 +127,13 @@ class CheckpointStore:
         """The folder of an export; its parent exists."""
         return self._named(run_id, "exports", name)
 
+    def has(self, path: str) -> bool:
+        """Whether ``"RUN_ID/NAME"`` is there, whole or not."""
+        try:
+            return self.folder(path).is_dir()
+        except OperationError:
+            return False
+
     def manifest(self, path: str) -> Manifest:
         """The manifest of ``"RUN_ID/NAME"``.
 

@@ -96,7 +96,7 @@ class References:
             return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
         if name in self._host.names:
             return self._model(name)
-        if name.count("/") == 1:
+        if name.startswith("run-") or (name.count("/") == 1 and self._store.has(name)):
             try:
                 return self._checkpoint(self._store.manifest(name))
             except OperationError as error:

@@ -32,7 +32,7 @@ class LocalSampler:
         logits_elements: entries of ``[R, V]`` at a time.
     """
 
-    def __init__(self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 26) -> None:
+    def __init__(self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25) -> None:
         self._cache_tokens = cache_tokens
         self._logits_elements = logits_elements
 
@@ -173,11 +173,11 @@ def _check(
 
 
 def _generate(policy: Policy, rows: list[_Row], params: SamplingParams, ends: frozenset[int]) -> None:
-    device, trunk, head = policy.device, policy.hosted.trunk, policy.output_head()
+    trunk, head = policy.hosted.trunk, policy.output_head()
     state, mask, cache = _prefill(policy, rows)
     while True:
         logits = token_logits(state, head, temperature=params.temperature or 1.0)
-        uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64).to(device)
+        uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64).to(logits.device)
         tokens, logprobs = draw(logits, uniform, params)
         drawn = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
         going = [index for index, (row, token, logprob) in enumerate(drawn) if row.append(token, logprob, ends)]
@@ -185,12 +185,12 @@ def _generate(policy: Policy, rows: list[_Row], params: SamplingParams, ends: fr
             return
         if len(going) < len(rows):
             rows = [rows[index] for index in going]
-            kept = torch.tensor(going, device=device)
+            kept = torch.tensor(going)  # on the CPU: the cache may be spread over devices
             cache.batch_select_indices(kept)
             mask, tokens = mask[kept], tokens[kept]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         step = trunk(
-            input_ids=tokens[:, None],
+            input_ids=tokens[:, None].to(mask.device),
             attention_mask=mask,
             position_ids=mask.sum(dim=1, keepdim=True) - 1,
             past_key_values=cache,
@@ -219,7 +219,7 @@ def _prefill(policy: Policy, rows: list[_Row]) -> tuple[Tensor, Tensor, Any]:
     )
     state, cache = output.last_hidden_state[:, -1], output.past_key_values
     if len(rows) > len(prompts):
-        spread = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts)).to(policy.device)
+        spread = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts))
         cache.batch_select_indices(spread)
         state, mask = state[spread], mask[spread]
     return state, mask, cache

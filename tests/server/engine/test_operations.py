@@ -74,6 +74,7 @@ FAILURES: list[tuple[dict[str, Any], int, str, str]] = [
     ({"forward_backward": pb.LossCall(loss_fn="causal_lm", model="base")}, ARGUMENT, "model", "forward"),
     ({"forward": pb.LossCall(outputs=["values"])}, pb.ERROR_CODE_UNSUPPORTED, "head", "value head"),
     ({"forward": pb.LossCall(model="gpt-9")}, pb.ERROR_CODE_UNKNOWN_MODEL, "model", "tiny"),
+    ({"forward": pb.LossCall(model="Some/Model")}, pb.ERROR_CODE_UNKNOWN_MODEL, "model", "Some/Model"),
     ({"forward": pb.LossCall(model="run-z/x")}, pb.ERROR_CODE_UNKNOWN_CHECKPOINT, "model", "run-z/x"),
     ({"optim_step": STEP}, pb.ERROR_CODE_NOTHING_TO_STEP, "", "forward_backward"),
     ({"backward": pb.Backward(forward_seq=77, weight=1)}, ARGUMENT, "forward_seq", "77"),

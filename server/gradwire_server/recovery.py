@@ -64,13 +64,14 @@ async def _begin(engine: Engine, record: RunRecord) -> int:
     for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
         create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
         try:
-            await engine.request(engine_pb2.EngineRequest(create_run=create))
+            reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=create))
         except RpcError as error:
             if error.code not in _TRY_OLDER:
                 raise
             log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
         else:
-            return checkpoint.seq
+            # The folder's own number: a save over an older one may have died before its row was written.
+            return reply.run_created.seq
     await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
     return 0
 

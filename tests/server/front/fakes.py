@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +74,8 @@ class FakeEngine:
                 history = self._folder(create.checkpoint) / "history"
                 if not history.exists():
                     raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{create.checkpoint} cannot be read")
-                run.history = history.read_text().split()
+                seq, *run.history = history.read_text().split()
+                reply.run_created.seq = int(seq)
                 run.step = 0 if create.weights_only else run.history.count("step")
             reply.run_created.num_trainable_parameters = 7
             reply.run_created.step = run.step
@@ -116,8 +118,10 @@ class FakeEngine:
             self.overwrites.append(operation.save_checkpoint.overwrite)
             name = operation.save_checkpoint.name or f"step-{run.step}"
             folder = self._folder(f"{asked.run_id}/{name}")
+            if operation.save_checkpoint.overwrite:
+                shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            (folder / "history").write_text(" ".join(run.history))
+            (folder / "history").write_text(" ".join([str(seq), *run.history]))
             (folder / "deep").mkdir()
             (folder / "deep" / "big").write_bytes(bytes(3 << 20))
             result.checkpoint.path, result.checkpoint.name = f"{asked.run_id}/{name}", name

@@ -127,6 +127,23 @@ async def test_a_save_that_was_cut_off_by_a_crash_is_repeated_over_what_it_left(
         assert door.engine.overwrites == [True]
 
 
+async def test_a_checkpoint_saved_over_another_holds_what_its_folder_says(start: Start, tmp_path: Path) -> None:
+    """The engine renames the folder, then the row is written; a crash between the two repeats nothing twice."""
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a")
+        await save(client, 2, "last")
+        await client.fb(3, "b")
+        await client.results(3)
+    (tmp_path / "runs" / client.run_id / "checkpoints" / "last" / "history").write_text("4 a b")
+    async with start() as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.submit(4, save_checkpoint=pb.SaveCheckpoint(name="last", overwrite=True))
+        await client.fb(5, "c")
+        assert await client.statuses(2, 4) == ["ok", "ok"]
+        assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
+
+
 async def test_a_fork_outlives_the_run_it_came_from(start: Start) -> None:
     async with start() as door:
         client = await (await door.client()).begin(seed=3)

@@ -221,7 +221,7 @@ async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
             size = frame.size_bytes
         found[name] += frame.chunk
         assert len(frame.chunk) <= 1 << 20 and len(found[name]) <= size
-    assert {name: len(data) for name, data in found.items()} == {"deep/big": 3 << 20, "empty": 0, "history": 4}
+    assert {name: len(data) for name, data in found.items()} == {"deep/big": 3 << 20, "empty": 0, "history": 6}
     for export in (f"{client.run_id}/../checkpoints/c", f"{client.run_id}/nothing"):
         with pytest.raises(grpc.RpcError):
             await client.stub.Download(pb.DownloadRequest(export=export)).read()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from gradwire_losses.batch import Batch, Scores
-from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, ROW_TOKENS
-from gradwire_losses.outputs import ExpMean, LossOutput, Mean, Sum, Term
-from gradwire_losses.registry import FieldSpec, LossConfig, register_loss
+from typing import Literal
+
+from pydantic import Field
+
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, ROW_TOKENS, row_field
+from gradwire_losses.outputs import ExpMean, LossOutput, Mean, Sum
+from gradwire_losses.reduction import ReductionConfig, reduced
+from gradwire_losses.registry import FieldSpec, ScoreName, register_loss
 
 LABELS = FieldSpec(
     "labels",
@@ -16,28 +21,73 @@ LABELS = FieldSpec(
 )
 
 
+class CausalLMConfig(ReductionConfig):
+    """Arguments of ``causal_lm``."""
+
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of a token's mass that is spread over the whole vocabulary"
+    )
+    loss_type: Literal["nll", "dft"] = Field(
+        "nll", description="dft: each token weighted by its own probability, without gradient (dynamic fine-tuning)"
+    )
+
+
+def _scores(config: CausalLMConfig, present: frozenset[str]) -> frozenset[ScoreName]:
+    return frozenset({"logprobs", "correct", "mean_logprobs"} if config.label_smoothing else {"logprobs", "correct"})
+
+
 @register_loss(
     "causal_lm",
-    fields=(INPUT_IDS, LABELS, LOSS_MASK),
-    scores=("logprobs", "correct"),
+    config=CausalLMConfig,
+    fields=(
+        INPUT_IDS,
+        LABELS,
+        LOSS_MASK,
+        PROMPT_LENGTHS,
+        row_field("weights", ROW_TOKENS, "How much each token counts, in the loss and in what it is averaged over."),
+    ),
+    scores=_scores,
     metrics={
-        "perplexity": "exp of the mean negative log-likelihood of a token",
-        "num_tokens": "learned tokens",
+        "perplexity": "exp of the mean negative log-likelihood of a learned token",
+        "num_tokens": "learned tokens, those of weight 0 left out",
         "token_accuracy": "share of learned tokens that were the most probable one",
     },
-    reference="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training",
-    formula="-1/T sum_t log p(x_t | x_<t)",
+    reference="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training; dft: Wu et al. 2025 "
+    "(arXiv 2508.05629)",
+    formula="-1/T sum_t log p(x_t | x_<t); dft: -1/T sum_t sg(p_t) log p_t",
     streams=True,
 )
-def causal_lm(batch: Batch, scores: Scores, config: LossConfig) -> LossOutput:
-    """Mean negative log-likelihood of the learned tokens, over all tokens of the accumulation."""
-    nll = -scores.logprobs
-    total, count = nll.detach().double().sum().item(), batch.num_scored
+def causal_lm(batch: Batch, scores: Scores, config: CausalLMConfig) -> LossOutput:
+    """Mean negative log-likelihood of the learned tokens, over all tokens of the accumulation.
+
+    Learned are the tokens that ``labels``, ``loss_mask`` and ``prompt_lengths`` leave. With ``weights`` the mean is
+    weighted: the sum of weights takes the place of the number of tokens.
+
+    Raises:
+        BatchError: for a negative weight.
+    """
+    logprobs, lengths, weights = scores.logprobs, batch.row_lengths, batch.get("weights")
+    nll = -logprobs
+    losses = nll * logprobs.detach().exp() if config.loss_type == "dft" else nll
+    if config.label_smoothing:
+        losses = (1 - config.label_smoothing) * losses - config.label_smoothing * scores.mean_logprobs
+    learned, correct = nll.detach(), scores.correct
+    if weights is not None:
+        if (weights < 0).any():
+            row = int(segment_ids(lengths)[(weights < 0).nonzero()[0]])
+            raise BatchError(
+                f"weights, row {row}: a negative weight; to lower a token's likelihood use cross_entropy",
+                field="weights",
+                row=row,
+                rule="0 <= weight",
+            )
+        learned, correct = learned[weights > 0], correct[weights > 0]
+    total, count = learned.double().sum().item(), len(learned)
     return LossOutput(
-        terms={"nll": Term(nll.sum(), count, "tokens")},
+        terms={"nll": reduced(losses, lengths, config, weights)},
         metrics={
             "perplexity": ExpMean(total, count),
             "num_tokens": Sum(count),
-            "token_accuracy": Mean.of(scores.correct.float()),
+            "token_accuracy": Mean.of(correct),
         },
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import segment_mean
+from gradwire_losses.batch import segment_sum
 from gradwire_losses.outputs import Term
 from gradwire_losses.registry import LossConfig
 
@@ -38,17 +39,31 @@ class ReductionConfig(LossConfig):
         return self
 
 
-def reduced(losses: Tensor, row_lengths: Tensor, config: ReductionConfig) -> Term:
-    """``[T], [S]`` -> a term from a loss a token, as the arguments say."""
+def reduced(losses: Tensor, row_lengths: Tensor, config: ReductionConfig, weights: Tensor | None = None) -> Term:
+    """``[T], [S]`` -> a term from a loss a token, as the arguments say.
+
+    Args:
+        losses: ``[T]``.
+        row_lengths: ``[S]``.
+        config: how to average.
+        weights: ``[T]``, not negative: how much each token counts, in sums as in what means are over. A token of
+            weight 0 counts nowhere.
+    """
     reduction = config.reduction
+    if weights is None:
+        tokens, present, weighed = row_lengths.to(losses.dtype), row_lengths > 0, losses
+    else:
+        tokens = segment_sum(weights, row_lengths)
+        present, weighed = tokens > 0, torch.where(weights > 0, losses * weights, 0.0)
     if reduction == "token_mean":
-        return Term(losses.sum(), len(losses), "tokens")
+        return Term(weighed.sum(), len(losses) if weights is None else weights.double().sum().item(), "tokens")
     if reduction == "sum":
-        return Term(losses.sum(), 1, "sum")
-    sequences = int((row_lengths > 0).sum())
+        return Term(weighed.sum(), 1, "sum")
+    sequences = int(present.sum())
     if reduction == "sequence_mean":
-        return Term(segment_mean(losses, row_lengths).sum(), sequences, "sequences")
+        means = segment_sum(weighed, row_lengths) / torch.where(present, tokens, 1.0)
+        return Term(means.sum(), sequences, "sequences")
     if reduction == "sequence_mean_token_sum":
-        return Term(losses.sum(), sequences, "sequences")
+        return Term(weighed.sum(), sequences, "sequences")
     assert config.reduction_divisor is not None
-    return Term(losses.sum() / config.reduction_divisor, sequences, "sequences")
+    return Term(weighed.sum() / config.reduction_divisor, sequences, "sequences")

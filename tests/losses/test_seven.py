@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,22 @@ from support.losses import (
 
 def supervised(rng: np.random.Generator) -> Columns:
     return row_columns(rng)
+
+
+def weighted(rng: np.random.Generator) -> Columns:
+    columns = row_columns(rng)
+    ids = columns["input_ids"]
+    weights = [[abs(w) for w in row] for row in numbers(rng, ids)]
+    weights[3][-1] = 0.0
+    return columns | {"weights": weights}
+
+
+def prompted(rng: np.random.Generator) -> Columns:
+    columns = row_columns(rng)
+    del columns["loss_mask"]
+    lengths = [min(len(row), int(rng.integers(0, 4))) for row in columns["input_ids"]]
+    lengths[2] = len(columns["input_ids"][2])
+    return columns | {"prompt_lengths": lengths}
 
 
 def labelled(rng: np.random.Generator) -> Columns:
@@ -92,6 +109,19 @@ def case(loss: str, build: Any, reference: Any, label: str = "", headless: bool 
 CASES = [
     case("causal_lm", supervised, plain.causal_lm),
     case("causal_lm", labelled, plain.causal_lm, "labels"),
+    case("causal_lm", prompted, plain.causal_lm, "prompts"),
+    case("causal_lm", supervised, plain.causal_lm, "smoothed", label_smoothing=0.1),
+    *(
+        case("causal_lm", weighted, plain.causal_lm, f"weighted-{reduction}", reduction=reduction, **more)
+        for reduction, more in [
+            ("token_mean", {}),
+            ("sequence_mean", {"label_smoothing": 0.2}),
+            ("sequence_mean_token_sum", {}),
+            ("sum", {}),
+            ("fixed", {"reduction_divisor": 3.0}),
+        ]
+    ),
+    replace(case("causal_lm", weighted, plain.causal_lm, "dft", loss_type="dft"), gradcheck=False),
     case("enhanced_ppo", lambda r: trajectories(r), plain.ppo, "head"),
     case("enhanced_ppo", lambda r: trajectories(r, "old_values"), plain.ppo, "reference", **BASE, beta=0.3),
     case("enhanced_ppo", lambda r: trajectories(r, "values"), plain.ppo, "values", headless=True),
@@ -276,6 +306,22 @@ def test_rewards_of_a_row_are_those_of_its_last_scored_token(rng: np.random.Gene
     whole = Case("enhanced_ppo", lambda _: base | {"rewards": [2.0, 3.0]}, {}, plain.ppo).draw(rng)
     tokens = read("enhanced_ppo", base | {"rewards": [[9.0, 0.0, 2.0, 9.0], [9.0, 3.0]]})
     assert whole.output().loss().item() == whole.output(batch=tokens).loss().item()
+
+
+def test_the_weights_of_dft_have_no_gradient(rng: np.random.Generator) -> None:
+    drawn = case("causal_lm", supervised, plain.causal_lm, loss_type="dft").draw(rng)
+    [grad] = torch.autograd.grad(drawn.output().loss(), drawn.scores["logprobs"])
+    torch.testing.assert_close(grad, -drawn.scores["logprobs"].detach().exp() / drawn.batch.num_scored)
+
+
+def test_a_negative_weight_is_told_by_row() -> None:
+    from gradwire_losses.batch import BatchError, Scores
+
+    batch = read("causal_lm", {"input_ids": [[1, 2], [3, 4, 5]], "weights": [[0.0, 1.0], [0.0, 1.0, -1.0]]})
+    scores = Scores({"logprobs": -torch.ones(3), "correct": torch.ones(3, dtype=torch.bool)})
+    with pytest.raises(BatchError) as caught:
+        get_loss("causal_lm").function(batch, scores, get_loss("causal_lm").config())
+    assert (caught.value.field, caught.value.row, caught.value.rule) == ("weights", 1, "0 <= weight")
 
 
 def test_columns_helper_matches_the_wire() -> None:

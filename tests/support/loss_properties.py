@@ -96,7 +96,9 @@ def ignores_what_is_not_scored(case: Case, rng: np.random.Generator) -> None:
     for spec in drawn.spec.fields:
         if spec.dtype == "float" and spec.name in drawn.columns and _per_token(drawn.columns[spec.name]):
             scored = _scored(drawn, spec.name)
-            spoiled[spec.name] = _map(drawn.columns[spec.name], scored, lambda entry, on: [entry if on else math.nan])
+            spoiled[spec.name] = _map(
+                drawn.columns[spec.name], scored, lambda entry, on: [entry if on else _nan(entry)]
+            )
             compact[spec.name] = _map(drawn.columns[spec.name], scored, lambda entry, on: [entry] if on else [])
     expected = drawn.output()
     for columns in (spoiled, compact):
@@ -127,9 +129,13 @@ def _scored(drawn: Drawn, name: str) -> list[Any]:
 
 
 def _map(rows: Any, scored: Any, change: Any) -> Any:
-    if rows and isinstance(rows[0], list):
+    if scored and isinstance(scored[0], list):
         return [_map(row, on, change) for row, on in zip(rows, scored, strict=True)]
     return [entry for pair in zip(rows, scored, strict=True) for entry in change(*pair)]
+
+
+def _nan(entry: Any) -> Any:
+    return [math.nan] * len(entry) if isinstance(entry, list) else math.nan
 
 
 def counts_no_row_that_has_nothing_scored(case: Case, rng: np.random.Generator) -> None:
@@ -175,6 +181,8 @@ def _all_masked(columns: Columns) -> Columns:
     changed = {
         name: _map(rows, rows, lambda entry, _: [0]) if name in masks else rows for name, rows in columns.items()
     }
+    if "input_ids" in changed and "prompt_lengths" in changed:
+        changed["prompt_lengths"] = [len(row) for row in changed["input_ids"]]
     for name in {"labels", "step_labels", "token_labels"} & set(changed):
         changed[name] = [[-100] * len(row) for row in changed[name]]
     return changed

@@ -66,10 +66,37 @@ def surrogate(ratio: float, advantage: float, low: float, high: float, dual: flo
 
 
 def causal_lm(examples: Examples, config: Any) -> Result:
-    logprobs = [lp for [row] in examples for lp in row.score_logprobs]
-    correct = [float(hit) for [row] in examples for hit in row.score_correct]
-    loss = zero_if_nan(-mean(logprobs))
-    return loss, {"perplexity": math.exp(loss), "num_tokens": len(logprobs), "token_accuracy": mean(correct)}
+    losses, learned, hits = [], [], []
+    weights = []
+    for [row] in examples:
+        own = getattr(row, "weights", [1.0] * row.n)
+        means = getattr(row, "score_mean_logprobs", [0.0] * row.n)
+        e = config.label_smoothing
+        scale = [math.exp(lp) if config.loss_type == "dft" else 1.0 for lp in row.score_logprobs]
+        losses.append([-(1 - e) * s * lp - e * m for s, lp, m in zip(scale, row.score_logprobs, means, strict=True)])
+        weights.append(own)
+        learned += [lp for lp, w in zip(row.score_logprobs, own, strict=True) if w]
+        hits += [float(hit) for hit, w in zip(row.score_correct, own, strict=True) if w]
+    return weighted_reduce(losses, weights, config), {
+        "perplexity": math.exp(-mean(learned)),
+        "num_tokens": len(learned),
+        "token_accuracy": mean(hits),
+    }
+
+
+def weighted_reduce(losses: list[list[float]], weights: list[list[float]], config: Any) -> float:
+    """As ``reduce``, each token counting as its weight says."""
+    there = [(own, w) for own, w in zip(losses, weights, strict=True) if sum(w) > 0]
+    sums = [math.fsum(x * y for x, y in zip(own, w, strict=True)) for own, w in there]
+    if config.reduction == "token_mean":
+        return math.fsum(sums) / math.fsum(y for _, w in there for y in w)
+    if config.reduction == "sequence_mean":
+        return mean([total / math.fsum(w) for total, (_, w) in zip(sums, there, strict=True)])
+    if config.reduction == "sequence_mean_token_sum":
+        return mean(sums)
+    if config.reduction == "fixed":
+        return mean([total / config.reduction_divisor for total in sums])
+    return math.fsum(sums)
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lam: float, last: float) -> list[float]:
@@ -79,22 +106,32 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float, las
     return [math.fsum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, len(deltas))) for t in range(len(deltas))]
 
 
+def shaped_rewards(row: SimpleNamespace, config: Any) -> list[float]:
+    rewards = row.rewards if isinstance(row.rewards, list) else [0.0] * (row.n - 1) + [row.rewards] if row.n else []
+    ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
+    if not getattr(config, "kl_in_reward", False) or ref is None:
+        return rewards
+    return [
+        r - config.beta * kl(config.kl_estimator, o, f) for r, o, f in zip(rewards, row.old_log_probs, ref, strict=True)
+    ]
+
+
 def ppo(examples: Examples, config: Any) -> Result:
     rows = [row for [row] in examples]
     surrogates, value_losses, entropies, kls = [], [], [], []
     advantages_all, returns_all, baselines, predictions, approx, clips, totals = [], [], [], [], [], [], []
     per_row = []
+    centre, spread = 0.0, 1.0
+    if config.whiten_rewards:
+        everything = [r for row in rows for r in shaped_rewards(row, config)]
+        centre, spread = zero_if_nan(mean(everything)), math.sqrt(variance(everything) + 1e-8)
     for row in rows:
         n = row.n
-        old = row.old_log_probs
         ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
         rewards = row.rewards if isinstance(row.rewards, list) else [0.0] * (n - 1) + [row.rewards] if n else []
         if n:
             totals.append(math.fsum(rewards))
-        if config.kl_in_reward and ref is not None:
-            rewards = [
-                r - config.beta * kl(config.kl_estimator, o, f) for r, o, f in zip(rewards, old, ref, strict=True)
-            ]
+        rewards = [(r - centre) / spread + centre for r in shaped_rewards(row, config)]
         predicted = getattr(row, "score_values", getattr(row, "values", None))
         baseline = getattr(row, "old_values", getattr(row, "values", predicted))
         lam = config.gae_lambda if config.use_gae else 1.0
@@ -153,7 +190,7 @@ def ppo(examples: Examples, config: Any) -> Result:
         "value_mean": mean(predictions),
         "return_mean": mean(returns_all),
         "reward_mean": mean(totals),
-        "next_beta": config.beta * (1 + zero_if_nan(drift) * len(rows) / config.kl_horizon),
+        "next_beta": config.beta * (1 + zero_if_nan(drift) * len(totals) / config.kl_horizon),
     }
 
 

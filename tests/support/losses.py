@@ -138,6 +138,8 @@ def random_scores(rng: np.random.Generator, batch: Batch, names: Iterable[str]) 
         "values": lambda: rng.normal(0, 1, count),
         "rewards": lambda: rng.normal(0, 1.5, sequences),
         "correct": lambda: rng.random(count) < 0.5,
+        "candidate_logprobs": lambda: np.log(rng.dirichlet([1.0] * (batch["candidates"].shape[1] + 1), count))[:, :-1],
+        "divergence": lambda: rng.gamma(1.0, 0.5, count),
         "collision": lambda: -rng.gamma(2.0, 0.5, count),
         "mean_logprobs": lambda: -4 - rng.gamma(2.0, 0.5, count),
         "token_rewards": lambda: rng.normal(0, 1.5, count),
@@ -167,9 +169,13 @@ def pick(batch: Batch, scores: Mapping[str, torch.Tensor], examples: torch.Tenso
 def scored_positions(columns: Mapping[str, Any], side: str, row: int) -> list[int]:
     """Which tokens of a row of whole sequences are scored, by the rules in words."""
     ids = columns[f"{side}input_ids"][row]
+    if "target_tokens" in columns:
+        return [t for t in range(len(ids)) if columns.get("mask", [[1] * len(ids)] * (row + 1))[row][t]]
     for labels in ("step_labels", "token_labels"):
         if labels in columns:
             return [t for t in range(len(ids)) if columns[labels][row][t] != -100]
+    if "labels" in columns:
+        return [t for t in range(1, len(ids)) if columns["labels"][row][t] != -100]
     mask = columns.get(f"{side}loss_mask")
     prompt = columns.get("prompt_lengths", [0] * (row + 1))[row]
     return [t for t in range(1, len(ids)) if (mask is None or mask[row][t]) and t >= prompt]

@@ -232,7 +232,7 @@ class RunInfo:
         if config.HasField("lora"):
             lora = {
                 "rank": config.lora.rank,
-                "alpha": config.lora.alpha,
+                "alpha": config.lora.alpha or 2 * config.lora.rank,
                 "dropout": config.lora.dropout,
                 "target_modules": list(config.lora.target_modules),
             }

@@ -116,7 +116,7 @@ class Transport:
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 1_000),
-            ("grpc.max_reconnect_backoff_ms", 5_000),
+            ("grpc.max_reconnect_backoff_ms", 500),
             # Channels to one address would share a connection otherwise, and with it one stream limit.
             ("grpc.use_local_subchannel_pool", 1),
         ]

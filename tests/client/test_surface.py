@@ -81,11 +81,14 @@ def test_importing_is_quick_and_light() -> None:
         "heavy = {'torch', 'transformers', 'pydantic', 'gradwire_server', 'gradwire_losses'} & set(sys.modules);"
         "print(took, *heavy)"
     )
-    took, *heavy = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert heavy == []
-    assert float(took) < 1.5, "well under a second on an idle machine"
+    best = 60.0
+    for _ in range(3):  # the machine may be busy
+        took, *heavy = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert heavy == []
+        best = min(best, float(took))
+    assert best < 1.0
 
 
 @pytest.mark.slow

@@ -1,0 +1,41 @@
+"""A server of one's own: started with the service, ended with it, and heard when it does not start."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import gradwire
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_it_wrote_is_shown_when_it_does_not_start() -> None:
+    with pytest.raises(gradwire.ServerStartError, match="no-such-flag") as caught:
+        await gradwire.connect(models=["tiny"], server_args=["--no-such-flag"])
+    assert "ended with code 2" in str(caught.value)
+
+
+async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        run = await service.create_run("tiny", lora=2)
+        fb, step = run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm"), run.optim_step()
+        assert (await fb).num_loss_tokens == 2
+        assert (await step).step == 1
+        embedded = service._embedded
+        assert embedded is not None
+        process, folder = embedded._process, embedded._folder.name
+        assert process.poll() is None and os.path.exists(folder)  # noqa: ASYNC240
+    assert process.poll() == 0
+    assert not os.path.exists(folder)  # noqa: ASYNC240
+
+
+async def test_its_death_is_not_waited_out(tiny_model_path: Path) -> None:
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        run = await service.create_run("tiny", lora=2)
+        assert service._embedded is not None
+        os.kill(service._embedded._process.pid, signal.SIGKILL)
+        with pytest.raises(gradwire.ConnectionLostError, match="embedded server ended with code -9"):
+            await run.optim_step()

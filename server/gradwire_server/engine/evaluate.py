@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
 from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig
 from gradwire_proto.v1 import training_pb2
@@ -390,13 +391,15 @@ def _reference_logprobs(loss: LossSpec, config: LossConfig, reference: Reference
 def _evaluation(
     batch: Batch, scores: Mapping[str, Tensor], outputs: Collection[str], num_microbatches: int, sums: _LossSums | None
 ) -> LossEvaluation:
+    metrics = sums.metrics() if sums else {}
     return LossEvaluation(
         loss=sums.loss() if sums else None,
-        metrics=sums.metrics() if sums else {},
+        metrics=metrics,
         outputs={name: scores[name].detach().float() for name in outputs},
         row_lengths=batch.row_lengths,
         num_sequences=batch.num_sequences,
         num_tokens=len(batch.input_ids),
         num_loss_tokens=batch.num_scored,
         num_microbatches=num_microbatches,
+        warnings=usual_range_warnings(metrics),
     )

@@ -1,0 +1,76 @@
+"""The monitoring advice of the field, as sentences: which figures of a loss left their usual range, and what to do.
+
+The ranges are rules of thumb for language models, per token and in nats, and wide: a run in good health gives none.
+They are about what a step is about to do, so they speak before a loss curve shows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """The usual range of a metric, and advice for either side of it.
+
+    Attributes:
+        low, high: bounds; values beyond them are told.
+        below, above: what it means and what to do.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    below: str = ""
+    above: str = ""
+
+    def warning(self, name: str, value: float) -> str | None:
+        if value < self.low:
+            return f"{name} is {value:.3g}, usually at least {self.low:g}: {self.below}"
+        if value > self.high:
+            return f"{name} is {value:.3g}, usually at most {self.high:g}: {self.above}"
+        return None
+
+
+_STALE = (
+    "the policy is far from the one that wrote the batch, or their log-probabilities differ in temperature or in "
+    "masks. Take fewer steps on one batch, lower the learning rate, or sample anew"
+)
+_RATIO = Range(low=0.5, high=2.0, below=_STALE, above=_STALE)
+_LARGEST_RATIO = Range(high=100.0, above=f"single tokens or rows rule the gradient. Truncate the ratio; {_STALE}")
+
+USUAL_RANGES: Mapping[str, Range] = {
+    "approx_kl": Range(high=0.1, above=_STALE),
+    "kl_divergence": Range(
+        high=1.0, above="the policy has left its reference. Raise beta, lower the learning rate, or stop earlier"
+    ),
+    "clip_fraction": Range(
+        high=0.4, above="much of the batch gives no gradient. Lower the learning rate or take fewer steps on one batch"
+    ),
+    "explained_variance": Range(
+        low=-0.5,
+        below="the values predict the returns worse than a constant would. Train the critic first or for more steps, "
+        "or raise its learning rate; in the first steps of a run this is no fault",
+    ),
+    "entropy": Range(
+        low=0.01,
+        below="the policy is all but deterministic and explores no more. Raise entropy_coef or the sampling "
+        "temperature, or lower the learning rate",
+    ),
+    "is_ratio_mean": _RATIO,
+    "ratio_mean": _RATIO,
+    "is_ratio_max": _LARGEST_RATIO,
+    "ratio_max": _LARGEST_RATIO,
+    "zero_spread_groups": Range(
+        high=0.8,
+        above="in most groups all rewards are equal and teach nothing. Choose prompts that are neither too easy nor "
+        "too hard, or sample more responses to each",
+    ),
+}
+
+
+def usual_range_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """A sentence for each metric outside of its usual range; NaN, a mean over nothing, is none."""
+    found = (USUAL_RANGES[name].warning(name, value) for name, value in metrics.items() if name in USUAL_RANGES)
+    return [sentence for sentence in found if sentence is not None]

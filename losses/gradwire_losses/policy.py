@@ -37,7 +37,7 @@ def weighted_surrogate(
 
 def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
     """SAPO: ``-4/tau sigmoid(tau (r - 1)) A``, tau by the sign of A (Gao et al. 2025, arXiv 2511.20347)."""
-    tau = torch.where(advantages > 0, positive, negative)
+    tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 

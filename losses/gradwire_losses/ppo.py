@@ -228,7 +228,7 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
         "value_mean": Mean.of(critique.predicted),
         "return_mean": Mean.of(critique.returns),
         "reward_mean": Mean.of(row_rewards),
-        "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), batch.num_examples),
+        "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), len(row_rewards)),
     }
     return LossOutput(terms, metrics)
 

@@ -196,7 +196,8 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             words = command(self._config, theirs.fileno())
-            env = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            # OpenMP threads that spin while they wait slow the engine several times over on a machine with other work.
+            env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = await asyncio.create_subprocess_exec(
                 *words,
                 pass_fds=[theirs.fileno()],

@@ -245,7 +245,6 @@ class ModelHost:
             model = AutoModelForCausalLM.from_pretrained(
                 facts.path,
                 dtype=self.dtype,
-                attn_implementation="sdpa",
                 use_safetensors=True,
                 trust_remote_code=False,
                 **kwargs,

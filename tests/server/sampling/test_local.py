@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from gradwire_server.engine.policy import LoraPolicy, Policy
 from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer
 from gradwire_server.sampling.base import SamplingParams
 from gradwire_server.sampling.local import LocalSampler, draw
+from transformers import AutoConfig, AutoModelForCausalLM
 
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
 
@@ -190,3 +192,45 @@ def test_arguments_are_checked(call: dict[str, object], field: str) -> None:
     with pytest.raises(OperationError, match="must hold") as caught:
         SamplingParams.from_call(training_pb2.SampleCall(**{"max_tokens": 4} | call), seed=0)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 6}),
+        ("gemma2", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+        ("gemma3_text", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+        ("phi3", {}),
+    ],
+)
+def test_padding_and_windows_of_other_architectures(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """Rows of different lengths beyond the window, in one padded batch, against one sequence at a time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(kind, **SHAPE, **settings)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = Policy(ModelHost({"model": str(tmp_path)}).load("model"))
+    prompts = [[1, 5], list(range(3, 22)), [9, 8, 7, 6, 5, 4, 3], list(range(10, 19))]
+    for of_prompt, prompt in zip(
+        LocalSampler().sample(policy, prompts, SamplingParams(max_tokens=14, seed=1, n=2)), prompts, strict=True
+    ):
+        for sample in of_prompt:
+            expected = full_logprobs(policy, prompt, sample.token_ids)
+            assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)

@@ -20,7 +20,7 @@ class Limits(BaseModel):
     max_payload_bytes: int = Field(default=1 << 30, ge=1, description="the tensors of one operation")
     max_tensors: int = Field(default=64, ge=1, description="tensors of one operation")
     max_rows: int = Field(default=65_536, ge=1, description="rows of one batch")
-    max_queued_operations: int = Field(default=4096, ge=1, description="operations of a run without a result")
+    max_queued_operations: int = Field(default=16_384, ge=1, description="operations of a run without a result")
     max_queued_bytes: int = Field(default=8 << 30, ge=1, description="payloads of a run's operations without a result")
     max_window: int = Field(default=1024, ge=1, description="how far a number may be ahead of the next expected one")
     max_runs: int = Field(default=1000, ge=1, description="runs that the server keeps")

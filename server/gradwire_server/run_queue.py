@@ -23,8 +23,8 @@ from gradwire_server.journal import RunMarks, StoredResult
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import Buffer, Location
 
-RECENT_RESULTS = 256
-RECENT_BYTES = 1 << 20
+RECENT_RESULTS = 64
+RECENT_BYTES = 64 << 10
 """Results no larger than this are handed to their readers from memory."""
 
 _CHANGES = (
@@ -76,7 +76,7 @@ class RunQueue:
     record: RunRecord
     limits: Limits
     window: dict[int, Pending] = field(default_factory=dict)
-    pending: dict[int, Pending] = field(default_factory=dict)
+    pending: OrderedDict[int, Pending] = field(default_factory=OrderedDict)  # a dict's front is slow to find again
     running: Pending | None = None
     generation: int = 0
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)

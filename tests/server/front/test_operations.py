@@ -227,6 +227,33 @@ async def test_an_operation_goes_on_when_the_client_that_sent_it_leaves(door: Do
     assert await client.statuses(1) == ["ok"]
 
 
+async def test_a_client_that_has_ended_its_side_still_gets_its_acknowledgements(door: Door) -> None:
+    client = await (await door.client()).begin()
+    stream = client.stub.Submit()
+    for seq in range(1, 11):
+        for frame in client.frames(seq, forward_backward=pb.LossCall(loss_fn="a")):
+            await stream.write(frame)
+    await stream.done_writing()
+    assert sorted([ack.seq async for ack in stream]) == list(range(1, 11))
+
+
+async def test_a_thousand_queued_operations_are_accepted_while_the_engine_is_busy(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+
+    async def send() -> None:
+        for seq in range(1, 1001):
+            await client.send(*client.frames(seq, forward_backward=pb.LossCall(loss_fn=str(seq))))
+
+    await client.send()
+    sending = asyncio.create_task(send())
+    assert not any([(await client.ack(30)).HasField("error") for _ in range(1000)])
+    await sending
+    door.engine.gate.set()
+    await client.results(1000)
+    assert door.engine.runs[client.run_id].history == [str(seq) for seq in range(1, 1001)]
+
+
 async def test_a_deleted_run_ends_its_readers_and_is_unknown(door: Door) -> None:
     client = await (await door.client()).begin()
     reading = asyncio.create_task(client.results(1))

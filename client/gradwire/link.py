@@ -151,6 +151,8 @@ class RunLink:
             await self.open()
             await work()
         except GradwireError as error:
+            if isinstance(error, ConnectionLostError):
+                error.add_note(f"once the server is back, get_training_client({self._queue.run_id!r}) goes on")
             self._die(error)
         except asyncio.CancelledError:
             self._die(ServiceClosedError("the service was closed before the result came"))

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from gradwire import service, training
+from gradwire.errors import ServiceClosedError
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient
 from gradwire.service import PathLike
@@ -34,6 +35,9 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """The coroutine's result; interrupting the wait cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise ServiceClosedError("the service is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -41,9 +45,11 @@ class LoopThread:
             future.cancel()
             raise
 
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -121,6 +127,8 @@ class ServiceClient:
 
     def close(self) -> None:
         """As :meth:`gradwire.ServiceClient.close`; ends the thread as well."""
+        if self._loop_thread.closed:
+            return
         try:
             self._loop_thread.run(self._client.close())
         finally:

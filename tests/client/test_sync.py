@@ -47,7 +47,12 @@ def test_a_script_without_a_loop(script: Script, address: str) -> None:
         assert again.optim_step().result(10).step == 22
         with pytest.raises(gradwire.UnknownModelError):
             service.create_run("gpt-9")
-    assert threading.active_count() == 2 or not any(t.name == "gradwire" for t in threading.enumerate())
+    assert not any(thread.name == "gradwire" for thread in threading.enumerate())
+    service.close()
+    with pytest.raises(gradwire.ServiceClosedError):
+        service.list_models()
+    with pytest.raises(gradwire.ServiceClosedError):
+        run.optim_step().result()
 
 
 def test_a_future_of_the_synchronous_client_can_be_awaited_in_a_notebook(address: str) -> None:

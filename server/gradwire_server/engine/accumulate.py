@@ -76,7 +76,9 @@ class GradientCollector:
     def finite(self) -> bool:
         """Whether all gradients are; waits for the device once."""
         gradients = [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
-        return not gradients or bool(get_total_norm(gradients, norm_type=float("inf")).isfinite())
+        if not gradients or bool(get_total_norm(gradients).isfinite()):
+            return True
+        return bool(get_total_norm(gradients, norm_type=float("inf")).isfinite())  # squares alone may overflow
 
     def _park(self) -> None:
         for name, parameter in self._parameters.items():

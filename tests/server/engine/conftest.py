@@ -35,34 +35,38 @@ class RandomBatches:
     generator: np.random.Generator
 
     def columns(self, loss: LossSpec, rows: int, shortest: int, longest: int) -> dict[str, Column]:
-        lengths: dict[str, tuple[np.ndarray, ...]] = {}
         samples = np.full(rows, 3, np.uint32)
+        lengths: dict[str, tuple[np.ndarray, ...]] = {}
         for field in loss.fields:
-            if field.ids and "samples" in field.shapes[0]:
-                lengths[field.name] = (samples, self.generator.integers(shortest, longest, 3 * rows).astype(np.uint32))
-            elif field.ids:
-                lengths[field.name] = (self.generator.integers(shortest, longest, rows).astype(np.uint32),)
+            if field.ids and not field.aligned_with:
+                outer = (samples,) if "samples" in field.shapes[0] else ()
+                count = 3 * rows if outer else rows
+                lengths[field.name] = (*outer, self.generator.integers(shortest, longest, count).astype(np.uint32))
+        required = {field.name for field in loss.fields if field.required}
+        taken = required | {"rewards", "response_masks", "mask" if "target_tokens" in required else "loss_mask"}
+        taken |= {"importance_sampling": {"behavior_log_probs"}, "gigpo": {"advantages"}}.get(loss.name, set())
         columns = {}
         for field in loss.fields:
-            if not (field.required or field.name in ("rewards", "loss_mask", "response_masks")):
+            if field.name not in taken:
                 continue
-            shape = field.shapes[-1]
-            if field.ids or "tokens" in shape:
-                levels = lengths[field.name if field.ids else field.aligned_with]
-                count = int(levels[-1].sum())
-            else:
-                levels = (samples,) if "samples" in shape else ()
-                count = int(samples.sum()) if "samples" in shape else rows
-            columns[field.name] = Column(self._values(field.name, field.dtype, count), levels)
+            shape = [shape for shape in field.shapes if "candidates" not in shape] or list(field.shapes)
+            levels: tuple[np.ndarray, ...] = (samples,) if "samples" in shape[-1] else ()
+            if "tokens" in shape[-1]:
+                levels = lengths[field.aligned_with or field.name]
+            count = int(levels[-1].sum()) if levels else rows
+            size = (count, 4) if "candidates" in shape[-1] else (count,)
+            columns[field.name] = Column(self._values(field.name, field.dtype, size), levels)
         return columns
 
-    def _values(self, name: str, dtype: str, count: int) -> np.ndarray:
+    def _values(self, name: str, dtype: str, size: tuple[int, ...]) -> np.ndarray:
         if dtype == "int":
-            return self.generator.integers(0, VOCAB, count)
+            return self.generator.integers(0, VOCAB, size)
         if dtype == "bool":
-            return self.generator.random(count) < 0.8
-        mean, spread = (-4.0, 0.3) if "log_probs" in name else (0.0, 1.0)
-        return self.generator.normal(mean, spread, count).astype(np.float32)
+            return self.generator.random(size) < 0.8
+        if "label" in name:
+            return self.generator.random(size).astype(np.float32)
+        mean, spread = (-4.0, 0.3) if "log_probs" in name or "logprobs" in name else (0.0, 1.0)
+        return self.generator.normal(mean, spread, size).astype(np.float32)
 
     def batch(self, loss: LossSpec, rows: int = 8, shortest: int = 1, longest: int = 9) -> Batch:
         return read_batch(loss, self.columns(loss, rows, shortest, longest), vocab_size=VOCAB, context_length=CONTEXT)

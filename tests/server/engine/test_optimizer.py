@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire_losses.registry import LossConfig, get_loss
+from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.accumulate import GradientAccumulator
@@ -24,7 +24,9 @@ def settings(**changes: Any) -> OptimStep:
 def accumulate(run: EngineRun, batches: Any) -> None:
     loss = get_loss("causal_lm")
     with run.rng():
-        forward_backward(run.policy, batches.batch(loss), loss, LossConfig(), run.accumulator, budget=Budget())
+        forward_backward(
+            run.policy, batches.batch(loss), loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget()
+        )
 
 
 def gradient_of(run: EngineRun, seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:
@@ -139,7 +141,9 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
     def work(run: EngineRun, part: list[Any]) -> None:
         for batch in part:
             with run.rng():
-                forward_backward(run.policy, batch, loss, LossConfig(), run.accumulator, budget=Budget(30))
+                forward_backward(
+                    run.policy, batch, loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget(30)
+                )
 
     straight, resumed = make_run(lora=lora), make_run(lora=lora, seed=1)
     work(straight, data[:2])

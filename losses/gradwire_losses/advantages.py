@@ -53,6 +53,48 @@ def gae(
     return result, result + values
 
 
+def vtrace(
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    row_lengths: Tensor,
+    *,
+    gamma: float = 0.99,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
+
+    Args:
+        logprobs, behavior_logprobs: ``[T]``, of each token under the policy and under the one that wrote it.
+        rewards, values, row_lengths, gamma, bootstrap_values: as in :func:`gae`.
+        rho_clip: ceiling of the ratio that weighs each temporal difference.
+        c_clip: ceiling of the ratio that passes a difference on to earlier tokens.
+
+    Returns:
+        Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
+    """
+    # The ceilings make an overflow of exp harmless; bounding the exponent keeps it finite.
+    ratio = (logprobs - behavior_logprobs).clamp(max=60.0).exp()
+    rho_rows, mask = pad(ratio.clamp(max=rho_clip), row_lengths)
+    (c_rows, _), (reward_rows, _) = pad(ratio.clamp(max=c_clip), row_lengths), pad(rewards, row_lengths)
+    value_rows, _ = pad(values, row_lengths)
+    ends = values.new_zeros(len(row_lengths)) if bootstrap_values is None else bootstrap_values.to(values.dtype)
+    next_value, next_target, correction = ends, ends, torch.zeros_like(ends)
+    advantages, targets = torch.zeros_like(value_rows), torch.zeros_like(value_rows)
+    for t in range(mask.shape[1] - 1, -1, -1):
+        here, rho, reward, value = mask[:, t], rho_rows[:, t], reward_rows[:, t], value_rows[:, t]
+        advantages[:, t] = rho * (reward + gamma * next_target - value)
+        moved = rho * (reward + gamma * next_value - value) + gamma * c_rows[:, t] * correction
+        correction = torch.where(here, moved, correction)
+        targets[:, t] = value + correction
+        next_target = torch.where(here, targets[:, t], next_target)
+        next_value = torch.where(here, value, next_value)
+    return advantages[mask], targets[mask]
+
+
 def rewards_to_go(rewards: Tensor, row_lengths: Tensor, gamma: float = 1.0) -> Tensor:
     """``[T]``: of each token, the discounted sum of the rewards from it to the end of its sequence."""
     return gae(rewards, torch.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]

@@ -14,6 +14,7 @@ The backward pass computes each chunk's logits again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,7 @@ def score_tokens(
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
     """``[T, V]`` logits over the temperature of few tokens' states ``[T, H]``, for the sampler; no gradient."""
-    request = _Request(head, temperature, entropy=False, mean=False, collision=False, chunk=len(hidden))
-    return _logits(_Product(head.weight), hidden, head.bias, request)[0]
+    return head_logits(HeadProduct(head.weight), hidden, head.bias, head, temperature)[0]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _ScoreTokens(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: _Request
     ) -> tuple[Tensor, ...]:
-        product = _Product(weight)
+        product = HeadProduct(weight)
         count = len(ids)
 
         def room(wanted: bool = True) -> Tensor:
@@ -96,7 +96,7 @@ class _ScoreTokens(torch.autograd.Function):
         normalizers, correct = room(), torch.empty(count, dtype=torch.bool, device=hidden.device)
         for start in range(0, count, request.chunk):
             part = slice(start, start + request.chunk)
-            logits, _ = _logits(product, hidden[part], bias, request)
+            logits, _ = head_logits(product, hidden[part], bias, request.head, request.temperature)
             largest, best = logits.max(dim=-1)
             correct[part] = best == ids[part, 0]
             logits -= largest[:, None]
@@ -130,19 +130,15 @@ class _ScoreTokens(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, normalizers, entropy = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         request: _Request = ctx.request
-        product = _Product(weight)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if need_bias else None
+        product = HeadProduct(weight)
+        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad)
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
             of_p = of_p + grad_mean
         for start in range(0, len(ids), request.chunk):
             part = slice(start, start + request.chunk)
-            states = hidden[part]
-            logits, capped = _logits(product, states, bias, request)
+            logits, capped = head_logits(product, hidden[part], bias, request.head, request.temperature)
             log_p = logits.sub_(normalizers[part, None])
             if request.entropy:
                 p = log_p.exp()
@@ -153,40 +149,60 @@ class _ScoreTokens(torch.autograd.Function):
             if request.mean:
                 grad += grad_mean[part, None] / len(weight)
             grad.scatter_add_(1, ids[part], grad_logprobs[part])
-            if capped is not None:
-                grad.mul_(1.0 - capped.square())
-            factor = request.head.scale / request.temperature
-            if factor != 1.0:
-                grad.mul_(factor)
-            if grad_hidden is not None:
-                grad_hidden[part] = product.by_weight(grad)
-            if grad_weight is not None:
-                product.add_outer(grad_weight, grad, states)
-            if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+            gradients.add(part, grad, capped, request.head, request.temperature)
+        return *gradients.results(), None, None
 
 
-def _logits(product: _Product, states: Tensor, bias: Tensor | None, request: _Request) -> tuple[Tensor, Tensor | None]:
+def head_logits(
+    product: HeadProduct, states: Tensor, bias: Tensor | None, head: OutputHead, temperature: float
+) -> tuple[Tensor, Tensor | None]:
     """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument where there is one."""
     logits = product.by_transpose(states)
     if bias is not None:
         logits += bias
-    head, capped = request.head, None
     if head.softcap is not None:
         capped = logits.mul_(head.scale / head.softcap).tanh_()
-        return capped * (head.softcap / request.temperature), capped
-    factor = head.scale / request.temperature
+        return capped * (head.softcap / temperature), capped
+    factor = head.scale / temperature
     return (logits if factor == 1.0 else logits.mul_(factor)), None
 
 
-class _Product:
+class HeadGradients:
+    """The gradients of hidden states, output weight and bias, put together chunk by chunk, where they are needed."""
+
+    def __init__(
+        self, product: HeadProduct, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+    ) -> None:
+        self._product, self._hidden = product, hidden
+        self._dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device) if needed[1] else None
+        self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
+
+    def add(self, part: slice, grad: Tensor, capped: Tensor | None, head: OutputHead, temperature: float) -> None:
+        """``grad [C, V]``: of the logits that :func:`head_logits` gave for these places; used up."""
+        if capped is not None:
+            grad.mul_(1.0 - capped.square())
+        factor = head.scale / temperature
+        if factor != 1.0:
+            grad.mul_(factor)
+        if self._of_hidden is not None:
+            self._of_hidden[part] = self._product.by_weight(grad)
+        if self._of_weight is not None:
+            self._product.add_outer(self._of_weight, grad, self._hidden[part])
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(dim=0)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight, bias = self._dtypes
+        return (
+            self._of_hidden,
+            None if self._of_weight is None else self._of_weight.to(weight),
+            None if self._of_bias is None or bias is None else self._of_bias.to(bias),
+        )
+
+
+class HeadProduct:
     """Products with the output weight that accumulate in, and give, float32 at least.
 
     CUDA multiplies low-precision operands so without widening them; elsewhere the weight is widened once.

@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | lint | proto
+# make setup | demo | test | test-slow | lint | docs | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo test test-slow lint proto
+.PHONY: setup demo test test-slow lint docs proto
 
 setup: .venv/.installed
 
@@ -29,6 +29,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/python tools/make_loss_reference.py
 
 # Generated with an older grpcio-tools on purpose: its output runs with protobuf 6 and 7.
 proto: .venv-proto/.installed

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 Aim = Literal["up", "down", ""]
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -56,7 +57,7 @@ class Report:
 
     folder: Path
     title: str
-    console: Console = field(default_factory=Console)
+    console: Console = field(default_factory=lambda: Console(width=None if sys.stdout.isatty() else 120))
     curves: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
@@ -66,11 +67,11 @@ class Report:
     def progress(self, stage: str, steps: int) -> Iterator[Callable[[Mapping[str, float]], None]]:
         """A progress bar for a stage; what it yields takes the metrics of one step, draws them and keeps the curve."""
         columns = (
-            TextColumn("{task.description:13}"),
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[metrics]}"),
+            TextColumn("{task.description}", table_column=Column(min_width=12, no_wrap=True)),
+            BarColumn(bar_width=16, table_column=Column(min_width=16)),
+            MofNCompleteColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
+            TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
         )
         with Progress(*columns, console=self.console) as bars:
             bar = bars.add_task(stage, total=steps, metrics="")

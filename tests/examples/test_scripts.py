@@ -1,0 +1,94 @@
+"""Every script in examples/ runs as a user would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.server import Server
+
+SHORT = ["sft", "dpo", "reward_model", "ppo", "grpo", "importance_sampling", "custom_loss"]
+
+
+def execute(root: Path, *arguments: str | Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"COLUMNS": "120"},
+    )
+
+
+def test_every_script_is_tested(root: Path) -> None:
+    there = {file.stem for file in (root / "examples").glob("*.py")}
+    assert there == {*SHORT, "three_stage_rlhf"}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_script(name: str, root: Path, example_server: Server) -> None:
+    script = root / "examples" / f"{name}.py"
+    done = execute(root, script, "--steps", "2", "--address", example_server.address, "--model", "tiny")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 0: \w+ -?\d+\.\d+", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^step 1: ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_a_script_alone_starts_its_own_server(root: Path) -> None:
+    done = execute(root, root / "examples" / "sft.py", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "step 0: loss 2." in done.stdout or "step 0: loss 3." in done.stdout  # ln of 18 tokens is 2.9
+
+
+FEW = ["--sft-steps", "6", "--reward-steps", "4", "--practice-prompts", "8", "--ppo-steps", "1", "--ppo-prompts", "16"]
+
+
+def test_three_stages_on_their_own_task(root: Path, tmp_path: Path) -> None:
+    done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path, *FEW)
+    # Six steps teach nobody to add: the loss falls, the accuracy stays at zero, and the script has to say so.
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "SFT: answer accuracy did not improve" in done.stdout
+    assert "SFT: loss, nats a token did not improve" not in done.stdout
+    curves = [json.loads(line) for line in (tmp_path / "curves.jsonl").read_text().splitlines()]
+    steps = {(curve["stage"], curve["metric"]): len(curve["points"]) for curve in curves}
+    assert steps["SFT", "loss"] == 6
+    assert steps["reward model", "preference_accuracy"] == 4
+    assert steps["PPO", "reward"] == 1
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "KL to the SFT policy" in page
+
+
+def test_three_stages_on_files(root: Path, tmp_path: Path) -> None:
+    problems = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(60)]
+    pairs = [{"prompt": p["question"], "chosen": p["answer"], "rejected": "I do not know.\n#### 0"} for p in problems]
+    for name, rows in (("problems", problems), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--sft-data", tmp_path / "problems.jsonl", "--prompt-data", tmp_path / "problems.jsonl"]
+    data += ["--preference-data", tmp_path / "pairs.jsonl", "--model-size", "32x1", "--max-tokens", "16"]
+    done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path / "out", *data, *FEW)
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # what 6 steps improve depends on rounding
+    assert (tmp_path / "out" / "report.html").exists(), done.stdout + done.stderr
+
+
+def test_a_file_with_a_missing_field_is_named(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?"}\n')
+    data = [word for name in ("sft", "preference", "prompt") for word in (f"--{name}-data", tmp_path / "rows.jsonl")]
+    done = execute(root, root / "examples" / "three_stage_rlhf.py", *data)
+    assert done.returncode == 1
+    assert "rows.jsonl, line 2" in done.stderr
+    assert "answer" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_improves_every_figure(root: Path, tmp_path: Path) -> None:
+    done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path, timeout=900)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr

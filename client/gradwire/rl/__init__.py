@@ -1,0 +1,118 @@
+"""The RL toolkit: environments, rollouts, rewards and ready algorithms on top of a run.
+
+Parts that know little of each other, each replaceable:
+
+* ``environments``: interaction. ``inference``: what generates. ``rollouts``: many episodes at once.
+* ``rewards``: scores after collection. ``advantages``: credit, as pure functions.
+* ``algorithms``: PPO, GRPO, REINFORCE and GiGPO over all of these.
+* ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: what a long training wants besides.
+"""
+
+from gradwire.rl.algorithms import (
+    Algorithm,
+    AlgorithmConfig,
+    GiGPOAlgorithm,
+    GRPOAlgorithm,
+    PPOAlgorithm,
+    REINFORCEAlgorithm,
+)
+from gradwire.rl.curricula import Curriculum, ShuffledCurriculum, StagedCurriculum, SuccessCurriculum
+from gradwire.rl.environments import (
+    BaseEnvironment,
+    ConversationEnvironment,
+    GymnasiumEnvironment,
+    SimpleTextEnvironment,
+    StepResult,
+    SVRLEnvironment,
+    Tool,
+    ToolEnvironment,
+    VerifiersEnvironment,
+)
+from gradwire.rl.inference import InferenceModule, LocalInference, OpenAIInference, RunInference, SamplingParams
+from gradwire.rl.loggers import JsonlLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.replay import ReplayBuffer
+from gradwire.rl.rewards import (
+    ParetoRewardComputer,
+    RewardComputer,
+    RewardModel,
+    Sandbox,
+    SandboxLimits,
+    SVRLRewardComputer,
+    code_passes,
+    json_schema,
+    last_number,
+    regex_match,
+    reward_function,
+)
+from gradwire.rl.rollouts import RolloutManager, Rollouts
+from gradwire.rl.types import (
+    Action,
+    EvaluateResult,
+    Message,
+    State,
+    StepData,
+    StepOutput,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+)
+from gradwire.rl.worker import RLRolloutWorker
+
+__all__ = [
+    "Action",
+    "Algorithm",
+    "AlgorithmConfig",
+    "BaseEnvironment",
+    "ConversationEnvironment",
+    "Curriculum",
+    "EvaluateResult",
+    "GRPOAlgorithm",
+    "GiGPOAlgorithm",
+    "GymnasiumEnvironment",
+    "InferenceModule",
+    "JsonlLogger",
+    "LocalInference",
+    "Message",
+    "OpenAIInference",
+    "PPOAlgorithm",
+    "ParetoRewardComputer",
+    "REINFORCEAlgorithm",
+    "RLRolloutWorker",
+    "ReplayBuffer",
+    "RewardComputer",
+    "RewardModel",
+    "RolloutManager",
+    "Rollouts",
+    "RunInference",
+    "SVRLEnvironment",
+    "SVRLRewardComputer",
+    "SamplingParams",
+    "Sandbox",
+    "SandboxLimits",
+    "ShuffledCurriculum",
+    "SimpleTextEnvironment",
+    "StagedCurriculum",
+    "State",
+    "StepData",
+    "StepOutput",
+    "StepResult",
+    "SuccessCurriculum",
+    "Task",
+    "TensorBoardLogger",
+    "Tool",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolResult",
+    "TrackioLogger",
+    "Trajectory",
+    "TrajectoryRecorder",
+    "VerifiersEnvironment",
+    "WandbLogger",
+    "code_passes",
+    "json_schema",
+    "last_number",
+    "regex_match",
+    "reward_function",
+]

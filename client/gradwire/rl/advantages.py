@@ -231,6 +231,20 @@ def vtrace(
     return advantages, targets
 
 
+def subgroup_advantages(numbers: Numbers, keys: npt.ArrayLike, *, scale: bool = True) -> Floats:
+    """``[M], [M] -> [M]``: as :func:`group_advantages`, groups being the entries of equal key, in any order.
+
+    With returns of steps for numbers, and for keys what tells apart group and anchor state, the step level of GiGPO
+    (Feng et al. 2025, arXiv 2505.10978).
+    """
+    numbers = _floats(numbers)
+    _, place, sizes = np.unique(np.asarray(keys), return_inverse=True, return_counts=True)
+    order = np.argsort(place, kind="stable")
+    result = np.empty_like(numbers)
+    result[order] = group_advantages(numbers[order], sizes, scale=scale)
+    return result
+
+
 def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable]) -> list[npt.NDArray[np.int64]]:
     """The steps (indices) that share group and anchor state, in order of first appearance: GiGPO's step groups."""
     groups: dict[tuple[Hashable, Hashable], list[int]] = {}
@@ -252,11 +266,10 @@ def gigpo_step_advantages(
 
     A step alone at its state gives 0. Feng et al. 2025, arXiv 2505.10978.
     """
-    returns = _floats(returns)
-    advantages = np.zeros(len(returns))
-    for members in gigpo_step_groups(group_ids, anchor_states):
-        advantages[members] = group_advantages(returns[members], [len(members)], scale=scale)
-    return advantages
+    keys = np.zeros(len(_floats(returns)), np.int64)
+    for key, members in enumerate(gigpo_step_groups(group_ids, anchor_states)):
+        keys[members] = key
+    return subgroup_advantages(returns, keys, scale=scale)
 
 
 def gigpo_advantages(

@@ -90,7 +90,7 @@ class RLRolloutWorker:
         history.wrote(generation)
         action = environment.parse_action(state, generation.text)
         step = StepData(
-            index=state.step,
+            index=len(trajectory.steps),
             observation=observation,
             state_key=key,
             prompt_ids=prompt_ids,

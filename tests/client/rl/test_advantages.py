@@ -24,6 +24,7 @@ TWINS = sorted(
         "rloo_advantages",
         "opo_advantages",
         "remax_advantages",
+        "subgroup_advantages",
         "vtrace",
     )
     if hasattr(torch_advantages, name)
@@ -52,6 +53,8 @@ def arguments(name: str, rng: np.random.Generator) -> tuple[list[Any], dict[str,
             return [rng.normal(size=tokens + 2)], {"shift_mean": bool(rng.integers(2))}
         case "opo_advantages":
             return [rewards, lengths + 1, sizes], {}
+        case "subgroup_advantages":
+            return [rng.normal(size=8), rng.integers(0, 4, 8)], {"scale": bool(rng.integers(2))}
         case "remax_advantages":
             return [rewards, rng.normal(size=6)], {}
         case "vtrace":

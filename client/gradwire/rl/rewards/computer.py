@@ -59,6 +59,8 @@ class RewardComputer:
         for members in by_group(scored):
             for trajectory, reward in zip(members, self._rewards(members)):
                 trajectory.reward = float(reward)
+                if trajectory.steps and trajectory.evaluation is not None and not trajectory.evaluation.step_outputs:
+                    trajectory.steps[-1].reward = self.default_step_reward + trajectory.reward
         return _report(trajectories, scored)
 
     async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:

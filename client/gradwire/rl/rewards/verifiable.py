@@ -40,7 +40,7 @@ def last_number(*, tolerance: float = 1e-6, format_score: float = 0.0) -> Reward
 
 
 def regex_match(pattern: str | None = None, *, limits: SandboxLimits | None = None) -> RewardFunction:
-    """1 when the pattern (by default the ground truth) is found in the response; sandboxed, as patterns can run away."""
+    """1 when the pattern (by default the ground truth) is found in the response; sandboxed: patterns can run away."""
     if pattern is not None:
         re.compile(pattern)
 

@@ -1,0 +1,19 @@
+"""Ready algorithms: tasks and a reward in, a trained run out."""
+
+from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.algorithms.gigpo import GiGPOAlgorithm, GiGPOCredit, gigpo_credit
+from gradwire.rl.algorithms.grpo import GRPOAlgorithm
+from gradwire.rl.algorithms.ppo import PPOAlgorithm
+from gradwire.rl.algorithms.reinforce import REINFORCEAlgorithm
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmConfig",
+    "GRPOAlgorithm",
+    "GiGPOAlgorithm",
+    "GiGPOCredit",
+    "PPOAlgorithm",
+    "REINFORCEAlgorithm",
+    "gigpo_credit",
+]

@@ -1,0 +1,166 @@
+"""GiGPO with PPO's clipped objective: credit for single steps from episodes that came through the same state.
+
+Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training (arXiv 2505.10978).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.advantages import Floats, gigpo_step_groups, group_advantages, rewards_to_go, subgroup_advantages
+from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.rewards.computer import by_group
+from gradwire.rl.rows import TrainingBatch, grouped_columns, rows_of
+from gradwire.rl.types import StepData, Trajectory
+
+logger = logging.getLogger("gradwire.rl.gigpo")
+
+StateHash = Callable[[StepData], Hashable]
+
+
+def anchor_state(step: StepData) -> Hashable:
+    """The environment's own key for the state that the step was taken in (by default its observation)."""
+    key = step.state_key
+    return key if isinstance(key, Hashable) else repr(key)
+
+
+@dataclass(frozen=True)
+class GiGPOCredit:
+    """The stages of a computation.
+
+    Attributes:
+        episode: ``[trajectories]``, ``A_E``.
+        returns: ``[steps]``, ``G_t``, of all trajectories' steps one after the other.
+        step: ``[steps]``, ``A_S``.
+        advantages: ``[steps]``, ``A_E + omega A_S``.
+        step_groups: the steps (indices) of each anchor state, ``G_k``.
+    """
+
+    episode: Floats
+    returns: Floats
+    step: Floats
+    advantages: Floats
+    step_groups: list[np.ndarray]
+
+    @property
+    def singletons(self) -> float:
+        """Share of steps alone at their state: they have no step level."""
+        alone = sum(len(group) == 1 for group in self.step_groups)
+        return alone / max(len(self.step), 1)
+
+
+def gigpo_credit(
+    trajectories: Sequence[Trajectory],
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    scale: bool = True,
+    state_hash: StateHash = anchor_state,
+) -> GiGPOCredit:
+    """The advantages of all steps, also written into them; each stage is logged at DEBUG.
+
+    Args:
+        trajectories: with their rewards, and those of their steps; groups may come in any order.
+        gamma: discount of a step.
+        omega: weight of the step level.
+        scale: divide by the standard deviations of groups.
+        state_hash: what tells apart the states of steps.
+    """
+    episode = np.zeros(len(trajectories))
+    place = {id(each): index for index, each in enumerate(trajectories)}
+    for members in by_group(trajectories):
+        at = [place[id(each)] for each in members]
+        episode[at] = group_advantages([each.reward for each in members], [len(members)], scale=scale)
+    steps = [step for each in trajectories for step in each.steps]
+    counts = [len(each.steps) for each in trajectories]
+    returns = rewards_to_go([step.reward for step in steps], counts, gamma)
+    states = [state_hash(step) for step in steps]
+    group_ids = [each.group for each in trajectories for _ in each.steps]
+    groups = gigpo_step_groups(group_ids, states)
+    keys = np.zeros(len(steps), np.int64)
+    for key, members_of_key in enumerate(groups):
+        keys[members_of_key] = key
+    step_level = subgroup_advantages(returns, keys, scale=scale)
+    advantages = np.repeat(episode, counts) + omega * step_level
+    for step, advantage in zip(steps, advantages):
+        step.advantage = float(advantage)
+    credit = GiGPOCredit(episode, returns, step_level, advantages, groups)
+    if logger.isEnabledFor(logging.DEBUG):
+        _explain(trajectories, states, group_ids, credit)
+    return credit
+
+
+def _explain(
+    trajectories: Sequence[Trajectory], states: Sequence[Hashable], group_ids: Sequence[int], credit: GiGPOCredit
+) -> None:
+    for each, advantage in zip(trajectories, credit.episode):
+        logger.debug("A_E  group %d member %d: reward %.4g, A_E %.4g", each.group, each.member, each.reward, advantage)
+    for number, members in enumerate(credit.step_groups):
+        first = members[0]
+        logger.debug("anchor state %d of group %d: %.200r", number, group_ids[first], states[first])
+        numbers = ", ".join(f"{value:.4g}" for value in credit.returns[members])
+        logger.debug("G_k  %d: steps %s, returns [%s]", number, members.tolist(), numbers)
+        logger.debug("A_S  %d: [%s]", number, ", ".join(f"{value:.4g}" for value in credit.step[members]))
+
+
+class GiGPOAlgorithm(Algorithm):
+    """PPO's clipped objective with GiGPO's advantages (loss ``gigpo``, advantages found here and sent along).
+
+    Args:
+        omega: weight of the step level; 0 is GRPO over trajectories.
+        gamma: discount of a step.
+        state_hashing_function: step -> what tells its state apart; by default the environment's ``state_key``.
+        default_step_reward: of steps that the reward function says nothing of; None leaves it to the reward computer.
+        args, options: of :class:`Algorithm`.
+    """
+
+    def __init__(
+        self,
+        service: Any,
+        run: Any,
+        tasks: Any,
+        reward: Any,
+        config: AlgorithmConfig | None = None,
+        *,
+        omega: float = 1.0,
+        gamma: float = 0.95,
+        state_hashing_function: StateHash = anchor_state,
+        default_step_reward: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(service, run, tasks, reward, config, **options)
+        if not 0 <= gamma <= 1:
+            raise ValueError(f"gamma must be from 0 to 1; this is {gamma}")
+        self.omega, self.gamma, self.state_hash = omega, gamma, state_hashing_function
+        if default_step_reward is not None:
+            self.reward.default_step_reward = default_step_reward
+
+    async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        kwargs = {**self.config.kl_kwargs(), "reduction": "token_mean", **self.config.loss_kwargs}
+        credit = gigpo_credit(
+            trajectories,
+            gamma=self.gamma,
+            omega=self.omega,
+            scale=bool(kwargs.get("scale_rewards", True)),
+            state_hash=self.state_hash,
+        )
+        rows = rows_of(trajectories)
+
+        def fields(row: Any) -> dict[str, Any]:
+            advantages = row.spread([step.advantage for step in trajectories[row.trajectory].steps])
+            return {"advantages": advantages[row.prompt_length :]}
+
+        metrics = {
+            "rows": float(len(rows)),
+            "anchor_states": float(len(credit.step_groups)),
+            "singleton_steps": credit.singletons,
+            "episode_advantage_std": float(np.std(credit.episode)),
+            "step_advantage_std": float(np.std(credit.step)),
+        }
+        return TrainingBatch("gigpo", kwargs, grouped_columns(rows, trajectories, fields), metrics)

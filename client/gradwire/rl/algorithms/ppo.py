@@ -1,0 +1,72 @@
+"""PPO with the server's value head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.rows import Row, TrainingBatch, rows_of
+from gradwire.rl.types import Trajectory
+
+
+def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
+    """``[tokens]``: each step's reward at its last token, and the trajectory's at the very last.
+
+    Without step outputs the last step's reward is the trajectory's, and counts once.
+    """
+    rewards = row.at_ends([step.reward for step in trajectory.steps])
+    if row.last and trajectory.evaluation is not None and trajectory.evaluation.step_outputs:
+        rewards[np.flatnonzero(row.written)[-1]] += trajectory.reward
+    return rewards
+
+
+class PPOAlgorithm(Algorithm):
+    """Proximal policy optimisation (loss ``enhanced_ppo``): advantages token by token, from a critic.
+
+    The run needs ``head="value"``. Values of the state before each token are asked for once, before the first pass,
+    and stay the baseline of all passes. A trajectory that a limit of steps cut off is bootstrapped with the value of
+    the state that it was left in; one that ended is not, nor a response that reached the limit of tokens, which is part
+    of its task and was rewarded as it stands.
+
+    A trajectory of several rows (its prompts do not continue each other) hands what is still to come from row to row
+    as the discounted value of the next row's first state.
+    """
+
+    needs_head = "value"
+
+    async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        rows = rows_of(trajectories)
+        if not rows:
+            return TrainingBatch("enhanced_ppo", {}, {}, {})
+        # One token more, so that the state after the last one has a value too. Its id does not matter.
+        longer = {
+            "input_ids": [np.append(row.ids, row.ids[-1]) for row in rows],
+            "loss_mask": [np.append(row.written, True) for row in rows],
+        }
+        scored = await self.run.compute_values(longer)
+        values, bootstrap = [], np.zeros(len(rows), np.float32)
+        for index, (row, each) in enumerate(zip(rows, scored)):
+            given = np.zeros(len(row.ids), np.float32)
+            given[row.written] = each[:-1]
+            values.append(given)
+            if row.last and trajectories[row.trajectory].status == "truncated":
+                bootstrap[index] = each[-1]
+            elif not row.last:
+                bootstrap[index] = scored[index + 1][0]
+        for row, given in zip(rows, values):
+            steps = trajectories[row.trajectory].steps
+            for step in row.ends:
+                steps[step].value = float(given[np.argmax(row.step_of == step)])
+        columns: dict[str, list[Any]] = {
+            "input_ids": [row.ids for row in rows],
+            "loss_mask": [row.written for row in rows],
+            "old_log_probs": [row.logprobs for row in rows],
+            "rewards": [token_rewards(row, trajectories[row.trajectory]) for row in rows],
+            "old_values": values,
+            "bootstrap_values": bootstrap.tolist(),
+        }
+        kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        return TrainingBatch("enhanced_ppo", kwargs, columns, {"rows": float(len(rows))})

@@ -1,0 +1,76 @@
+"""REINFORCE with a baseline, on anybody's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from gradwire.rl.advantages import group_advantages, rloo_advantages, whiten
+from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.rewards.computer import by_group
+from gradwire.rl.rows import TrainingBatch, rows_of
+from gradwire.rl.types import Trajectory
+
+Baseline = Literal["leave_one_out", "group_mean", "batch", "none"]
+
+
+class REINFORCEAlgorithm(Algorithm):
+    """The policy gradient with a baseline, weighted by importance (loss ``importance_sampling``).
+
+    Ratios are taken to the sampler's own log-probabilities and truncated, so rollouts may be stale and trajectories of
+    a :class:`~gradwire.rl.replay.ReplayBuffer` may be mixed in (``config.replay_fraction``).
+
+    Args:
+        baseline: what a reward is compared with. ``leave_one_out``: the mean of the others of its group (RLOO).
+            ``group_mean``: the group's mean. ``batch``: the batch's, and over its standard deviation (REINFORCE++ with
+            no KL). ``none``: nothing.
+        args, options: of :class:`Algorithm`.
+    """
+
+    replays = True
+
+    def __init__(
+        self,
+        service: Any,
+        run: Any,
+        tasks: Any,
+        reward: Any,
+        config: AlgorithmConfig | None = None,
+        *,
+        baseline: Baseline = "leave_one_out",
+        **options: Any,
+    ) -> None:
+        super().__init__(service, run, tasks, reward, config, **options)
+        if baseline not in ("leave_one_out", "group_mean", "batch", "none"):
+            raise ValueError(f"baseline must be leave_one_out, group_mean, batch or none; this is {baseline!r}")
+        self.baseline = baseline
+
+    async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        groups = by_group(trajectories)
+        ordered = [each for group in groups for each in group]
+        rewards, sizes = [each.reward for each in ordered], [len(group) for group in groups]
+        match self.baseline:
+            case "leave_one_out":
+                advantages = rloo_advantages(rewards, sizes)
+            case "group_mean":
+                advantages = group_advantages(rewards, sizes, scale=False)
+            case "batch":
+                advantages = whiten(rewards)
+            case _:
+                advantages = np.asarray(rewards, np.float64)
+        for each, advantage in zip(ordered, advantages):
+            for step in each.steps:
+                step.advantage = float(advantage)
+        rows = rows_of(ordered)
+        columns: dict[str, list[Any]] = {
+            "input_ids": [row.ids for row in rows],
+            "loss_mask": [row.written for row in rows],
+            "behavior_log_probs": [row.logprobs for row in rows],
+            "advantages": [float(advantages[row.trajectory]) for row in rows],
+        }
+        kwargs = {"clip_ratio": 2.0, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        metrics = {"rows": float(len(rows)), "advantage_std": float(np.std(advantages)) if len(advantages) else 0.0}
+        return TrainingBatch("importance_sampling", kwargs, columns if rows else {}, metrics)

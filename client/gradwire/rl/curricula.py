@@ -1,0 +1,132 @@
+"""Which tasks come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from gradwire.rl.batching import derive_seed
+from gradwire.rl.types import Task, Trajectory
+
+Tasks = Iterable[Task | str | Mapping[str, Any]]
+
+
+def as_tasks(tasks: Tasks) -> list[Task]:
+    """The tasks; an empty set is an error."""
+    result = [Task.of(task) for task in tasks]
+    if not result:
+        raise ValueError("there are no tasks; give at least one")
+    return result
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Chooses tasks, and learns from what became of them. ``state`` is JSON, for checkpoints."""
+
+    def select(self, iteration: int, count: int) -> list[Task]: ...
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ShuffledCurriculum:
+    """All tasks in a new order each epoch; which come in an iteration depends on its number and the seed alone."""
+
+    def __init__(self, tasks: Tasks, *, seed: int = 0) -> None:
+        self.tasks = as_tasks(tasks)
+        self._seed = seed
+
+    def select(self, iteration: int, count: int) -> list[Task]:
+        result = []
+        for place in range(iteration * count, (iteration + 1) * count):
+            epoch, at = divmod(place, len(self.tasks))
+            order = np.random.default_rng(derive_seed(self._seed, "epoch", epoch)).permutation(len(self.tasks))
+            result.append(self.tasks[order[at]])
+        return result
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        """It does not mind."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to it."""
+
+
+class StagedCurriculum:
+    """Stage after stage: the next when the last ``window`` trajectories' mean reward reaches ``threshold``.
+
+    Args:
+        stages: task sets, the easiest first.
+        threshold: of the mean reward.
+        window: trajectories that it is the mean of.
+        seed: of the order within a stage.
+    """
+
+    def __init__(self, stages: Sequence[Tasks], *, threshold: float = 0.8, window: int = 64, seed: int = 0) -> None:
+        if not stages:
+            raise ValueError("there are no stages; give at least one")
+        self._stages = [ShuffledCurriculum(stage, seed=derive_seed(seed, index)) for index, stage in enumerate(stages)]
+        self._threshold, self._window = threshold, window
+        self.stage = 0
+        self._recent: list[float] = []
+
+    def select(self, iteration: int, count: int) -> list[Task]:
+        return self._stages[self.stage].select(iteration, count)
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        self._recent = [*self._recent, *(each.reward for each in trajectories if each.ok)][-self._window :]
+        full = len(self._recent) == self._window and float(np.mean(self._recent)) >= self._threshold
+        if full and self.stage + 1 < len(self._stages):
+            self.stage += 1
+            self._recent = []
+
+    def state(self) -> dict[str, Any]:
+        return {"stage": self.stage, "recent": list(self._recent)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.stage, self._recent = int(state["stage"]), list(state["recent"])
+
+
+class SuccessCurriculum:
+    """Prefers tasks that are sometimes solved: weight ``p (1 - p) + floor``, ``p`` a running mean of the task's reward.
+
+    Args:
+        tasks: the set; rewards are taken as shares of success, from 0 to 1.
+        floor: weight of tasks that are always or never solved.
+        decay: of the running mean; a new task starts at 1/2.
+        seed: of the choice.
+    """
+
+    def __init__(self, tasks: Tasks, *, floor: float = 0.05, decay: float = 0.7, seed: int = 0) -> None:
+        self.tasks = as_tasks(tasks)
+        self._floor, self._decay, self._seed = floor, decay, seed
+        self.success = {task.key: 0.5 for task in self.tasks}
+
+    def select(self, iteration: int, count: int) -> list[Task]:
+        p = np.array([self.success[task.key] for task in self.tasks])
+        weights = np.clip(p * (1 - p), 0, None) + self._floor
+        rng = np.random.default_rng(derive_seed(self._seed, "select", iteration))
+        replace = count > len(self.tasks)
+        chosen = rng.choice(len(self.tasks), count, replace=replace, p=weights / weights.sum())
+        return [self.tasks[index] for index in chosen]
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        rewards: dict[str, list[float]] = {}
+        for each in trajectories:
+            if each.ok and each.task.key in self.success:
+                rewards.setdefault(each.task.key, []).append(each.reward)
+        for key, values in rewards.items():
+            self.success[key] = self._decay * self.success[key] + (1 - self._decay) * float(np.mean(values))
+
+    def state(self) -> dict[str, Any]:
+        return {"success": dict(self.success)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.success |= {key: float(value) for key, value in state["success"].items() if key in self.success}

@@ -1,0 +1,99 @@
+"""Trajectories on disk: one JSON object a line, chosen by a rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.rl.inference.protocol import TextCodec
+from gradwire.rl.types import StepData, Trajectory
+
+Condition = Callable[[int, Trajectory], bool]
+
+
+class TrajectoryRecorder:
+    """Appends trajectories to a JSONL file, for ``gradwire trajectories view FILE``.
+
+    Args:
+        path: the file; made with its folder.
+        every: record in every so many iterations; 1: in each, 0: in none but by ``condition``.
+        condition: ``(iteration, trajectory) -> bool``: record what it says yes to in any iteration, e.g. what failed.
+        limit: trajectories an iteration, at most.
+        tokens: with the text and log-probability of each token.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        every: int = 1,
+        condition: Condition | None = None,
+        limit: int = 32,
+        tokens: bool = True,
+    ) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._every, self._condition, self._limit, self._tokens = every, condition, limit, tokens
+
+    async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
+        """Writes those that the rule chooses; how many they were."""
+        due = self._every > 0 and iteration % self._every == 0
+        condition = self._condition
+        chosen = [
+            each for each in trajectories if due or (condition is not None and condition(iteration, each))
+        ][: self._limit]  # fmt: skip
+        lines = [json.dumps(await as_record(iteration, each, codec if self._tokens else None)) for each in chosen]
+        if lines:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(lines) + "\n")
+        return len(lines)
+
+    def close(self) -> None:
+        """Each trajectory is written as it comes."""
+
+
+async def as_record(iteration: int, trajectory: Trajectory, codec: TextCodec | None) -> dict[str, Any]:
+    """A trajectory as JSON holds it; with its tokens' texts where there is a codec."""
+    verdict = trajectory.evaluation
+    return {
+        "iteration": iteration,
+        "group": trajectory.group,
+        "member": trajectory.member,
+        "task": trajectory.task.key,
+        "ground_truth": _plain(trajectory.ground_truth),
+        "status": trajectory.status,
+        "error": trajectory.error or (verdict.error if verdict is not None else ""),
+        "reward": trajectory.reward,
+        "reason": verdict.reason if verdict is not None else "",
+        "metrics": dict(verdict.metrics) if verdict is not None else {},
+        "seconds": trajectory.seconds,
+        "steps": [await _step(step, codec) for step in trajectory.steps],
+    }
+
+
+async def _step(step: StepData, codec: TextCodec | None) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "index": step.index,
+        "observation": step.observation,
+        "action": step.action.raw,
+        "reward": step.reward,
+        "advantage": step.advantage,
+        "value": step.value,
+        "metrics": dict(step.metrics),
+        "stop_reason": step.stop_reason,
+        "policy_version": step.policy_version,
+        "tool_results": [
+            {"name": r.call.name, "arguments": _plain(dict(r.call.arguments)), "content": r.content, "error": r.error}
+            for r in step.tool_results
+        ],
+    }
+    if codec is not None and len(step.response_ids):
+        texts = await codec.decode([[int(token)] for token in step.response_ids])
+        record["tokens"] = [[text, float(logprob)] for text, logprob in zip(texts, step.logprobs)]
+    return record
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,160 @@
+"""From trajectories to the rows that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.rl.types import FloatArray, IntArray, StepData, Trajectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of one or more steps of a trajectory.
+
+    Attributes:
+        ids: ``[tokens]``.
+        written: ``[tokens]`` bool, what the policy wrote: the rest is prompt and observations.
+        logprobs: ``[tokens]``, under the policy that wrote them; 0 elsewhere.
+        step_of: ``[tokens]``, index of the step that wrote the token; -1 elsewhere.
+        prompt_length: tokens before the first that was written.
+        trajectory: place of its trajectory in the batch.
+        last: whether the trajectory ends with it.
+    """
+
+    ids: IntArray
+    written: npt.NDArray[np.bool_]
+    logprobs: FloatArray
+    step_of: IntArray
+    prompt_length: int
+    trajectory: int
+    last: bool = True
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Step -> place of its last token."""
+        return {int(step): at for at, step in enumerate(self.step_of) if step >= 0}
+
+    def spread(self, per_step: Sequence[float] | npt.NDArray[Any]) -> FloatArray:
+        """``[steps of the trajectory] -> [tokens]``: each step's number at all of its tokens, 0 elsewhere."""
+        numbers = np.append(np.asarray(per_step, np.float32), np.float32(0))
+        return numbers[self.step_of]
+
+    def at_ends(self, per_step: Sequence[float] | npt.NDArray[Any]) -> FloatArray:
+        """``[steps of the trajectory] -> [tokens]``: each step's number at its last token, 0 elsewhere."""
+        result = np.zeros(len(self.ids), np.float32)
+        for step, at in self.ends.items():
+            result[at] = per_step[step]
+        return result
+
+
+def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
+    """The rows of all trajectories, in order.
+
+    Steps whose prompts begin with all that came before them make one row, whose observations are not written by the
+    policy; where one does not (a shortened context, an edited conversation), another row begins.
+    """
+    rows: list[Row] = []
+    for index, trajectory in enumerate(trajectories):
+        parts: list[list[StepData]] = []
+        seen: IntArray = np.zeros(0, np.int64)
+        for step in trajectory.steps:
+            if not len(step.response_ids):
+                continue
+            if parts and len(step.prompt_ids) >= len(seen) and np.array_equal(step.prompt_ids[: len(seen)], seen):
+                parts[-1].append(step)
+            else:
+                parts.append([step])
+            seen = np.concatenate([step.prompt_ids, step.response_ids])
+        rows.extend(_row(steps, index, place == len(parts) - 1) for place, steps in enumerate(parts))
+    return rows
+
+
+def _row(steps: Sequence[StepData], trajectory: int, last: bool) -> Row:
+    ids = np.concatenate([steps[-1].prompt_ids, steps[-1].response_ids]).astype(np.int64)
+    step_of, logprobs = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.float32)
+    for step in steps:
+        there = slice(len(step.prompt_ids), len(step.prompt_ids) + len(step.response_ids))
+        if len(step.logprobs) != len(step.response_ids):
+            raise ValueError(
+                f"step {step.index} has {len(step.response_ids)} tokens and {len(step.logprobs)} log-probabilities; to "
+                "train on its samples, an inference module has to give one a token"
+            )
+        step_of[there], logprobs[there] = step.index, step.logprobs
+    return Row(ids, step_of >= 0, logprobs, step_of, len(steps[0].prompt_ids), trajectory, last)
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """What one iteration trains on: a loss, its arguments, and columns of as many rows each.
+
+    Attributes:
+        loss_fn: the loss's name.
+        loss_kwargs: its arguments.
+        columns: field -> one entry a row.
+        metrics: figures found while it was built.
+    """
+
+    loss_fn: str
+    loss_kwargs: dict[str, Any]
+    columns: dict[str, list[Any]]
+    metrics: dict[str, float]
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def take(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> dict[str, list[Any]]:
+        return {name: [column[row] for row in rows] for name, column in self.columns.items()}
+
+
+def grouped_columns(
+    rows: Sequence[Row],
+    trajectories: Sequence[Trajectory],
+    fields: Callable[[Row], dict[str, Any]],
+) -> dict[str, list[Any]]:
+    """Columns of the layout ``groups``.
+
+    A group whose trajectories are one row each, from one prompt, is one row of samples. Otherwise every row is a group
+    of its own, and the batch has to bring its advantages.
+    """
+    columns: dict[str, list[Any]] = {}
+    for group in _groups(rows, trajectories):
+        members: dict[str, list[Any]] = {
+            "response_ids": [row.ids[row.prompt_length :] for row in group],
+            "response_masks": [row.written[row.prompt_length :] for row in group],
+            "old_log_probs": [row.logprobs[row.prompt_length :] for row in group],
+            "rewards": [trajectories[row.trajectory].reward for row in group],
+        }
+        for row in group:
+            for name, value in fields(row).items():
+                members.setdefault(name, []).append(value)
+        columns.setdefault("prompt_ids", []).append(group[0].ids[: group[0].prompt_length])
+        for name, values in members.items():
+            columns.setdefault(name, []).append(values)
+    return columns
+
+
+def share_prompts(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> bool:
+    """Whether each group's trajectories are one row each, from one prompt."""
+    prompts: dict[int, bytes] = {}
+    seen: set[int] = set()
+    for row in rows:
+        prompt = row.ids[: row.prompt_length].tobytes()
+        if row.trajectory in seen or prompts.setdefault(trajectories[row.trajectory].group, prompt) != prompt:
+            return False
+        seen.add(row.trajectory)
+    return True
+
+
+def _groups(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> list[list[Row]]:
+    if not share_prompts(rows, trajectories):
+        return [[row] for row in rows]
+    groups: dict[int, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(trajectories[row.trajectory].group, []).append(row)
+    return list(groups.values())

@@ -6,8 +6,8 @@ What the front and the engine say to each other on one machine, over a socket pa
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
 EngineRequest or EngineReply, the payload. Requests are carried out in the order they come; replies carry
 the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error that stopped
-it. One stream of ordered requests is all that an engine of many ranks needs: rank 0 reads it and
-broadcasts.
+it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
+requests is all that an engine of many ranks needs: rank 0 reads it and broadcasts.
 """
 
 from collections import abc as _abc
@@ -135,8 +135,11 @@ class EngineOperation(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     OPERATION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
+    traceparent: _builtins.str
+    """of the front's span"""
     @_builtins.property
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property
@@ -148,10 +151,11 @@ class EngineOperation(_message.Message):
         seq: _builtins.int = ...,
         operation: _training_pb2.Operation | None = ...,
         tensors: _abc.Iterable[_training_pb2.TensorSpec] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,6 +205,7 @@ class EngineReply(_message.Message):
     RUN_CREATED_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _training_pb2.Error:
@@ -214,6 +219,8 @@ class EngineReply(_message.Message):
     def result(self) -> _training_pb2.OperationResult: ...
     @_builtins.property
     def empty(self) -> _training_pb2.Empty: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___EngineHeartbeat: ...
     def __init__(
         self,
         *,
@@ -223,12 +230,13 @@ class EngineReply(_message.Message):
         run_created: Global___EngineRunCreated | None = ...,
         result: _training_pb2.OperationResult | None = ...,
         empty: _training_pb2.Empty | None = ...,
+        heartbeat: Global___EngineHeartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "hello", b"hello", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "hello", b"hello", "id", b"id", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -311,3 +319,125 @@ class EngineRunCreated(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineRunCreated: _TypeAlias = EngineRunCreated  # noqa: Y015
+
+@_typing.final
+class EngineHeartbeat(_message.Message):
+    """Counts are since the process started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CachesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___CacheUse: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___CacheUse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BUSY_S_FIELD_NUMBER: _builtins.int
+    REQUEST_S_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    CACHES_FIELD_NUMBER: _builtins.int
+    busy_s: _builtins.float
+    """time spent on requests, the present one included"""
+    request_s: _builtins.float
+    """how long the present one has been worked on; 0 when idle"""
+    memory_bytes: _builtins.int
+    """resident, of the process"""
+    @_builtins.property
+    def device(self) -> Global___DeviceUse:
+        """absent on a CPU"""
+
+    @_builtins.property
+    def caches(self) -> _containers.MessageMap[_builtins.str, Global___CacheUse]:
+        """"references", "logprobs" """
+
+    def __init__(
+        self,
+        *,
+        busy_s: _builtins.float = ...,
+        request_s: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        device: Global___DeviceUse | None = ...,
+        caches: _abc.Mapping[_builtins.str, Global___CacheUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "request_s", b"request_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineHeartbeat: _TypeAlias = EngineHeartbeat  # noqa: Y015
+
+@_typing.final
+class DeviceUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALLOCATED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    allocated_bytes: _builtins.int
+    """by this process' tensors"""
+    peak_bytes: _builtins.int
+    """the most that was allocated"""
+    used_bytes: _builtins.int
+    """by everyone on the device"""
+    total_bytes: _builtins.int
+    utilization: _builtins.float
+    """0 to 1, as the driver reports it"""
+    def __init__(
+        self,
+        *,
+        allocated_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        utilization: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "utilization", b"utilization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_utilization", b"_utilization", "allocated_bytes", b"allocated_bytes", "peak_bytes", b"peak_bytes", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
+    _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
+
+Global___DeviceUse: _TypeAlias = DeviceUse  # noqa: Y015
+
+@_typing.final
+class CacheUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    hits: _builtins.int
+    misses: _builtins.int
+    def __init__(
+        self,
+        *,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "misses", b"misses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015

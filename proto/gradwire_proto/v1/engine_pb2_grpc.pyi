@@ -6,8 +6,8 @@ What the front and the engine say to each other on one machine, over a socket pa
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
 EngineRequest or EngineReply, the payload. Requests are carried out in the order they come; replies carry
 the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error that stopped
-it. One stream of ordered requests is all that an engine of many ranks needs: rank 0 reads it and
-broadcasts.
+it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
+requests is all that an engine of many ranks needs: rank 0 reads it and broadcasts.
 """
 
 from collections import abc as _abc

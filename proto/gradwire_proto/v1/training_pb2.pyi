@@ -343,6 +343,7 @@ class ServerInfo(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     protocol: _builtins.int
     """raised when a client must be newer to speak with this server"""
@@ -356,6 +357,8 @@ class ServerInfo(_message.Message):
     def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """by name: max_payload_bytes, max_rows, max_row_tokens, ..."""
 
+    @_builtins.property
+    def engine(self) -> Global___EngineStatus: ...
     def __init__(
         self,
         *,
@@ -366,14 +369,62 @@ class ServerInfo(_message.Message):
         uptime_s: _builtins.float = ...,
         durability: _builtins.str = ...,
         limits: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        engine: Global___EngineStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine_ready", b"engine_ready", "limits", b"limits", "protocol", b"protocol", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "durability", b"durability", "engine", b"engine", "engine_ready", b"engine_ready", "limits", b"limits", "protocol", b"protocol", "uptime_s", b"uptime_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class EngineStatus(_message.Message):
+    """The engine as its last heartbeat had it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_UTILIZATION_FIELD_NUMBER: _builtins.int
+    restarts: _builtins.int
+    """since the server started"""
+    heartbeat_age_s: _builtins.float
+    """negative before the first one"""
+    busy: _builtins.float
+    """share of the time between the last two heartbeats spent computing"""
+    memory_bytes: _builtins.int
+    """of its process"""
+    device_memory_used_bytes: _builtins.int
+    """by everyone on the device; 0 without one"""
+    device_memory_total_bytes: _builtins.int
+    device_utilization: _builtins.float
+    """0 to 1; absent where it cannot be told"""
+    def __init__(
+        self,
+        *,
+        restarts: _builtins.int = ...,
+        heartbeat_age_s: _builtins.float = ...,
+        busy: _builtins.float = ...,
+        memory_bytes: _builtins.int = ...,
+        device_memory_used_bytes: _builtins.int = ...,
+        device_memory_total_bytes: _builtins.int = ...,
+        device_utilization: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
+    _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
+
+Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -540,7 +591,7 @@ class LossInfo(_message.Message):
     layout: _builtins.str
     """"rows", "pairs", "groups" """
     head: _builtins.str
-    """the head the run must have: "", "value" or "reward" """
+    """the head the run must have: "", "value", "reward" or "classification" """
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossField]: ...
     @_builtins.property
@@ -788,13 +839,17 @@ class RunConfig(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    NUM_LABELS_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
-    """"", "value" (a scalar a token) or "reward" (a scalar a sequence)"""
+    """"", "value" (a scalar a token), "reward" (a scalar a sequence) or"""
     seed: _builtins.int
+    """"classification" (num_labels logits a token or sequence)"""
     name: _builtins.str
     """for people; need not be unique"""
     gradient_checkpointing: _builtins.bool
+    num_labels: _builtins.int
+    """of a classification head, at least 2; 0 for any other"""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -811,10 +866,11 @@ class RunConfig(_message.Message):
         name: _builtins.str = ...,
         gradient_checkpointing: _builtins.bool = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        num_labels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "lora", b"lora", "name", b"name", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,6 +916,7 @@ class Run(_message.Message):
     REWOUND_TO_SEQ_FIELD_NUMBER: _builtins.int
     NUM_TRAINABLE_PARAMETERS_FIELD_NUMBER: _builtins.int
     FORKED_FROM_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """of the current writer; 0 before the first OpenRun"""
@@ -880,6 +937,8 @@ class Run(_message.Message):
     num_trainable_parameters: _builtins.int
     forked_from: _builtins.str
     """path of the checkpoint it started from"""
+    num_tokens: _builtins.int
+    """tokens that went through the model since the server started"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     def __init__(
@@ -897,10 +956,11 @@ class Run(_message.Message):
         rewound_to_seq: _builtins.int = ...,
         num_trainable_parameters: _builtins.int = ...,
         forked_from: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_trainable_parameters", b"num_trainable_parameters", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1014,6 +1074,7 @@ class ForkRunRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     WITH_OPTIMIZER_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    NUM_LABELS_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """"RUN_ID/NAME" """
     head: _builtins.str
@@ -1023,6 +1084,8 @@ class ForkRunRequest(_message.Message):
     with_optimizer: _builtins.bool
     """also take the moments and the step count"""
     idempotency_key: _builtins.str
+    num_labels: _builtins.int
+    """with head "classification" """
     def __init__(
         self,
         *,
@@ -1032,10 +1095,11 @@ class ForkRunRequest(_message.Message):
         name: _builtins.str = ...,
         with_optimizer: _builtins.bool = ...,
         idempotency_key: _builtins.str = ...,
+        num_labels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "checkpoint", b"checkpoint", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "seed", b"seed", "with_optimizer", b"with_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head", b"_head", "checkpoint", b"checkpoint", "head", b"head", "idempotency_key", b"idempotency_key", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "with_optimizer", b"with_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__head: _TypeAlias = _typing.Literal["head"]  # noqa: Y015
     _WhichOneofArgType__head: _TypeAlias = _typing.Literal["_head", b"_head"]  # noqa: Y015
@@ -1130,6 +1194,7 @@ class OperationHeader(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     PAYLOAD_DIGEST_FIELD_NUMBER: _builtins.int
     FAILURE_SEEN_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
@@ -1138,6 +1203,8 @@ class OperationHeader(_message.Message):
     """BLAKE2b-128 of the payload; empty for an empty payload"""
     failure_seen: _builtins.int
     """the newest failure of this run that the caller has been told of"""
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span; no part of the operation's content"""
     @_builtins.property
     def operation(self) -> Global___Operation: ...
     @_builtins.property
@@ -1153,10 +1220,11 @@ class OperationHeader(_message.Message):
         payload_bytes: _builtins.int = ...,
         payload_digest: _builtins.bytes = ...,
         failure_seen: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,8 @@ async def main() -> None:
             run.optim_step(learning_rate=1e-3)
             if step % 5 == 0 or step == args.steps - 1:
                 names = ("loss", "preference_accuracy", "reward_margin")
-                print(f"step {step}:", "  ".join(f"{name} {(await result)[name]:.3f}" for name in names))
+                metrics = await result
+                print(f"step {step}:", "  ".join(f"{name} {metrics[name]:.3f}" for name in names))
 
 
 if __name__ == "__main__":

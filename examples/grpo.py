@@ -30,7 +30,8 @@ async def main() -> None:
             result = run.forward_backward(batch, "grpo", {"beta": 0.01, "reference_model": "base"})
             await run.optim_step(learning_rate=3e-3)
             names = ("reward_mean", "group_reward_std", "kl_divergence", "zero_spread_groups")
-            print(f"step {step}:", "  ".join(f"{name} {(await result)[name]:.3f}" for name in names))
+            metrics = await result
+            print(f"step {step}:", "  ".join(f"{name} {metrics[name]:.3f}" for name in names))
 
 
 if __name__ == "__main__":

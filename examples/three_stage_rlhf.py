@@ -65,7 +65,7 @@ class Settings:
 
 ARITHMETIC = Settings(
     sft_steps=400, sft_rows=64, sft_learning_rate=3e-3,
-    practice_prompts=768, practice_answers=4, reward_steps=100, reward_pairs=32, reward_learning_rate=5e-4,
+    practice_prompts=768, practice_answers=4, reward_steps=160, reward_pairs=32, reward_learning_rate=5e-4,
     ppo_steps=14, ppo_prompts=256, ppo_epochs=2, ppo_minibatches=4, ppo_learning_rate=1e-4, kl_coef=0.2,
     max_tokens=40,
 )  # fmt: skip

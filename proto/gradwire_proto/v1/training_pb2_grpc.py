@@ -84,6 +84,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
                 _registered_method=True)
+        self.ShareRun = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ShareRun',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+                _registered_method=True)
         self.OpenRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/OpenRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.OpenRunRequest.SerializeToString,
@@ -194,6 +199,13 @@ class TrainingServiceServicer(object):
 
     def ForkRun(self, request, context):
         """A new run that starts from a checkpoint's weights, with an optimizer of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShareRun(self, request, context):
+        """Lets another key read a run: its results, its checkpoints, sampling and forking from them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -316,6 +328,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
             'ForkRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkRun,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
+            ),
+            'ShareRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareRun,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
             ),
             'OpenRun': grpc.unary_unary_rpc_method_handler(
@@ -633,6 +650,33 @@ class TrainingService(object):
             target,
             '/gradwire.v1.TrainingService/ForkRun',
             gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ShareRun',
+            gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
             options,
             channel_credentials,

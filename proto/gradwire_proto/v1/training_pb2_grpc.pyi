@@ -68,6 +68,8 @@ class TrainingServiceStub:
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]
     ForkRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]
     """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+    ShareRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]
+    """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
     OpenRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -111,6 +113,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     DeleteRun: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]  # type: ignore[assignment]
     ForkRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+    ShareRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]  # type: ignore[assignment]
+    """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
     OpenRun: _aio.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]  # type: ignore[assignment]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -211,6 +215,14 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
         """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+
+    @_abc_1.abstractmethod
+    def ShareRun(
+        self,
+        request: _training_pb2.ShareRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
+        """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
 
     @_abc_1.abstractmethod
     def OpenRun(

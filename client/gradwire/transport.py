@@ -25,6 +25,7 @@ from gradwire import errors
 from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError
 
 CHUNK_BYTES = 1 << 20
+CLOSE_LINGER_S = 0.02
 SECURE_SCHEMES = ("https://", "grpcs://")
 
 Q = TypeVar("Q")
@@ -131,6 +132,9 @@ class Transport:
     async def close(self) -> None:
         self._closed = True
         await self._channel.close()
+        # grpc.aio says of a cancelled call that it is over before its core has said so, and has no way to wait for
+        # that: an event that comes when this loop is closed would be logged as an error in the program's next loop.
+        await asyncio.sleep(CLOSE_LINGER_S)
 
     def backoff(self) -> Backoff:
         return Backoff(self.patience_s)

@@ -82,11 +82,12 @@ class ServiceClient:
         self,
         base_model: str,
         lora: Lora | None = None,
-        head: Literal["value", "reward"] | None = None,
+        head: Literal["value", "reward", "classification"] | None = None,
         seed: int = 0,
         name: str = "",
         gradient_checkpointing: bool = False,
         tags: Mapping[str, str] | None = None,
+        num_labels: int = 0,
     ) -> TrainingClient:
         """A new run: weights, optimizer state and a queue of its own.
 
@@ -94,11 +95,13 @@ class ServiceClient:
             base_model: one of ``list_models``.
             lora: None trains all weights; a rank, or a mapping of ``rank``, ``alpha`` (default twice the rank),
                 ``dropout`` (0) and ``target_modules`` (every linear layer but the output head), trains an adapter.
-            head: ``"value"``: a scalar a token; ``"reward"``: a scalar a sequence.
+            head: ``"value"``: a scalar a token; ``"reward"``: a scalar a sequence; ``"classification"``: logits of
+                ``num_labels`` classes a sequence or token.
             seed: of the adapter, the head, dropout and sampling.
             name: for people.
             gradient_checkpointing: computes activations again in the backward pass instead of keeping them.
             tags: for people.
+            num_labels: of a classification head, 2 or more.
 
         Raises:
             UnknownModelError: when the server does not hold the model.
@@ -113,6 +116,7 @@ class ServiceClient:
                 name=name,
                 gradient_checkpointing=gradient_checkpointing,
                 tags=tags,
+                num_labels=num_labels,
             )
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"create_run: {error}", rule="types as in the signature") from None
@@ -123,10 +127,11 @@ class ServiceClient:
     async def fork_run(
         self,
         checkpoint: str | Checkpoint,
-        head: Literal["value", "reward", ""] | None = None,
+        head: Literal["value", "reward", "classification", ""] | None = None,
         seed: int = 0,
         name: str = "",
         with_optimizer: bool = False,
+        num_labels: int = 0,
     ) -> TrainingClient:
         """A new run that starts from a checkpoint's weights.
 
@@ -136,6 +141,7 @@ class ServiceClient:
             seed: as for ``create_run``.
             name: for people.
             with_optimizer: also takes the moments and the step count.
+            num_labels: with ``head="classification"``.
         """
         request = pb.ForkRunRequest(
             checkpoint=model_path(checkpoint),
@@ -143,6 +149,7 @@ class ServiceClient:
             seed=seed,
             name=name,
             with_optimizer=with_optimizer,
+            num_labels=num_labels,
             idempotency_key=secrets.token_hex(16),
         )
         run = await self._transport.unary(lambda stub: stub.ForkRun, request, timeout_s=None)

@@ -15,13 +15,20 @@ import torch
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
 from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
-from gradwire_losses.registry import LossConfig, LossSpec, PolicyConfig
+from gradwire_losses.registry import DivergenceConfig, LossConfig, LossSpec, TemperatureConfig
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientAccumulator, GradientCollector, Key
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.forward import HEAD_OF_SCORE, KeptScores, check_scores, score_batch
+from gradwire_server.engine.forward import (
+    HEAD_OF_SCORE,
+    SEQUENCE_SCORES,
+    KeptScores,
+    Teacher,
+    check_scores,
+    score_batch,
+)
 from gradwire_server.engine.planner import Budget, MicroBatch, split
 from gradwire_server.engine.policy import Policy
 
@@ -38,7 +45,8 @@ class LossEvaluation:
     Attributes:
         loss: None where no loss was asked for.
         metrics: by name, "loss" among them where there is one.
-        outputs: by name: ``[T]`` of the scored tokens or (rewards) ``[S]``, float32 on the CPU, in the batch's order.
+        outputs: by name: ``[T, ...]`` of the scored tokens or (SEQUENCE_SCORES) ``[S, ...]``, float32 on the CPU, in
+            the batch's order.
         row_lengths: ``[S]`` scored tokens of each sequence.
         num_tokens: that went through the model, padding not counted.
         num_loss_tokens: that were scored.
@@ -66,6 +74,7 @@ def forward(
     config: LossConfig | None = None,
     *,
     reference: Reference | None = None,
+    teacher: Policy | None = None,
     outputs: Collection[str] = (),
     temperature: float = 1.0,
     budget: Budget,
@@ -74,19 +83,21 @@ def forward(
 
     Args:
         reference: needed where the loss needs ``ref_logprobs``.
+        teacher: the same reference's weights, needed where the loss needs ``divergence``.
         outputs: names of the scores to return.
         temperature: divides the logits where there is no loss; a loss says it in its own arguments.
 
     Raises:
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
     """
-    check_scores(policy, outputs)
-    names = set(outputs)
+    names, compared = set(outputs), None
     if loss is not None and config is not None:
         needed = _needed(loss, config, batch, policy)
         names |= needed - {"ref_logprobs"}
         temperature = loss_temperature(config)
-    scores = score_batch(policy, batch, names, temperature=temperature, budget=budget)
+        compared = _teacher(loss, config, teacher, needed)
+    check_scores(policy, outputs, compared)
+    scores = score_batch(policy, batch, names, temperature=temperature, teacher=compared, budget=budget)
     sums = _LossSums(loss.name if loss else "")
     if loss is not None and config is not None:
         if "ref_logprobs" in needed:
@@ -104,6 +115,7 @@ def forward_backward(
     accumulator: GradientAccumulator,
     *,
     reference: Reference | None = None,
+    teacher: Policy | None = None,
     outputs: Collection[str] = (),
     budget: Budget,
 ) -> LossEvaluation:
@@ -114,8 +126,9 @@ def forward_backward(
     """
     needed = _needed(loss, config, batch, policy)
     names = (needed - {"ref_logprobs"}) | set(outputs)
-    check_scores(policy, outputs)
-    check_scores(policy, names, field="loss_fn")
+    compared = _teacher(loss, config, teacher, needed)
+    check_scores(policy, outputs, compared)
+    check_scores(policy, names, compared, field="loss_fn")
     temperature = loss_temperature(config)
     micros = split(batch, budget.microbatch_tokens)
     ref_logprobs = None
@@ -133,6 +146,7 @@ def forward_backward(
                 part.batch,
                 names,
                 temperature=temperature,
+                teacher=compared,
                 budget=budget,
                 micros=part.micros,
                 keep_single=True,
@@ -205,7 +219,7 @@ def custom_backward(
 
 def loss_temperature(config: LossConfig) -> float:
     """What divides the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
-    return config.temperature if isinstance(config, PolicyConfig) else 1.0
+    return config.temperature if isinstance(config, TemperatureConfig) else 1.0
 
 
 # ------------------------------------------------------------------ parts of a batch
@@ -227,11 +241,11 @@ class _Part:
 
     def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
         """Puts this part's scores where they belong in those of the whole batch."""
-        index = self.sequences if name == "rewards" else self.tokens
+        index = self.sequences if name in SEQUENCE_SCORES else self.tokens
         if index is None:
             into[name] = values
         else:
-            count = whole.num_sequences if name == "rewards" else whole.num_scored
+            count = whole.num_sequences if name in SEQUENCE_SCORES else whole.num_scored
             into.setdefault(name, torch.zeros(count, *values.shape[1:], dtype=values.dtype))[index] = values
 
 
@@ -344,7 +358,7 @@ def _check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what
         if not entries.is_floating_point() or bool(entries.isfinite().all()):
             continue
         first = int((~entries.isfinite()).nonzero()[0, 0])
-        sequence = first if name == "rewards" else int(segment_ids(batch.row_lengths)[first])
+        sequence = first if name in SEQUENCE_SCORES else int(segment_ids(batch.row_lengths)[first])
         row = int(rows[segment_ids(batch.group_sizes)[sequence]])
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,
@@ -360,9 +374,8 @@ def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Ma
     sequences = segment_ids(part.batch.group_sizes)
     for example in range(part.batch.num_examples):
         of_sequence = sequences == example
-        index = {"rewards": of_sequence}
         of_token = of_sequence.repeat_interleave(part.batch.row_lengths)
-        own = {name: values[index.get(name, of_token)] for name, values in scores.items()}
+        own = {name: values[of_sequence if name in SEQUENCE_SCORES else of_token] for name, values in scores.items()}
         with torch.no_grad():
             output = _call(loss, part.batch.select(torch.tensor([example])), own, config)
         if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
@@ -379,13 +392,27 @@ def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Ma
 
 def _reference_logprobs(loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch) -> Tensor:
     if reference is None or getattr(config, "reference_model", None) is None:
-        raise OperationError(
-            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f'{loss.name} compares with a reference model and none is named: give reference_model, "base" say',
-            field="reference_model",
-            rule="required",
-        )
+        raise _no_reference(loss)
     return reference(batch, loss_temperature(config)).detach().to("cpu", torch.float32)
+
+
+def _teacher(loss: LossSpec, config: LossConfig, teacher: Policy | None, needed: Collection[str]) -> Teacher | None:
+    if "divergence" not in needed:
+        return None
+    if not isinstance(config, DivergenceConfig):
+        raise TypeError(f"{loss.name} needs divergence: its config has to be a DivergenceConfig, which says which one")
+    if teacher is None or config.reference_model is None:
+        raise _no_reference(loss)
+    return Teacher(teacher, config.beta)
+
+
+def _no_reference(loss: LossSpec) -> OperationError:
+    return OperationError(
+        training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        f'{loss.name} compares with a reference model and none is named: give reference_model, "base" say',
+        field="reference_model",
+        rule="required",
+    )
 
 
 def _evaluation(

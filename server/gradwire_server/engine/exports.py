@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.checkpoints import replacing
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.heads import ScalarHead
+from gradwire_server.engine.heads import Head
 from gradwire_server.engine.host import ModelFacts, ModelHost
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
@@ -91,7 +91,7 @@ def _without_head(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in policy.state_tensors().items() if not name.startswith(HEAD_PREFIX)}
 
 
-def _save_head(head: ScalarHead, folder: Path) -> None:
+def _save_head(head: Head, folder: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
 

@@ -7,6 +7,7 @@ where losses are evaluated: they are small, and a loss reads many figures off th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from gradwire_losses.batch import Batch
@@ -14,6 +15,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientCollector, Key
+from gradwire_server.engine.divergence import score_divergence
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.host import generator_states, preserved_rng, set_generator_states
 from gradwire_server.engine.planner import Budget, MicroBatch, split
@@ -22,15 +24,41 @@ from gradwire_server.engine.scoring import score_tokens
 
 VOCABULARY_SCORES = frozenset({"logprobs", "entropy", "correct", "candidate_logprobs", "mean_logprobs", "collision"})
 """Those that need the logits."""
-SCORES = VOCABULARY_SCORES | {"values", "token_rewards", "rewards"}
-HEAD_OF_SCORE = {"values": "value", "token_rewards": "reward", "rewards": "reward"}
+SEQUENCE_SCORES = frozenset({"rewards", "class_logits"})
+"""Those that a sequence has one of, read at its last token."""
+OWN_SCORES = frozenset({"token_rewards", "token_class_logits"})
+"""Those that are read at a token itself."""
+HEAD_OF_SCORE = {
+    "values": "value",
+    "token_rewards": "reward",
+    "rewards": "reward",
+    "class_logits": "classification",
+    "token_class_logits": "classification",
+}
+SCORES = VOCABULARY_SCORES | {"divergence"} | set(HEAD_OF_SCORE)
 
 
-def check_scores(policy: Policy, names: Collection[str], *, field: str = "outputs") -> None:
+@dataclass(frozen=True)
+class Teacher:
+    """What the score ``divergence`` is taken to.
+
+    Attributes:
+        policy: frozen, of the student's vocabulary.
+        beta: which divergence: see :mod:`.divergence`.
+    """
+
+    policy: Policy
+    beta: float
+
+
+def check_scores(
+    policy: Policy, names: Collection[str], teacher: Teacher | None = None, *, field: str = "outputs"
+) -> None:
     """Checks that a policy can give these scores.
 
     Raises:
-        OperationError: INVALID_ARGUMENT for a name that is none; UNSUPPORTED where the run lacks the head.
+        OperationError: INVALID_ARGUMENT for a name that is none, or a teacher of another vocabulary; UNSUPPORTED where
+            the run lacks the head, or there is no teacher.
     """
     for name in names:
         if name not in SCORES:
@@ -48,21 +76,53 @@ def check_scores(policy: Policy, names: Collection[str], *, field: str = "output
                 field="head",
                 rule=f"head is {kind!r}",
             )
+    if "divergence" not in names:
+        return
+    if teacher is None:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED, "divergence needs a loss that names a reference_model", field=field
+        )
+    mine, theirs = policy.facts, teacher.policy.facts
+    if mine.vocab_size != theirs.vocab_size:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"{theirs.name!r} has a vocabulary of {theirs.vocab_size} tokens and {mine.name!r} of {mine.vocab_size}: "
+            "their distributions cannot be compared",
+            field="reference_model",
+            rule="the same vocabulary",
+        )
+
+
+def _check_candidates(batch: Batch, names: Collection[str]) -> None:
+    if "candidate_logprobs" in names and "candidates" not in batch.fields:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_BATCH,
+            "candidate_logprobs are those of the batch's candidates [rows, tokens, candidates], which it has not",
+            field="candidates",
+            rule="given for candidate_logprobs",
+        )
 
 
 def score_batch(
-    policy: Policy, batch: Batch, names: Collection[str], *, temperature: float = 1.0, budget: Budget
+    policy: Policy,
+    batch: Batch,
+    names: Collection[str],
+    *,
+    temperature: float = 1.0,
+    teacher: Teacher | None = None,
+    budget: Budget,
 ) -> dict[str, Tensor]:
-    """Scores without gradients, in evaluation mode: name -> ``[T]`` or (rewards) ``[S]``.
+    """Scores without gradients, in evaluation mode: name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
 
     Raises:
         OperationError: as :func:`check_scores`.
     """
-    check_scores(policy, names)
+    check_scores(policy, names, teacher)
+    _check_candidates(batch, names)
     micros = split(batch, budget.microbatch_tokens)
     with torch.no_grad():
-        parts = [_score(policy, micro.batch, names, temperature, budget, training=False) for micro in micros]
-    return _assemble(batch, micros, parts, names)
+        parts = [_score(policy, micro.batch, names, temperature, teacher, budget, training=False) for micro in micros]
+    return _assemble(policy, batch, micros, parts, names)
 
 
 class KeptScores:
@@ -89,21 +149,24 @@ class KeptScores:
         names: Collection[str],
         *,
         temperature: float = 1.0,
+        teacher: Teacher | None = None,
         budget: Budget,
         micros: Sequence[MicroBatch] | None = None,
         keep_single: bool = False,
     ) -> None:
-        check_scores(policy, names, field="scores")
+        check_scores(policy, names, teacher, field="scores")
+        _check_candidates(batch, names)
         self.policy = policy
         self.batch = batch
         self.names = frozenset(names)
         self._temperature = temperature
+        self._teacher = teacher
         self._budget = budget
         self._micros = split(batch, budget.microbatch_tokens) if micros is None else micros
         self._graphs: list[dict[str, Tensor] | None] = []
         self._rng: list[dict[str, Tensor]] = []
         parts = self._forward(unmeasured=keep_single and len(self._micros) == 1)
-        self.by_name = _assemble(batch, self._micros, parts, names)
+        self.by_name = _assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
 
     @property
@@ -133,7 +196,9 @@ class KeptScores:
         return parts
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
-        return _score(self.policy, micro.batch, self.names, self._temperature, self._budget, training=True)
+        return _score(
+            self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget, training=True
+        )
 
     def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
         """Collects, for each key, the weights' gradient given that of the scores (shaped as they are). Once only."""
@@ -146,10 +211,7 @@ class KeptScores:
             self.policy.activate(training=True)
             parts = []
             for key, by_name in gradients.items():
-                pairs = [
-                    (scores[name], gradient[micro.sequences if name == "rewards" else micro.tokens])
-                    for name, gradient in by_name.items()
-                ]
+                pairs = [(scores[name], gradient[_entries(micro, name)]) for name, gradient in by_name.items()]
                 pairs = [(score, gradient) for score, gradient in pairs if score.requires_grad and gradient.any()]
                 if pairs:
                     parts.append((key, pairs))
@@ -163,17 +225,29 @@ class KeptScores:
 
 
 def _score(
-    policy: Policy, batch: Batch, names: Collection[str], temperature: float, budget: Budget, *, training: bool
+    policy: Policy,
+    batch: Batch,
+    names: Collection[str],
+    temperature: float,
+    teacher: Teacher | None,
+    budget: Budget,
+    *,
+    training: bool,
 ) -> dict[str, Tensor]:
     """Scores of one micro-batch, in one forward of the trunk, on the policy's device."""
     wanted, nowhere = set(names), torch.empty(0, dtype=torch.int64)
     places = {
-        "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values"}) else nowhere,
-        "own": batch.own_positions if "token_rewards" in wanted else nowhere,
-        "last": batch.lengths.cumsum(0) - 1 if "rewards" in wanted else nowhere,
+        "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
+        "own": batch.own_positions if wanted & OWN_SCORES else nowhere,
+        "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
     }
     if not any(len(positions) for positions in places.values()):
-        return {name: torch.zeros(_shape(batch, name), dtype=_dtype(name)) for name in names}
+        return {name: torch.zeros(_shape(policy, batch, name), dtype=_dtype(name)) for name in names}
+    teacher_states = None
+    if "divergence" in wanted and teacher is not None:
+        # Before the student's own forward, whose weights must be the active ones when its gradient comes.
+        with torch.no_grad():
+            teacher_states = teacher.policy.hidden(batch.input_ids, batch.lengths, places["read"])
     hidden = policy.hidden(batch.input_ids, batch.lengths, torch.cat(list(places.values())), training=training)
     read, own, last = hidden.split([len(positions) for positions in places.values()])
     scores: dict[str, Tensor] = {}
@@ -199,17 +273,34 @@ def _score(
             "collision": found.collision,
             "correct": found.correct,
         }
+    if teacher is not None and teacher_states is not None:
+        scores["divergence"] = score_divergence(
+            read,
+            policy.output_head(),
+            teacher_states.to(hidden.device),
+            teacher.policy.output_head(),
+            beta=teacher.beta,
+            temperature=temperature,
+            chunk_elements=budget.logits_elements,
+        )
     if policy.head is not None:
-        for name, states in (("values", read), ("token_rewards", own), ("rewards", last)):
-            if name in wanted:
-                scores[name] = policy.head(states)
+        for name in wanted & set(HEAD_OF_SCORE):
+            scores[name] = policy.head(last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read)
     return {name: scores[name] for name in names}
 
 
-def _shape(batch: Batch, name: str) -> tuple[int, ...]:
-    if name == "rewards":
-        return (batch.num_sequences,)
-    return tuple(batch["candidates"].shape) if name == "candidate_logprobs" else (batch.num_scored,)
+def _shape(policy: Policy, batch: Batch, name: str) -> tuple[int, ...]:
+    count = batch.num_sequences if name in SEQUENCE_SCORES else batch.num_scored
+    if name == "candidate_logprobs":
+        return (count, batch["candidates"].shape[1])
+    if HEAD_OF_SCORE.get(name) == "classification" and policy.head is not None:
+        return (count, policy.head.num_outputs)
+    return (count,)
+
+
+def _entries(micro: MicroBatch, name: str) -> Tensor:
+    """Where a micro-batch's scores are in those of the batch."""
+    return micro.sequences if name in SEQUENCE_SCORES else micro.tokens
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -217,16 +308,18 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _assemble(
-    batch: Batch, micros: Sequence[MicroBatch], parts: Sequence[Mapping[str, Tensor]], names: Collection[str]
+    policy: Policy,
+    batch: Batch,
+    micros: Sequence[MicroBatch],
+    parts: Sequence[Mapping[str, Tensor]],
+    names: Collection[str],
 ) -> dict[str, Tensor]:
     """The scores of micro-batches in the order of the whole batch."""
     whole: dict[str, Tensor] = {}
     for name in names:
-        whole[name] = torch.zeros(_shape(batch, name), dtype=_dtype(name))
+        whole[name] = torch.zeros(_shape(policy, batch, name), dtype=_dtype(name))
         for micro, part in zip(micros, parts, strict=True):
-            whole[name][micro.sequences if name == "rewards" else micro.tokens] = part[name].to(
-                "cpu", whole[name].dtype
-            )
+            whole[name][_entries(micro, name)] = part[name].to("cpu", whole[name].dtype)
     return whole
 
 

@@ -1,37 +1,78 @@
-"""Scalar heads beside the output head: a value a token, or a reward a sequence. ``H`` hidden size."""
+"""Heads beside the output head: a value a token, a reward a sequence, classes of either.
+
+Legend: ``H`` hidden size, ``N`` places, ``C`` classes.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
+from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 
-HeadKind = Literal["", "value", "reward"]
+from gradwire_server.engine.errors import OperationError
+
+HeadKind = Literal["value", "reward", "classification"]
+HEAD_KINDS: tuple[str, ...] = ("", "value", "reward", "classification")
 
 
-class ScalarHead(nn.Module):
-    """A linear map ``[N, H] -> [N]``, in float32 whatever the trunk's dtype.
+class Head(nn.Module):
+    """A linear map, in float32 whatever the trunk's dtype: ``[N, H] -> [N]``, of a classification ``[N, H] -> [N, C]``.
 
-    A value head starts at zero: until it has learned, advantages are returns and no value is worse than none. A
-    reward head starts small and random, so that preferences have a gradient in the trunk from the first step on.
+    A value head starts at zero: until it has learned, advantages are returns and no value is worse than none. The
+    others start small and random, so that preferences and classes have a gradient in the trunk from the first step on.
 
     Args:
-        kind: ``"value"`` (the value of the state that token t was emitted in, read at token t - 1) or ``"reward"``
-            (of a sequence, read at its last token).
+        kind: ``"value"`` (the value of the state that token t was emitted in, read at token t - 1), ``"reward"`` (of a
+            sequence, read at its last token, or of each token, having read it) or ``"classification"`` (likewise).
         hidden_size: ``H``.
         seed: of the initial weights.
+        num_labels: ``C``, of a classification.
     """
 
-    def __init__(self, kind: Literal["value", "reward"], hidden_size: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, kind: HeadKind, hidden_size: int, seed: int, device: torch.device, *, num_labels: int = 0
+    ) -> None:
         super().__init__()
         self.kind = kind
-        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float32))
-        if kind == "reward":
+        outputs = num_labels if kind == "classification" else 1
+        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32))
+        if kind != "value":
             generator = torch.Generator().manual_seed(seed)
             nn.init.normal_(self.weight, std=1.0 / (hidden_size + 1), generator=generator)
         self.to(device)
 
+    @property
+    def num_outputs(self) -> int:
+        return len(self.bias)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias).squeeze(-1)
+        outputs = nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        return outputs if self.kind == "classification" else outputs.squeeze(-1)
+
+
+def make_head(config: training_pb2.RunConfig, hidden_size: int, device: torch.device) -> Head | None:
+    """The head that a run's configuration asks for.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, with the field.
+    """
+    if config.head not in HEAD_KINDS:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"head is {config.head!r}; it is 'value', 'reward', 'classification' or nothing",
+            field="head",
+            rule="'', 'value', 'reward' or 'classification'",
+        )
+    if config.head == "classification" and config.num_labels < 2:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"a classification head needs num_labels, and it is {config.num_labels}",
+            field="num_labels",
+            rule="num_labels >= 2",
+        )
+    if not config.head:
+        return None
+    return Head(cast(HeadKind, config.head), hidden_size, config.seed, device, num_labels=config.num_labels)

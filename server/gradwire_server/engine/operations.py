@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
-from gradwire_losses.registry import LossConfig, LossSpec, get_loss
+from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
+from gradwire_losses.tinker import MASK, TARGET_TOKENS
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
@@ -23,6 +24,7 @@ from gradwire_server.engine.checkpoints import folder_bytes
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.exports import export_run
 from gradwire_server.engine.failures import read_config
+from gradwire_server.engine.forward import SEQUENCE_SCORES
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import capture, restore
@@ -42,13 +44,22 @@ class Outcome:
     columns: Columns = field(default_factory=dict)
 
 
+CANDIDATES = FieldSpec(
+    "candidates",
+    "int",
+    ("[rows, tokens, candidates]",),
+    "Token ids in each token's place, whose log-probabilities are the score candidate_logprobs.",
+    aligned_with="input_ids",
+    ids=True,
+)
+
 # What is read of a batch that no loss is named for.
 PLAIN = LossSpec(
     name="forward",
     function=causal_lm,
     config=LossConfig,
     layout="rows",
-    fields=(INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS),
+    fields=(INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, replace(TARGET_TOKENS, required=False), MASK, CANDIDATES),
     scores=lambda config, present: frozenset({"logprobs"}),
     metrics={},
     reference="",
@@ -100,6 +111,7 @@ def _forward_backward(
         config,
         run.accumulator,
         reference=_reference(engine, run, config),
+        teacher=_teacher(engine, run, config),
         outputs=call.outputs,
         budget=engine.budget,
     )
@@ -115,6 +127,7 @@ def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCa
         loss,
         config,
         reference=_reference(engine, run, config),
+        teacher=_teacher(engine, run, config),
         outputs=call.outputs,
         temperature=_temperature(call.temperature),
         budget=engine.budget,
@@ -177,7 +190,8 @@ def _evaluated(found: evaluate.LossEvaluation) -> Outcome:
         result.loss = found.loss
     lengths = found.row_lengths.numpy().astype(np.uint32)
     columns = {
-        name: Column(values.numpy(), () if name == "rewards" else (lengths,)) for name, values in found.outputs.items()
+        name: Column(values.numpy(), () if name in SEQUENCE_SCORES else (lengths,))
+        for name, values in found.outputs.items()
     }
     return Outcome(training_pb2.OperationResult(loss=result), columns)
 
@@ -209,6 +223,12 @@ def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> eva
         return None
     reference = engine.references.resolve(name, run)
     return lambda batch, temperature: engine.references.logprobs(reference, batch, temperature, engine.budget)
+
+
+def _teacher(engine: Engine, run: EngineRun, config: LossConfig | None) -> Policy | None:
+    if not isinstance(config, DivergenceConfig) or config.reference_model is None:
+        return None
+    return engine.references.resolve(config.reference_model, run).policy
 
 
 def _temperature(given: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.heads import HeadKind, ScalarHead
+from gradwire_server.engine.heads import Head, make_head
 from gradwire_server.engine.host import HostedModel, ModelFacts, ModelHost, OutputHead, preserved_rng
 
 HEAD_PREFIX = "head."
@@ -29,12 +29,10 @@ class Policy:
 
     Attributes:
         hosted: the copy of the model that it computes with.
-        head: its scalar head, or None.
+        head: its head beside the output head, or None.
     """
 
-    def __init__(
-        self, hosted: HostedModel, *, head: ScalarHead | None = None, gradient_checkpointing: bool = False
-    ) -> None:
+    def __init__(self, hosted: HostedModel, *, head: Head | None = None, gradient_checkpointing: bool = False) -> None:
         self.hosted = hosted
         self.head = head
         self.gradient_checkpointing = gradient_checkpointing
@@ -184,7 +182,7 @@ class LoraPolicy(Policy):
         settings: training_pb2.LoraSettings,
         *,
         seed: int,
-        head: ScalarHead | None = None,
+        head: Head | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__(hosted, head=head, gradient_checkpointing=gradient_checkpointing)
@@ -244,9 +242,7 @@ class FullPolicy(Policy):
         hosted: a copy that nobody else uses.
     """
 
-    def __init__(
-        self, hosted: HostedModel, *, head: ScalarHead | None = None, gradient_checkpointing: bool = False
-    ) -> None:
+    def __init__(self, hosted: HostedModel, *, head: Head | None = None, gradient_checkpointing: bool = False) -> None:
         super().__init__(hosted, head=head, gradient_checkpointing=gradient_checkpointing)
         self._train(dict(hosted.model.named_parameters()))
 
@@ -257,18 +253,10 @@ def make_policy(host: ModelHost, config: training_pb2.RunConfig, run_id: str) ->
     Raises:
         OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT with the field.
     """
-    if config.head not in ("", "value", "reward"):
-        raise OperationError(
-            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"head is {config.head!r}; it is 'value', 'reward' or nothing",
-            field="head",
-            rule="'', 'value' or 'reward'",
-        )
     facts = host.facts(config.base_model)
-    kind = cast(HeadKind, config.head)
     if config.HasField("lora"):
         hosted = host.get(config.base_model)
-        head = ScalarHead(kind, facts.hidden_size, config.seed, hosted.device) if kind else None
+        head = make_head(config, facts.hidden_size, hosted.device)
         return LoraPolicy(
             hosted,
             run_id,
@@ -278,7 +266,7 @@ def make_policy(host: ModelHost, config: training_pb2.RunConfig, run_id: str) ->
             gradient_checkpointing=config.gradient_checkpointing,
         )
     hosted = host.load(config.base_model)
-    head = ScalarHead(kind, facts.hidden_size, config.seed, hosted.device) if kind else None
+    head = make_head(config, facts.hidden_size, hosted.device)
     return FullPolicy(hosted, head=head, gradient_checkpointing=config.gradient_checkpointing)
 
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch import Tensor
 from gradwire_server.engine.checkpoints import CheckpointStore, Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.forward import score_batch
-from gradwire_server.engine.heads import ScalarHead
+from gradwire_server.engine.heads import Head, make_head
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
@@ -153,10 +153,9 @@ class References:
             config = manifest.config
             tensors = self._store.load(manifest.path, WEIGHTS, manifest)
             facts = self._host.facts(config.base_model)
-            head = None
-            if config.head:
-                kind = cast(Literal["value", "reward"], config.head)
-                head = ScalarHead(kind, facts.hidden_size, 0, self._host.device).requires_grad_(False)
+            head = make_head(config, facts.hidden_size, self._host.device)
+            if head is not None:
+                head.requires_grad_(False)
             if config.HasField("lora"):
                 hosted = self._host.get(config.base_model)
                 policy: Policy = LoraPolicy(hosted, next(self._adapter_names), config.lora, seed=0, head=head)
@@ -174,7 +173,7 @@ class References:
         return self._use(identity)
 
     @torch.no_grad()
-    def _full(self, base_model: str, head: ScalarHead | None, tensors: dict[str, Tensor]) -> Policy:
+    def _full(self, base_model: str, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
         """A copy of the model with these weights, in its dtype, and no float32 masters beside them."""
         hosted = self._host.load(base_model)
         hosted.model.requires_grad_(False)

@@ -83,10 +83,10 @@ def _check_kind(run: EngineRun, manifest: Manifest, fresh_head: bool) -> None:
         message = f"the checkpoint's adapter belongs to {theirs.base_model!r} and the run's base is {mine.base_model!r}"
     elif mine.HasField("lora") and _scale(mine.lora) != _scale(theirs.lora):
         message = f"the checkpoint's LoRA scale is {_scale(theirs.lora):g} and the run's is {_scale(mine.lora):g}"
-    elif mine.head != theirs.head and not fresh_head:
+    elif (mine.head, mine.num_labels) != (theirs.head, theirs.num_labels) and not fresh_head:
         message = (
-            f"the checkpoint has {_head(theirs.head)} and the run has {_head(mine.head)}; fork_run with head= gives "
-            "its weights a fresh one"
+            f"the checkpoint has {_head(theirs)} and the run has {_head(mine)}; fork_run with head= gives its weights "
+            "a fresh one"
         )
     else:
         return
@@ -98,8 +98,9 @@ def _check_kind(run: EngineRun, manifest: Manifest, fresh_head: bool) -> None:
     )
 
 
-def _head(kind: str) -> str:
-    return f"a {kind} head" if kind else "no head"
+def _head(config: training_pb2.RunConfig) -> str:
+    labels = f" of {config.num_labels} labels" if config.num_labels else ""
+    return f"a {config.head} head{labels}" if config.head else "no head"
 
 
 def _scale(settings: training_pb2.LoraSettings) -> float:

@@ -14,7 +14,7 @@ from gradwire_server.errors import RpcError
 from gradwire_server.runs import RunRecord, Runs, new_record
 from gradwire_server.scheduler import Scheduler
 
-HEADS = ("", "value", "reward")
+HEADS = ("", "value", "reward", "classification")
 
 
 class Creator:
@@ -42,7 +42,7 @@ class Creator:
         config = pb.RunConfig()
         config.CopyFrom(source.config)
         if request.HasField("head"):
-            config.head = request.head
+            config.head, config.num_labels = request.head, request.num_labels
         config.seed, config.name = request.seed, request.name
         self._check(config)
         record = new_record(owner, config, request.idempotency_key, _content(request))
@@ -53,7 +53,7 @@ class Creator:
                 config=config,
                 checkpoint=await self._runs.adopt(checkpoint, source, record.run_id),
                 weights_only=not request.with_optimizer,
-                fresh_head=request.HasField("head") and request.head != source.config.head,
+                fresh_head=(config.head, config.num_labels) != (source.config.head, source.config.num_labels),
             )
             record.forked_from = checkpoint.path
         return await self._once(record)
@@ -101,7 +101,11 @@ class Creator:
 
     def _check(self, config: pb.RunConfig) -> None:
         if config.head not in HEADS:
-            raise _invalid(f'head is {config.head[:50]!r}; it is "", "value" or "reward"', "head")
+            raise _invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
+        if config.head == "classification" and config.num_labels < 2:
+            raise _invalid(f"num_labels is {config.num_labels}; a classification head has 2 at least", "num_labels")
+        if config.head != "classification" and config.num_labels:
+            raise _invalid('num_labels goes with head="classification"', "num_labels")
         if config.HasField("lora"):
             if not config.lora.rank:
                 raise _invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")

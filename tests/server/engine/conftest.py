@@ -118,6 +118,7 @@ def make_run(host: ModelHost) -> Iterator[MakeRun]:
         gradient_checkpointing: bool = False,
     ) -> EngineRun:
         config = RunConfig(base_model="tiny", head=head, seed=seed, gradient_checkpointing=gradient_checkpointing)
+        config.num_labels = VOCAB if head == "classification" else 0
         if lora is not None:
             config.lora.CopyFrom(LoraSettings(**({"rank": lora} if isinstance(lora, int) else lora)))
         made.append(EngineRun(host, run_id or f"run-{len(made)}", config))

@@ -22,7 +22,7 @@ from gradwire_server.engine.evaluate import (
     forward_backward,
     kept_forward,
 )
-from gradwire_server.engine.forward import SCORES, score_batch
+from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
@@ -47,16 +47,11 @@ def config_of(loss: LossSpec) -> LossConfig:
     return loss.config(**kwargs, **({"reduction_divisor": 16.0} if loss.name == "dr_grpo" else {}))
 
 
-def computable(loss: LossSpec) -> bool:
-    """Whether the engine has what the loss needs; not yet: classification heads, a reference's whole distribution."""
-    return loss.head != "classification" and loss.scores(config_of(loss), frozenset()) <= SCORES | {"ref_logprobs"}
-
-
 def head_of(loss: LossSpec) -> str:
     return loss.head or ("value" if "values" in loss.optional_scores else "")
 
 
-LOSSES = [loss.name for loss in all_losses() if computable(loss)]
+LOSSES = [loss.name for loss in all_losses()]
 LOSSES_AND_LORA = [(name, lora) for name in LOSSES for lora in (None, 4) if lora or name in CORE]
 
 
@@ -82,6 +77,7 @@ def evaluate(
         config_of(loss),
         run.accumulator,
         reference=base_reference(run),
+        teacher=Policy(run.policy.hosted),
         budget=budget,
         **kwargs,
     )
@@ -160,6 +156,7 @@ def test_two_halves_and_a_step_are_the_whole_and_a_step(
             config_of(loss),
             run.accumulator,
             reference=base_reference(run),
+            teacher=Policy(run.policy.hosted),
             budget=WHOLE,
         )
     assert_same(gradient(run), expected)
@@ -396,7 +393,15 @@ def test_forward_gives_the_loss_and_no_gradient(make_run: Any, batches: Any, nam
     perturb(run)
     expected, _ = evaluate(run, batch, loss, WHOLE)
     run.accumulator.clear()
-    found = forward(run.policy, batch, loss, config_of(loss), reference=base_reference(run), budget=SMALL)
+    found = forward(
+        run.policy,
+        batch,
+        loss,
+        config_of(loss),
+        reference=base_reference(run),
+        teacher=Policy(run.policy.hosted),
+        budget=SMALL,
+    )
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-5, rel=1e-4, nan_ok=True)
     assert all(parameter.grad is None for parameter in run.policy.trainable_parameters().values())
 

@@ -31,6 +31,9 @@ KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
 SCORING_FIELDS = (
     LossField("input_ids", "int", ("[rows, tokens]",), required=True, padding_mask="attention_mask"),
     LossField("loss_mask", "bool", ("[rows, tokens]",), aligned_with="input_ids"),
+    LossField("target_tokens", "int", ("[rows, tokens]",), aligned_with="input_ids"),
+    LossField("mask", "bool", ("[rows, tokens]",), aligned_with="input_ids"),
+    LossField("candidates", "int", ("[rows, tokens, candidates]",), aligned_with="input_ids"),
 )
 """The batch of an operation that scores tokens without a loss."""
 

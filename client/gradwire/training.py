@@ -26,7 +26,18 @@ from gradwire.transport import Transport
 M = TypeVar("M")
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Columns or rows: see :mod:`gradwire.batches`."""
-Output = Literal["logprobs", "entropy", "values", "rewards"]
+Output = Literal[
+    "logprobs",
+    "candidate_logprobs",
+    "entropy",
+    "mean_logprobs",
+    "collision",
+    "values",
+    "rewards",
+    "token_rewards",
+    "class_logits",
+    "token_class_logits",
+]
 Array = npt.NDArray[Any]
 
 
@@ -110,7 +121,8 @@ class Operations:
         Args:
             batch_data: ``input_ids``, and optionally ``attention_mask`` and ``loss_mask``.
             fn: the loss.
-            scores: any of logprobs, entropy, values, rewards.
+            scores: what the function gets: any of the :data:`Output` names; candidate_logprobs are those of the batch's
+                ``candidates [rows, tokens, candidates]``.
             weight: what the loss averages over, e.g. its number of rows or tokens: batches of an accumulation count
                 in proportion.
             temperature: divides the logits.

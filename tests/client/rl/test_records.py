@@ -1,0 +1,196 @@
+"""What stays of a training: logs, recorded trajectories, and the pages that show them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire.rl.loggers import JsonlLogger, TensorBoardLogger, TrackioLogger, WandbLogger, read_jsonl
+from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
+from gradwire.rl.viewer import colour, main, page, view
+
+pytestmark = pytest.mark.anyio
+
+
+def trajectory(reward: float = 1.0, status: Any = "completed") -> Trajectory:
+    step = StepData(
+        0, "what is <2+3>?", "s", np.array([1]), Action("5<b>"), np.array([ord(c) for c in "5<b>"]),
+        np.array([-0.01, -5.0, -1.0, -0.2], np.float32), reward=reward, advantage=-0.25, value=0.5,
+        tool_results=(ToolResult(ToolCall("add", {"a": 2}), "", "missing b"),), metrics={"words": 1.0},
+    )  # fmt: skip
+    verdict = EvaluateResult(reward, reason="as it should be")
+    return Trajectory(Task("q", "5", "t1"), 3, 1, steps=[step], reward=reward, status=status, evaluation=verdict)
+
+
+async def record(path: Path, rule_inference: Callable[..., Any], **rule: Any) -> list[dict[str, Any]]:
+    codec = rule_inference(lambda t, n: "").codec
+    recorder = TrajectoryRecorder(path, **rule)
+    for iteration in range(4):
+        await recorder.record(iteration, [trajectory(1.0), trajectory(0.0, "failed")], codec)
+    return read_jsonl(path) if path.exists() else []  # noqa: ASYNC240 - a test
+
+
+async def test_rules_of_recording(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
+    every_other = await record(tmp_path / "a", rule_inference, every=2, limit=1)
+    assert [r["iteration"] for r in every_other] == [0, 2]
+    failed = await record(
+        tmp_path / "b", rule_inference, every=0, condition=lambda i, t: t.status == "failed" and i > 1
+    )
+    assert [(r["iteration"], r["status"]) for r in failed] == [(2, "failed"), (3, "failed")]
+    assert failed[0]["steps"][0]["tokens"] == [
+        ["5", pytest.approx(-0.01)],
+        ["<", -5.0],
+        ["b", -1.0],
+        [">", pytest.approx(-0.2)],
+    ]
+    assert "tokens" not in (await record(tmp_path / "c", rule_inference, tokens=False))[0]["steps"][0]
+    assert await record(tmp_path / "d", rule_inference, every=0) == []
+
+
+class Balanced(HTMLParser):
+    """Collects text and fails for a tag that is not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open[-1] != tag and self.open[-1] in ("p",):
+            self.open.pop()
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+async def test_trajectories_are_shown(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
+    file, target = tmp_path / "t.jsonl", tmp_path / "t.html"
+    await record(file, rule_inference)
+    out = io.StringIO()
+    view(file, html_path=target, iteration=2, out=out)
+    text = out.getvalue()
+    assert "iteration 2" in text and "iteration 1" not in text
+    assert "what is <2+3>?" in text and "5<b>" in text and "advantage -0.25" in text
+    assert 'add({"a": 2}) -> error: missing b' in text
+    parser = Balanced()
+    parser.feed(target.read_text())
+    assert parser.open == [] and parser.links == []
+    assert "what is <2+3>?" in parser.text and "5<b>" in parser.text
+    assert f'background:{colour(-5.0)}" title="-5.000"' in target.read_text()
+
+
+def test_a_page_does_not_run_what_a_policy_wrote() -> None:
+    record = {"iteration": 0, "group": 0, "member": 0, "reward": 0.0, "status": "completed", "ground_truth": None}
+    step = {
+        "index": 0,
+        "observation": "<script>x</script>",
+        "action": "<img onerror=x>",
+        "reward": 0.0,
+        "advantage": 0.0,
+    }
+    shown = page([record | {"steps": [step]}], "<script>")
+    assert "<script" not in shown and "<img" not in shown
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.jsonl")])
+    assert "there is no file" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text("")
+    result = subprocess.run(
+        [sys.executable, "-m", "gradwire.rl.viewer", tmp_path / "empty.jsonl"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.stdout == "0 trajectories, 0 shown\n"
+
+
+def test_jsonl_is_json_whatever_the_numbers(tmp_path: Path) -> None:
+    log = JsonlLogger(tmp_path / "folder" / "m.jsonl")
+    log.log(3, {"loss": math.nan, "reward": 0.5})
+    with (tmp_path / "folder" / "m.jsonl").open("a") as file:
+        file.write('{"torn": ')
+    (line,) = read_jsonl(log.path)
+    assert (line["iteration"], line["loss"], line["reward"]) == (3, None, 0.5)
+
+
+@pytest.mark.parametrize(("name", "logger"), [("wandb", WandbLogger), ("trackio", TrackioLogger)])
+def test_other_loggers(name: str, logger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    module: Any = types.ModuleType(name)
+    module.init = lambda **options: calls.append(options)
+    module.log = lambda metrics, step: calls.append((metrics, step))
+    module.finish = lambda: calls.append("finished")
+    monkeypatch.setitem(sys.modules, name, module)
+    log = logger(project="p")
+    log.log(2, {"reward": 1.0})
+    log.close()
+    assert calls == [{"project": "p"}, ({"reward": 1.0}, 2), "finished"]
+
+
+@pytest.mark.parametrize(("logger", "extra"), [(WandbLogger, "wandb"), (TrackioLogger, "trackio")])
+def test_a_library_that_is_missing_is_named(logger: Any, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, extra, None)
+    with pytest.raises(ImportError, match=rf"needs {extra}: pip install 'gradwire\[{extra}\]'"):
+        logger()
+
+
+def test_tensorboard_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scalars: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            scalars.append(folder)
+
+        def add_scalar(self, tag: str, data: float, step: int) -> None:
+            scalars.append((tag, data, step))
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    summary: Any = types.ModuleType("tensorboard.summary")
+    summary.Writer = Writer
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", summary)
+    log = TensorBoardLogger(tmp_path)
+    log.log(1, {"reward": 0.5})
+    log.close()
+    assert scalars == [str(tmp_path), ("reward", 0.5, 1)]
+
+
+def test_the_toolkit_is_light() -> None:
+    """No torch, no optional library, and no server behind ``import gradwire.rl``."""
+    heavy = [
+        "torch",
+        "transformers",
+        "gradwire_server",
+        "gradwire_losses",
+        "rich",
+        "ray",
+        "gymnasium",
+        "wandb",
+        "jsonschema",
+    ]
+    code = f"import sys, json, gradwire.rl; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(result.stdout) == []

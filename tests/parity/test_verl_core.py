@@ -133,7 +133,7 @@ def test_kl(estimator: str, name: str, rng: np.random.Generator) -> None:
 
 
 def test_verl_cuts_k3_where_its_gradient_is_needed_most() -> None:
-    """Of a token that the reference makes much likelier verl clamps the value to 10, without gradient; ours draws back."""
+    """Where the reference makes a token much likelier, verl clamps k3 to 10, without gradient; ours draws back."""
     policy = torch.tensor([-30.0], requires_grad=True)
     reference = torch.tensor([-1.0])
     [theirs] = torch.autograd.grad(core.kl_penalty(policy, reference, "low_var_kl").sum(), policy)

@@ -65,7 +65,10 @@ class Report:
 
     @contextmanager
     def progress(self, stage: str, steps: int) -> Iterator[Callable[[Mapping[str, float]], None]]:
-        """A progress bar for a stage; what it yields takes the metrics of one step, draws them and keeps the curve."""
+        """A progress bar for a stage; what it yields takes the metrics of one step, draws them and keeps the curve.
+
+        Where the output is no terminal, ten lines a stage take the bar's place.
+        """
         columns = (
             TextColumn("{task.description}", table_column=Column(min_width=12, no_wrap=True)),
             BarColumn(bar_width=16, table_column=Column(min_width=16)),
@@ -73,7 +76,8 @@ class Report:
             TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
             TextColumn("{task.fields[metrics]}", table_column=Column(no_wrap=True)),
         )
-        with Progress(*columns, console=self.console) as bars:
+        live = self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=not live) as bars:
             bar = bars.add_task(stage, total=steps, metrics="")
             curve = self.curves.setdefault(stage, {})
             taken = 0
@@ -85,6 +89,8 @@ class Report:
                     curve.setdefault(name, []).append((taken, value))
                 text = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items())
                 bars.update(bar, advance=1, metrics=text)
+                if not live and (taken % max(1, steps // 10) == 0 or taken == steps):
+                    self.console.print(f"{stage:12} {taken:4}/{steps}  {text}", highlight=False)
 
             yield step
 

@@ -150,7 +150,14 @@ class EngineProcess(Driver):
         self, request: engine_pb2.EngineRequest, columns: Columns
     ) -> tuple[engine_pb2.EngineReply, memoryview]:
         self.link.send(request, codec.encode(columns)[1])
-        return self.link.receive(engine_pb2.EngineReply)
+        return self.receive()
+
+    def receive(self) -> tuple[engine_pb2.EngineReply, memoryview]:
+        """The next reply that is no heartbeat."""
+        while True:
+            reply, payload = self.link.receive(engine_pb2.EngineReply)
+            if not reply.HasField("heartbeat"):
+                return reply, payload
 
     def shut_down(self) -> int:
         self.request(shutdown={})

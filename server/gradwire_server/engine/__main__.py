@@ -25,9 +25,12 @@ from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.engine import Engine
 from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.heartbeat import Heartbeat
 from gradwire_server.engine.link import EngineLink, LinkClosed
 from gradwire_server.engine.operations import Columns
 from gradwire_server.engine.planner import Budget
+from gradwire_server.observability import logs
+from gradwire_server.observability.tracing import Tracing
 
 logger = logging.getLogger("gradwire_server.engine")
 
@@ -47,14 +50,15 @@ class _Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is shut down; the exit code."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    logs.configure(options.log_level, options.log_format, "engine")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     link = EngineLink(socket.socket(fileno=options.fd))
     if options.threads:
         torch.set_num_threads(options.threads)
     try:
-        engine = _start(options)
+        tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
+        engine = _start(options, tracing)
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
@@ -63,13 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         link.send(hello)
         threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
-        _serve(link, engine, requests)
+        heartbeat = Heartbeat(engine, link.send)
+        heartbeat.start()
+        _serve(link, engine, requests, heartbeat)
     except LinkClosed:
         logger.info("the front is gone")
+    tracing.close()
     return 0
 
 
-def _start(options: argparse.Namespace) -> Engine:
+def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
     load_builtin_losses()
     load_plugin_losses()
     for file in options.losses:
@@ -85,13 +92,15 @@ def _start(options: argparse.Namespace) -> Engine:
             activation_bytes=_bytes(options.activation_budget_gib, defaults.activation_bytes),
         ),
         reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
+        tracing=tracing,
     )
 
 
-def _serve(link: EngineLink, engine: Engine, requests: queue.Queue[_Request]) -> None:
+def _serve(link: EngineLink, engine: Engine, requests: queue.Queue[_Request], heartbeat: Heartbeat) -> None:
     while True:
         request = requests.get()
-        answer = engine.answer(request.message, request.columns, request.error)
+        with heartbeat.working():
+            answer = engine.answer(request.message, request.columns, request.error)
         link.send(answer.reply, answer.buffers)
         if request.message.HasField("shutdown"):
             return
@@ -137,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--activation-budget-gib", type=float)
     parser.add_argument("--reference-cache-gib", type=float)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text")
+    parser.add_argument("--traces", metavar="URL", default="", help="OTLP endpoint of OpenTelemetry traces")
     return parser
 
 

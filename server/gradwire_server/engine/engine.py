@@ -15,6 +15,7 @@ from gradwire_losses.registry import LossSpec, all_losses
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
+from gradwire_server.crash import crash_point
 from gradwire_server.engine import operations
 from gradwire_server.engine.checkpoints import CheckpointStore
 from gradwire_server.engine.errors import OperationError
@@ -26,6 +27,8 @@ from gradwire_server.engine.references import References
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import restore
 from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, load_tokenizer
+from gradwire_server.observability import logs
+from gradwire_server.observability.tracing import Tracing
 from gradwire_server.sampling.base import Sampler
 from gradwire_server.sampling.local import LocalSampler
 
@@ -50,9 +53,10 @@ class Engine:
         dtype: of the weights; by default bfloat16 on CUDA, float32 on CPU.
         budget: what an operation may hold.
         reference_cache_bytes: of reference models beside what runs hold.
+        tracing: where the spans of operations go; nowhere by default.
 
     Attributes:
-        host, store, references, sampler, budget: its parts, for the operations.
+        host, store, references, sampler, budget, tracing: its parts, for the operations.
         runs: by id.
     """
 
@@ -65,12 +69,14 @@ class Engine:
         dtype: torch.dtype | None = None,
         budget: Budget | None = None,
         reference_cache_bytes: int = 8 << 30,
+        tracing: Tracing | None = None,
     ) -> None:
         self.host = ModelHost(models, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
         self.store = CheckpointStore(state_dir)
         self.references = References(self.host, self.store, cache_bytes=reference_cache_bytes)
         self.sampler: Sampler = LocalSampler()
         self.budget = budget or Budget()
+        self.tracing = tracing or Tracing()
         self.runs: dict[str, EngineRun] = {}
         self._tokenizer_files = {name: file for name, path in models.items() if (file := find_tokenizer(path))}
         self._handlers: Mapping[str, Callable[[engine_pb2.EngineRequest, Columns], Answer]] = {
@@ -122,7 +128,8 @@ class Engine:
             if decode_error is not None:
                 answer = self._failed(request.operation, decode_error, 0.0)
             else:
-                answer = self._handlers[kind](request, columns)
+                with logs.about(request.operation.run_id, request.operation.seq):
+                    answer = self._handlers[kind](request, columns)
         except Exception as error:  # the boundary: whatever it is, the engine goes on and the caller hears of it
             if is_fatal(error):
                 raise
@@ -171,9 +178,12 @@ class Engine:
         if run is None:
             raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
         start = time.perf_counter()
+        kind = asked.operation.WhichOneof("kind") or "unknown"
+        crash_point("engine.before_operation")
         try:
-            outcome = operations.carry_out(self, run, asked.seq, asked.operation, columns)
-            specs, buffers = codec.encode(outcome.columns)
+            with self.tracing.span(f"gradwire.engine.{kind}", asked.traceparent, run=asked.run_id, seq=asked.seq):
+                outcome = operations.carry_out(self, run, asked.seq, asked.operation, columns)
+                specs, buffers = codec.encode(outcome.columns)
         except Exception as error:  # the boundary, as in answer(): the operation's result says what went wrong
             if is_fatal(error):
                 raise
@@ -182,6 +192,7 @@ class Engine:
             run.seq = asked.seq
         result = _finish(outcome, specs, buffers, time.perf_counter() - start)
         result.seq = asked.seq
+        crash_point("engine.before_reply")
         return Answer(engine_pb2.EngineReply(result=result), buffers)
 
     def _failed(self, asked: engine_pb2.EngineOperation, error: Exception, seconds: float) -> Answer:

@@ -241,7 +241,8 @@ def _temperature(given: float) -> float:
 
 
 def _optim_step(engine: Engine, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns) -> Outcome:
-    done = run.optimizer.step(run.accumulator, call)
+    with engine.tracing.span("gradwire.optimizer.step"):
+        done = run.optimizer.step(run.accumulator, call)
     run.step += not done.skipped
     result = training_pb2.OptimStepResult(
         grad_norm=done.grad_norm, learning_rate=call.learning_rate, step=run.step, skipped=done.skipped

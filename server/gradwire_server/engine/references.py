@@ -61,6 +61,9 @@ class References:
 
     Attributes:
         computed_sequences: how many sequences went through a reference model.
+        found_sequences: how many did not have to, because their log-probabilities were kept.
+        used_models: how often a model or checkpoint was asked for.
+        loaded_models: how often it was not there already.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class References:
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._logprobs = LogprobCache(logprob_bytes)
         self._adapter_names = (f"reference-{number}" for number in itertools.count())
-        self.computed_sequences = 0
+        self.computed_sequences = self.found_sequences = 0
+        self.used_models = self.loaded_models = 0
 
     @property
     def loaded(self) -> list[str]:
@@ -129,7 +133,8 @@ class References:
             for index, values in zip(missing, scores["logprobs"].split(wanted.row_lengths.tolist()), strict=True):
                 found[index] = values.clone()
                 self._logprobs.put(keys[index], values.clone())
-            self.computed_sequences += len(missing)
+        self.computed_sequences += len(missing)
+        self.found_sequences += len(keys) - len(missing)
         return torch.cat([values for values in found if values is not None])
 
     def keep_model(self, name: str) -> None:
@@ -144,6 +149,7 @@ class References:
                 self._make_room(self._model_bytes(name))
             policy = Policy(self._host.get(name))
             self._loaded[identity] = _Loaded(Reference(identity, policy), self._model_bytes(name), shared_model=name)
+            self.loaded_models += 1
         return self._use(identity)
 
     def _checkpoint(self, manifest: Manifest) -> Reference:
@@ -170,6 +176,7 @@ class References:
                 self._make_room(size)
                 policy = self._full(config.base_model, head, tensors)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
+            self.loaded_models += 1
         return self._use(identity)
 
     @torch.no_grad()
@@ -185,6 +192,7 @@ class References:
         return Policy(hosted, head=head)
 
     def _use(self, identity: str) -> Reference:
+        self.used_models += 1
         self._loaded.move_to_end(identity)
         self._make_room(0, keep=identity)
         return self._loaded[identity].reference

@@ -94,7 +94,7 @@ def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(sta
         )
         payload = [b"\x09\0\0\0" + bytes(12)] if number == 20 else buffers  # a row of 9 tokens among 3
         engine.link.send(engine_pb2.EngineRequest(id=1000 + number, operation=operation), payload)
-    replies = [engine.link.receive(engine_pb2.EngineReply)[0] for _ in range(40)]
+    replies = [engine.receive()[0] for _ in range(40)]
     assert [reply.id for reply in replies] == list(range(1001, 1041))
     failed = [reply.result for reply in replies if reply.result.status == pb.STATUS_FAILED]
     assert [(result.seq, result.error.code, result.error.field) for result in failed] == [

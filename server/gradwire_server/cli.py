@@ -19,6 +19,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 
+    from gradwire_server import keys_cli
     from gradwire_server.config import Limits, ServerConfig, parse_model
 except ImportError as missing:
     raise SystemExit(
@@ -38,6 +39,7 @@ class Durability(StrEnum):
 app = typer.Typer(
     help="gradwire: the gradients on this machine, the training loop wherever you are.", no_args_is_help=True
 )
+app.add_typer(keys_cli.app, name="keys")
 console = Console(stderr=True, soft_wrap=True)
 
 
@@ -60,11 +62,22 @@ def serve(
     activation_budget_gib: Annotated[float | None, typer.Option(help="Memory for kept graphs.")] = None,
     reference_cache_gib: Annotated[float | None, typer.Option(help="Memory for reference models.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
+    checkpoint_every_steps: Annotated[
+        int, typer.Option(help="Optimizer steps after which the server saves a run by itself; 0 for never.")
+    ] = 100,
+    checkpoint_every_mib: Annotated[
+        float, typer.Option(help="And MiB of submitted batches after which it does, whichever comes first.")
+    ] = 1024.0,
+    keep_results_hours: Annotated[float, typer.Option(help="How long a result waits to be fetched.")] = 168.0,
     grace: Annotated[float, typer.Option(help="Seconds that a shutdown waits for the operation that runs.")] = 20.0,
     limit: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of a limit (see `gradwire status`); repeat.")
     ] = None,
-    keys_file: Annotated[Path | None, typer.Option(help="Lines of OWNER:SHA256 of an API key.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate; speaks TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file; only clients whose certificate it signed may connect.")
+    ] = None,
     insecure_bind: Annotated[bool, typer.Option(help="Listen beyond loopback without keys.")] = False,
     ready_file: Annotated[Path | None, typer.Option(help="Gets the address once the server listens.")] = None,
     die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
@@ -81,7 +94,10 @@ def serve(
             losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
             device=device, dtype=dtype, microbatch_tokens=microbatch_tokens,
             activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
-            grace_s=grace, keys_file=keys_file,
+            grace_s=grace, checkpoint_every_steps=checkpoint_every_steps,
+            checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),
+            result_retention_s=keep_results_hours * 3600,
+            tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca,
             insecure_bind=insecure_bind, limits=Limits.model_validate(dict(map(_limit, limit or ()))),
         )  # fmt: skip
     except ValidationError as error:
@@ -126,9 +142,9 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
         for task in (watcher, stopped):
             if task is not None:
                 task.cancel()
-    if server.left_queued:
+    for run_id, count in server.left.items():
         console.print(
-            f"gradwire: stopped; {server.left_queued} queued operations go on at the next start", markup=False
+            f"gradwire: stopped; {count} acknowledged operations of {run_id} go on at the next start", markup=False
         )
     return 0
 
@@ -154,7 +170,7 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     console.print(
         f"{len(server.engine.hello.losses)} losses, {server.runs.count} runs in {config.state_dir}", markup=False
     )
-    if config.keys_file is None:
+    if not server.keys.required:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
     print(f"gradwire: listening on {server.address}", flush=True)
     if ready_file is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
@@ -26,6 +26,23 @@ class Limits(BaseModel):
     max_runs: int = Field(default=1000, ge=1, description="runs that the server keeps")
     max_encode_texts: int = Field(default=4096, ge=1, description="texts of one Encode or sequences of one Decode")
     max_name_chars: int = Field(default=200, ge=1, description="characters of a run's name, a tag or a writer")
+    max_tags: int = Field(default=64, ge=0, description="tags of a run, and modules that an adapter is put on")
+    max_row_tokens: int = Field(default=1 << 20, ge=1, description="tokens of one row")
+    max_batch_tokens: int = Field(default=1 << 26, ge=1, description="tokens of one batch")
+    max_samples: int = Field(default=65_536, ge=1, description="prompts times n of one sampling")
+    max_sample_tokens: int = Field(default=131_072, ge=1, description="max_tokens of one sampling")
+    max_stops: int = Field(default=64, ge=0, description="stop strings of one sampling, and stop tokens")
+    max_stop_chars: int = Field(default=1000, ge=1, description="characters of one stop string")
+    max_text_chars: int = Field(default=1 << 20, ge=1, description="characters of one prompt or text to encode")
+    max_kwargs_chars: int = Field(default=1 << 18, ge=2, description="characters of a loss's arguments as JSON")
+    max_string_chars: int = Field(default=4096, ge=1, description="characters of any other string of an operation")
+    max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
+    max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")
+    max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are still coming in")
+    key_runs: int = Field(default=1000, ge=0, description="runs of one key")
+    key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
+    key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
+    key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 
 class ServerConfig(BaseModel):
@@ -48,8 +65,19 @@ class ServerConfig(BaseModel):
     payload_memory_bytes: int = Field(
         default=256 << 20, ge=0, description="queued payloads kept in memory, too, not only on disk"
     )
+    checkpoint_every_steps: int = Field(
+        default=100, ge=0, description="the server saves a run by itself after so many optimizer steps; 0 for never"
+    )
+    checkpoint_every_bytes: int = Field(
+        default=1 << 30, ge=0, description="and after payloads of this size, whichever comes first; 0 for never"
+    )
+    result_retention_s: float = Field(
+        default=7 * 24 * 3600.0, gt=0, description="how long a result that nobody acknowledges is kept"
+    )
     insecure_bind: bool = False
-    keys_file: Path | None = Field(default=None, description="lines of `owner:sha256 of the key in hex`")
+    tls_cert: Path | None = Field(default=None, description="PEM file: the server's certificate and its chain")
+    tls_key: Path | None = Field(default=None, description="PEM file: its key")
+    tls_client_ca: Path | None = Field(default=None, description="PEM file: who signs the clients that may connect")
     limits: Limits = Limits()
 
     @field_validator("address")
@@ -66,6 +94,14 @@ class ServerConfig(BaseModel):
         if not models:
             raise ValueError("name at least one model: --model NAME_OR_PATH")
         return models
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> ServerConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        return self
 
     @property
     def loopback(self) -> bool:

@@ -20,6 +20,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import RunMarks, StoredResult
+from gradwire_server.quotas import Usage, tokens_of
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import Buffer, Location
 
@@ -71,16 +72,23 @@ class Pending:
 
 @dataclass(eq=False)
 class RunQueue:
-    """What the scheduler keeps of a run. `generation`: of the engine process that holds it."""
+    """What the scheduler keeps of a run.
+
+    Attributes:
+        generation: of the engine process that holds it.
+        behind_checkpoint: optimizer steps, and bytes of payloads, that a recovery would repeat.
+    """
 
     record: RunRecord
     limits: Limits
+    usage: Usage
     window: dict[int, Pending] = field(default_factory=dict)
     pending: OrderedDict[int, Pending] = field(default_factory=OrderedDict)  # a dict's front is slow to find again
     running: Pending | None = None
     generation: int = 0
     restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     replay_deaths: dict[int, int] = field(default_factory=dict)
+    behind_checkpoint: tuple[int, int] = (0, 0)
     closed: RpcError | None = None
 
     def __post_init__(self) -> None:
@@ -148,9 +156,22 @@ class RunQueue:
                 f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
                 " submit this one again",
             )
+        if not closes_gap:
+            self.usage.check(size, tokens_of(operation.header.operation, operation.header.tensors))
         self.window[seq] = operation
-        self.queued_bytes += size
+        self.hold(operation)
         return None
+
+    def hold(self, operation: Pending) -> None:
+        """Counts what an operation without a result takes."""
+        self.queued_bytes += operation.header.payload_bytes
+        self.usage.operations += 1
+        self.usage.bytes += operation.header.payload_bytes
+
+    def _release(self, operation: Pending) -> None:
+        self.queued_bytes -= operation.header.payload_bytes
+        self.usage.operations -= 1
+        self.usage.bytes -= operation.header.payload_bytes
 
     def admit(self) -> list[Pending]:
         """The operations whose turn to be journaled has come."""
@@ -172,7 +193,7 @@ class RunQueue:
         """Refuses what waits for a gap to be closed: a new writer begins behind the last accepted number."""
         waiting, self.window = self.window, {}
         for operation in waiting.values():
-            self.queued_bytes -= operation.header.payload_bytes
+            self._release(operation)
             if not operation.ack.done():
                 try:
                     self.check_epoch(operation.header.epoch)
@@ -217,15 +238,36 @@ class RunQueue:
             elif operation.kind == "optim_step":
                 record.failure_seq, record.failure = 0, ""
         elif result.status == pb.STATUS_SUCCEEDED:
-            if operation.kind == "optim_step":
+            self.count(operation.header)
+            if operation.kind == "save_checkpoint":
+                self.behind_checkpoint = (0, 0)
+            elif operation.kind == "optim_step":
                 record.step = result.optim_step.step
             elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
                 record.step = result.checkpoint.step
         return RunMarks(record.step, record.failure_seq, record.failure)
 
+    def count(self, header: pb.OperationHeader) -> None:
+        """Takes into account that a recovery would have to repeat this operation."""
+        if changes_state(header.operation):
+            steps, size = self.behind_checkpoint
+            stepped = header.operation.WhichOneof("kind") == "optim_step"
+            self.behind_checkpoint = (steps + stepped, size + header.payload_bytes)
+
+    async def settled(self, seq: int) -> bool:
+        """Waits until the results up to this number are durable; False when the run is closed or went back before."""
+        rewound_epoch = self.record.rewound_epoch
+        while True:
+            changed = self.changed
+            if self.closed is not None or self.record.rewound_epoch != rewound_epoch:
+                return False
+            if self.record.applied_seq >= seq:
+                return True
+            await changed.wait()
+
     def _drop(self, operation: Pending) -> None:
         if self.pending.pop(operation.seq, None) is not None:
-            self.queued_bytes -= operation.header.payload_bytes
+            self._release(operation)
 
     # ---- results ----
 
@@ -260,13 +302,18 @@ class RunQueue:
         for operation in [*self.pending.values(), *self.window.values()]:
             if not operation.ack.done():
                 operation.ack.set_exception(error)
-        self.pending.clear()
-        self.window.clear()
+        self.empty()
         self._stored.clear()
         self._recent.clear()
-        self.queued_bytes = 0
         self.next_seq = self.record.accepted_seq + 1
         self.notify()
+
+    def empty(self) -> None:
+        """Lets go of everything queued."""
+        for operation in [*self.pending.values(), *self.window.values()]:
+            self._release(operation)
+        self.pending.clear()
+        self.window.clear()
 
     def close(self, reason: RpcError) -> None:
         """Ends every reader with this error, and every unacknowledged submission."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 import secrets
@@ -17,16 +18,20 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import RpcError, unknown_checkpoint, unknown_run
+from gradwire_server.keys import Caller
 from gradwire_server.store import Store
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
 """The folder, among a fork's own checkpoints, of the one that it started from."""
+AUTOMATIC = "auto-"
+"""What the names of the checkpoints begin with that the server takes by itself."""
 
 
 @dataclass
 class RunRecord:
-    """A run as its row has it. `failure_seq`: the failure that what is behind it must have seen; 0 for none."""
+    """A run as its row has it. `failure_seq`: the failure that what is behind it must have seen; 0 for none.
+    `trimmed_seq`: the journal begins behind it."""
 
     run_id: str
     owner: str
@@ -42,6 +47,7 @@ class RunRecord:
     accepted_seq: int = 0
     applied_seq: int = 0
     released_seq: int = 0
+    trimmed_seq: int = 0
     step: int = 0
     failure_seq: int = 0
     failure: str = ""
@@ -49,6 +55,13 @@ class RunRecord:
     rewound_epoch: int = 0
     num_trainable_parameters: int = 0
     checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
+    readers: set[str] = field(default_factory=set)
+
+    def writable(self, caller: Caller) -> bool:
+        return caller.role == "admin" or caller.name == self.owner
+
+    def readable(self, caller: Caller) -> bool:
+        return self.writable(caller) or caller.name in self.readers
 
     @property
     def newest_checkpoint(self) -> pb.Checkpoint | None:
@@ -69,13 +82,15 @@ class RunRecord:
             rewound_to_seq=self.rewound_to_seq,
             num_trainable_parameters=self.num_trainable_parameters,
             forked_from=self.forked_from,
+            owner=self.owner,
+            readers=sorted(self.readers),
         )
 
 
 _COLUMNS = (
     "run_id", "owner", "config", "created_at", "origin", "forked_from", "idempotency_key", "request", "ready", "epoch",
-    "writer", "accepted_seq", "applied_seq", "released_seq", "step", "failure_seq", "failure", "rewound_to_seq",
-    "rewound_epoch", "num_trainable_parameters",
+    "writer", "accepted_seq", "applied_seq", "released_seq", "trimmed_seq", "step", "failure_seq", "failure",
+    "rewound_to_seq", "rewound_epoch", "num_trainable_parameters",
 )  # fmt: skip
 
 
@@ -109,17 +124,45 @@ class Runs:
         for run_id, name, checkpoint in saved:
             if run_id in self._records:
                 self._records[run_id].checkpoints[name] = pb.Checkpoint.FromString(checkpoint)
+        shared = await self._store.read(
+            lambda connection: connection.execute("SELECT run_id, reader FROM readers").fetchall()
+        )
+        for run_id, reader in shared:
+            if run_id in self._records:
+                self._records[run_id].readers.add(reader)
         return list(self._records.values())
 
-    def get(self, run_id: str, owner: str) -> RunRecord:
+    def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
         """
         Raises:
-            RpcError: UNKNOWN_RUN, also for another's.
+            RpcError: UNKNOWN_RUN, also for another's; PERMISSION_DENIED for one that the caller only reads.
         """
         record = self._records.get(run_id)
-        if record is None or record.owner != owner or not record.ready:
+        if record is None or not record.ready or not record.readable(caller):
             raise unknown_run(run_id)
+        return self._for_writing(record, caller) if write else record
+
+    def _for_writing(self, record: RunRecord, caller: Caller) -> RunRecord:
+        if not record.writable(caller):
+            raise RpcError(
+                pb.ERROR_CODE_PERMISSION_DENIED,
+                f"the run {record.run_id} is shared with this key to read; fork a checkpoint of it to go on from there",
+                field="run_id",
+            )
         return record
+
+    def owned(self, owner: str) -> int:
+        """How many runs a key has."""
+        return sum(record.owner == owner for record in self._records.values())
+
+    async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:
+        """Lets another key read a run, or no longer; durable before it returns."""
+        query = "DELETE FROM readers WHERE run_id = ? AND reader = ?"
+        if not revoke:
+            query = "INSERT OR IGNORE INTO readers VALUES (?, ?)"
+        values = (record.run_id, reader)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        (record.readers.discard if revoke else record.readers.add)(reader)
 
     @property
     def count(self) -> int:
@@ -130,11 +173,11 @@ class Runs:
         found = (r for r in self._records.values() if key and r.owner == owner and r.idempotency_key == key)
         return next(found, None)
 
-    def page(self, owner: str, size: int, token: str) -> tuple[list[RunRecord], str]:
-        """Runs of an owner, oldest first, from behind the token; and the next token, empty at the end."""
+    def page(self, caller: Caller, size: int, token: str) -> tuple[list[RunRecord], str]:
+        """Runs that a caller may read, oldest first, from behind the token; and the next token, empty at the end."""
         size = min(size or 100, 1000)
         mine = sorted(
-            (record for record in self._records.values() if record.owner == owner and record.ready),
+            (record for record in self._records.values() if record.readable(caller) and record.ready),
             key=lambda record: (record.created_at, record.run_id),
         )
         start = 0
@@ -190,7 +233,7 @@ class Runs:
         self._records.pop(record.run_id, None)
 
         def work(connection: sqlite3.Connection) -> None:
-            for table in ("operations", "results", "checkpoints", "runs"):
+            for table in ("operations", "results", "uses", "readers", "checkpoints", "runs"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
 
         await self._store.write(work)
@@ -198,17 +241,37 @@ class Runs:
 
     # ---- checkpoints ----
 
-    def checkpoint(self, path: str, owner: str) -> tuple[RunRecord, pb.Checkpoint]:
-        """The checkpoint "RUN_ID/NAME" of a run that the owner may read.
+    def checkpoint(self, path: str, caller: Caller, *, write: bool = False) -> tuple[RunRecord, pb.Checkpoint]:
+        """The checkpoint "RUN_ID/NAME" of a run that the caller may read.
 
         Raises:
-            RpcError: UNKNOWN_CHECKPOINT.
+            RpcError: UNKNOWN_CHECKPOINT, also for another's; PERMISSION_DENIED as of :meth:`get`.
         """
         run_id, _, name = path.partition("/")
         record = self._records.get(run_id)
-        if record is None or record.owner != owner or name not in record.checkpoints:
+        if record is None or not record.readable(caller) or name not in record.checkpoints:
             raise unknown_checkpoint(path)
-        return record, record.checkpoints[name]
+        return self._for_writing(record, caller) if write else record, record.checkpoints[name]
+
+    def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
+        """What is wrong with the checkpoints that an operation names: those of runs that its own run's owner may not
+        read are unknown, as those of no run are. Whether one exists by then is for the engine to say."""
+        owner = Caller(record.owner)
+        for name, path in named_checkpoints(operation):
+            other = self._records.get(path.partition("/")[0])
+            if other is None or not other.ready or not other.readable(owner):
+                error = unknown_checkpoint(path).error
+                error.field = name
+                return error
+        return None
+
+    async def add_checkpoint(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
+        """Enters a checkpoint whose folder is whole."""
+        query, values = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (
+            record.run_id, checkpoint.name, checkpoint.SerializeToString(),
+        )  # fmt: skip
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        record.checkpoints[checkpoint.name] = checkpoint
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
         """Forgets the row first, so that a half-deleted folder is never recovered from."""
@@ -251,6 +314,23 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another filesystem, or one without links
         shutil.copy2(source, target)
+
+
+def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
+    """The checkpoints "RUN_ID/NAME" that an operation names, each with the argument that does.
+
+    Raises:
+        ValueError, RecursionError: the arguments of a loss are not JSON.
+    """
+    kind = operation.WhichOneof("kind") or ""
+    found: list[tuple[str, object]] = []
+    if kind == "load_checkpoint" and "/" in operation.load_checkpoint.checkpoint:
+        return [("checkpoint", operation.load_checkpoint.checkpoint)]
+    if kind in ("forward", "forward_backward"):
+        call: pb.LossCall = getattr(operation, kind)
+        arguments = json.loads(call.loss_kwargs_json or "{}")
+        found = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
+    return [(name, path) for name, path in found if isinstance(path, str) and path.startswith("run-") and "/" in path]
 
 
 def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:

@@ -11,25 +11,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.carrier import Carrier
 from gradwire_server.checks import check
-from gradwire_server.config import Limits
+from gradwire_server.config import ServerConfig
+from gradwire_server.crash import crash_point
 from gradwire_server.engine_process import Engine
 from gradwire_server.errors import RpcError, shutting_down, unknown_run
 from gradwire_server.journal import Journal, StoredResult, identity
+from gradwire_server.keeper import Keeper, in_use
+from gradwire_server.keys import Quota
+from gradwire_server.quotas import Usage, check_runs
 from gradwire_server.run_queue import Pending, RunQueue, reused
 from gradwire_server.runs import RunRecord, Runs
 from gradwire_server.segments import Buffer
+from gradwire_server.turns import Turns
 
 log = logging.getLogger(__name__)
 
-PIPE = 2
 STORE_AGAIN_S = 1.0
 COLLECT_EVERY_S = 30.0
 
@@ -38,25 +42,34 @@ class Scheduler:
     """Takes operations in, has them carried out, and hands their results out."""
 
     def __init__(
-        self, engine: Engine, journal: Journal, runs: Runs, limits: Limits, payload_memory_bytes: int = 256 << 20
+        self,
+        engine: Engine,
+        journal: Journal,
+        runs: Runs,
+        config: ServerConfig,
+        quota_of: Callable[[str], Quota] = lambda _: Quota(),
     ) -> None:
-        self._journal, self._runs, self._limits = journal, runs, limits
+        self._engine, self._quota_of = engine, quota_of
+        self._journal, self._runs, self._limits = journal, runs, config.limits
         self._carrier = Carrier(engine, journal)
-        self._payload_memory, self._held_bytes = payload_memory_bytes, 0
+        self._keeper = Keeper(engine, journal, runs, config.checkpoint_every_steps, config.checkpoint_every_bytes)
+        self._payload_memory, self._held_bytes = config.payload_memory_bytes, 0
+        self._result_retention_s = config.result_retention_s
         self._queues: dict[str, RunQueue] = {}
-        self._turns: deque[RunQueue] = deque()
+        self._turns: Turns[RunQueue | asyncio.Future[None]] = Turns()
+        self._at_engine = 0
+        self._usages: dict[str, Usage] = {}
         self._work = asyncio.Event()
-        self._slots = asyncio.Semaphore(PIPE)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._carrying: set[asyncio.Task[Any]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._draining = False
-        self._garbage = False
 
     async def start(self, records: Sequence[RunRecord]) -> None:
         """Takes the runs of the state folder up where they were left, and begins to work."""
+        await self._keeper.start(records)
         for record in records:
-            queue = self._queues[record.run_id] = RunQueue(record, self._limits)
+            queue = self._queues[record.run_id] = self._new_queue(record)
             if not self._journal.keep_payloads:
                 await self._carrier.rewind_if_lossy(queue, queued_too=True)
             await self._load_pending(queue)
@@ -72,15 +85,16 @@ class Scheduler:
                 continue
             ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
             ack.set_result(pb.SubmitAck(run_id=record.run_id, seq=entry.header.seq))
+            refusal = _damaged(entry.header.seq) if entry.damaged else self.refusal(record, entry.header)
             queue.pending[entry.header.seq] = Pending(
                 entry.header, entry.identity, None if entry.header.payload_bytes else (), entry.accepted_at, ack,
-                refusal=check(entry.header, self._limits), location=entry.location, durable=True, retried=True,
+                refusal=refusal, location=entry.location, durable=True, retried=True,
                 deaths=entry.deaths,
             )  # fmt: skip
-            queue.queued_bytes += entry.header.payload_bytes
+            queue.hold(queue.pending[entry.header.seq])
 
-    async def drain(self, grace_s: float) -> int:
-        """Accepts no more, lets what is being carried out finish; gives how many operations are left queued."""
+    async def drain(self, grace_s: float) -> dict[str, int]:
+        """Accepts no more, lets what is being carried out finish; gives how many operations each run has left."""
         self._draining = True
         for loop in self._loops:
             loop.cancel()
@@ -89,7 +103,7 @@ class Scheduler:
             await asyncio.wait(self._carrying, timeout=grace_s)
         for task in self._carrying:
             task.cancel()
-        left = sum(len(queue.pending) for queue in self._queues.values())
+        left = {run_id: len(queue.pending) for run_id, queue in self._queues.items() if queue.pending}
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         for queue in self._queues.values():
@@ -104,10 +118,15 @@ class Scheduler:
         Raises:
             RpcError: what the engine has against it. Nothing is left of the run.
         """
-        queue = RunQueue(record, self._limits)
+        queue = self._new_queue(record)
+        check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
         try:
             await self._runs.insert(record)
-            created = await self._carrier.create(queue)
+            await self._turn(record.owner)
+            try:
+                created = await self._carrier.create(queue)
+            finally:
+                self._give_back()
             await self._runs.finish(record, created.num_trainable_parameters, created.step)
         except BaseException:
             await self._runs.delete(record)
@@ -115,12 +134,19 @@ class Scheduler:
         self._queues[record.run_id] = queue
 
     async def delete(self, record: RunRecord) -> None:
+        """
+        Raises:
+            RpcError: UNSUPPORTED when another run could not be restored without a checkpoint of this one.
+        """
+        used = await self._journal.user_of(record.run_id)
+        if used is not None:
+            raise in_use(*used)
         queue = self._queues.pop(record.run_id)
         queue.close(unknown_run(record.run_id))
         for operation in queue.pending.values():
             self._let_go(operation)
+        queue.empty()
         await self._runs.delete(record)
-        self._garbage = True
         await self._carrier.drop(record.run_id)
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
@@ -129,8 +155,19 @@ class Scheduler:
         return epoch
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
+        await self._keeper.check_deletable(record, name)
         await self._runs.delete_checkpoint(record, name)
-        self._trim(record)
+
+    def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
+        """What is wrong with an operation, as far as it can be seen before any model sees it."""
+        return check(header, self._limits) or self._runs.check_uses(record, header.operation)
+
+    def usage(self, owner: str) -> Usage:
+        """What a key's runs hold."""
+        return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
+
+    def _new_queue(self, record: RunRecord) -> RunQueue:
+        return RunQueue(record, self._limits, self.usage(record.owner))
 
     def _queue(self, run_id: str) -> RunQueue:
         if run_id not in self._queues:
@@ -206,6 +243,7 @@ class Scheduler:
                 return
             if queue.pending.get(operation.seq) is not operation:
                 return  # a rewind, or a deletion of the run, was quicker
+            crash_point("operation.before_ack")
             operation.location, operation.durable = done.result(), True
             queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._held_bytes > self._payload_memory:
@@ -256,22 +294,26 @@ class Scheduler:
             verdict = queue.verdict(head)
             if verdict is None:
                 if queue not in self._turns:
-                    self._turns.append(queue)
+                    self._turns.put(queue.record.owner, queue)
                     self._work.set()
                 return
             self._finish(queue, head, verdict)
 
     async def _dispatch(self) -> None:
         while True:
-            await self._slots.acquire()
-            while not self._turns:
+            while not self._turns or self._at_engine >= self._turns.pipe:
                 self._work.clear()
                 await self._work.wait()
-            queue = self._turns.popleft()
+            queue = self._turns.pop()
+            if isinstance(queue, asyncio.Future):
+                if not queue.done():
+                    self._at_engine += 1
+                    queue.set_result(None)
+                continue
             head = queue.head
             if head is None or queue.closed is not None:
-                self._slots.release()
                 continue
+            self._at_engine += 1
             queue.running = head
             task = asyncio.create_task(self._carry_out(queue, head))
             self._carrying.add(task)
@@ -280,13 +322,52 @@ class Scheduler:
     async def _carry_out(self, queue: RunQueue, operation: Pending) -> None:
         try:
             outcome = await self._carrier.carry_out(queue, operation)
+            if outcome is not None and operation.seq in queue.pending and queue.record.run_id in self._queues:
+                result, payload = outcome
+                self._finish(queue, operation, result, payload)
+                if self._keeper.due(queue, operation):
+                    await self._keeper.take(queue, operation.seq)
         finally:
             queue.running = None
-            self._slots.release()
-        if outcome is not None and operation.seq in queue.pending and queue.record.run_id in self._queues:
-            result, payload = outcome
-            self._finish(queue, operation, result, payload)
+            self._give_back()
         self._wake(queue)
+
+    async def _turn(self, owner: str) -> None:
+        """Waits for a place at the engine, which is to be given back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.put(owner, turn)
+        self._work.set()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        self._at_engine -= 1
+        self._work.set()
+
+    async def sample(self, asked: pb.SampleRequest, owner: str) -> tuple[engine_pb2.EngineReply, Buffer]:
+        """Samples outside any run's queue, when it is the owner's turn.
+
+        Raises:
+            RpcError: LIMIT_EXCEEDED, or what the engine has against it.
+            EngineDied: while it sampled.
+        """
+        usage = self.usage(owner)
+        prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
+        tokens = sum(len(prompt.ids) for prompt in asked.prompt_ids)
+        usage.check(0, tokens + prompts * (asked.call.n or 1) * asked.call.max_tokens)
+        usage.operations += 1
+        try:
+            await self._turn(owner)
+            working = asyncio.ensure_future(self._engine.request(engine_pb2.EngineRequest(sample=asked)))
+            working.add_done_callback(_retrieved)
+            working.add_done_callback(lambda _: self._give_back())  # also when its caller has left by then
+            return await asyncio.shield(working)
+        finally:
+            usage.operations -= 1
 
     # ---- going out ----
 
@@ -314,11 +395,12 @@ class Scheduler:
                     log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
                     await asyncio.sleep(STORE_AGAIN_S)
                 stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
+            crash_point("result.after_commit")
             if queue.record.rewound_epoch != rewound_epoch:
                 return
             if checkpoint is not None:
                 queue.record.checkpoints[checkpoint.name] = checkpoint
-                self._trim(queue.record)
+                self._keep(self._saved(queue.record, checkpoint))
             queue.stored(StoredResult(result, payload))
 
         return self._keep(store())
@@ -359,30 +441,26 @@ class Scheduler:
         if up_to_seq > record.released_seq:
             self._queue(record.run_id).released(up_to_seq)
             await self._journal.release(record.run_id, up_to_seq)
-            self._garbage = True
 
     # ---- growing and shrinking ----
 
-    def _trim(self, record: RunRecord) -> None:
-        if record.checkpoints:
-            self._keep(self._trim_now(record.run_id, min(saved.seq for saved in record.checkpoints.values())))
-
-    async def _trim_now(self, run_id: str, up_to_seq: int) -> None:
+    async def _saved(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
         try:
-            await self._journal.trim(run_id, up_to_seq)
-            self._garbage = True
+            await self._keeper.saved(record, checkpoint)
         except Exception as error:  # collecting is for later, if not for now
-            log.error("the journal of %s was not trimmed: %s", run_id, error)
+            log.error("the journal of %s was not trimmed: %s", record.run_id, error)
 
     async def _collect(self) -> None:
+        """Forgets results that nobody fetched in time, and deletes segments that nothing refers to."""
         while True:
             await asyncio.sleep(COLLECT_EVERY_S)
-            if self._garbage:
-                self._garbage = False
-                try:
-                    await self._journal.collect()
-                except Exception as error:  # as above
-                    log.error("old segments were not deleted: %s", error)
+            try:
+                for run_id, seq in (await self._journal.expired(time.time() - self._result_retention_s)).items():
+                    if run_id in self._queues:
+                        await self.release(self._queues[run_id].record, seq)
+                await self._journal.collect()
+            except Exception as error:  # as above
+                log.error("old results and segments were not deleted: %s", error)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -393,6 +471,11 @@ class Scheduler:
 
 def _ack(operation: Pending, duplicate: bool = False) -> pb.SubmitAck:
     return pb.SubmitAck(run_id=operation.header.run_id, seq=operation.seq, duplicate=duplicate)
+
+
+def _damaged(seq: int) -> pb.Error:
+    message = f"operation {seq} was damaged on the server's disk before it was carried out; submit it again"
+    return pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
 
 
 def _cancelled(seq: int) -> pb.OperationResult:

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import logging
 import os
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,9 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.engine_process import Engine, EngineProcess
 from gradwire_server.errors import RpcError
-from gradwire_server.front.interceptors import Guard, Keys
+from gradwire_server.front.interceptors import Guard
 from gradwire_server.front.service import TrainingService
 from gradwire_server.journal import Journal
+from gradwire_server.keys import Keys
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
 
@@ -48,6 +50,24 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
+def credentials(config: ServerConfig) -> grpc.ServerCredentials:
+    """TLS with the server's certificate; with a client CA, only for clients whose certificate it signed.
+
+    Raises:
+        SystemExit: a file cannot be read.
+    """
+
+    def read(path: Path | None) -> bytes | None:
+        try:
+            return path.read_bytes() if path else None
+        except OSError as error:
+            raise SystemExit(f"gradwire: {path} cannot be read: {error.strerror}") from error
+
+    pair = (read(config.tls_key) or b"", read(config.tls_cert) or b"")
+    authority = read(config.tls_client_ca)
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
 class Server:
     """One server over one state folder.
 
@@ -65,7 +85,7 @@ class Server:
         self._grpc: Any = None
         self._health: Any = None
         self.address = ""
-        self.left_queued = 0
+        self.left: dict[str, int] = {}
 
     @property
     def engine(self) -> Engine:
@@ -81,13 +101,15 @@ class Server:
             SystemExit: the address or the state folder cannot be had; with a sentence.
         """
         config = self.config
-        if config.keys_file is None and not config.loopback and not config.insecure_bind:
+        open_door = config.loopback or config.insecure_bind
+        self.keys = keys = Keys(config.state_dir, open_door=open_door)
+        if not open_door and not keys.any:
             raise SystemExit(
                 f"gradwire: without API keys the server listens on loopback only, not on {config.address};"
-                " give --keys-file, or --insecure-bind to let anyone in"
+                f" make one with `gradwire keys create NAME --state-dir {config.state_dir}`,"
+                " or let anyone in with --insecure-bind"
             )
-        keys = Keys() if config.keys_file is None else Keys.read(config.keys_file)
-        config.state_dir.mkdir(parents=True, exist_ok=True)
+        config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock_state()
         self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
         self.runs = Runs(journal.store, config.state_dir, config.limits.max_runs)
@@ -96,14 +118,17 @@ class Server:
         if self._given is None:
             self._own_engine = EngineProcess(config, self._engine_changed)
             await self._own_engine.start()
-        self.scheduler = Scheduler(self.engine, journal, self.runs, config.limits, config.payload_memory_bytes)
+        self.scheduler = Scheduler(self.engine, journal, self.runs, config, keys.quota)
         await self.scheduler.start(records)
-        self._service = TrainingService(config, self.engine, self.runs, self.scheduler)
+        self._service = TrainingService(config, self.engine, self.runs, self.scheduler, keys)
         self._grpc = grpc.aio.server(interceptors=[Guard(keys)], options=grpc_options(config.limits))
         add_TrainingServiceServicer_to_server(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         try:
-            port = self._grpc.add_insecure_port(config.address)
+            if config.tls_cert is None:
+                port = self._grpc.add_insecure_port(config.address)
+            else:
+                port = self._grpc.add_secure_port(config.address, credentials(config))
         except RuntimeError as error:
             raise SystemExit(f"gradwire: cannot listen on {config.address}: {error}") from error
         await self._grpc.start()
@@ -121,7 +146,7 @@ class Server:
         journal, self._journal = self._journal, None
         if door is not None:
             await self._health.enter_graceful_shutdown()
-            self.left_queued = await self.scheduler.drain(self.config.grace_s)
+            self.left = await self.scheduler.drain(self.config.grace_s)
             self._service.stopping.set()
             await door.stop(STREAMS_GRACE_S)
         if engine is not None:

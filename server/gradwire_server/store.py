@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import queue
 import sqlite3
 import threading
@@ -41,6 +42,7 @@ CREATE TABLE IF NOT EXISTS runs (
     accepted_seq INTEGER NOT NULL DEFAULT 0,
     applied_seq INTEGER NOT NULL DEFAULT 0,
     released_seq INTEGER NOT NULL DEFAULT 0,
+    trimmed_seq INTEGER NOT NULL DEFAULT 0,
     step INTEGER NOT NULL DEFAULT 0,
     failure_seq INTEGER NOT NULL DEFAULT 0,
     failure TEXT NOT NULL DEFAULT '',
@@ -61,6 +63,7 @@ CREATE TABLE IF NOT EXISTS operations (
     deaths INTEGER NOT NULL DEFAULT 0,
     segment INTEGER,
     offset INTEGER,
+    digest BLOB,
     PRIMARY KEY (run_id, seq)
 );
 CREATE INDEX IF NOT EXISTS operations_without_result ON operations (run_id, seq) WHERE status = 0;
@@ -69,11 +72,24 @@ CREATE TABLE IF NOT EXISTS results (
     run_id TEXT NOT NULL,
     seq INTEGER NOT NULL,
     header BLOB NOT NULL,
+    stored_at REAL NOT NULL,
     segment INTEGER,
     offset INTEGER,
+    digest BLOB,
     PRIMARY KEY (run_id, seq)
 );
 CREATE INDEX IF NOT EXISTS results_by_segment ON results (segment);
+CREATE TABLE IF NOT EXISTS uses (
+    checkpoint TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    PRIMARY KEY (checkpoint, run_id, seq)
+);
+CREATE TABLE IF NOT EXISTS readers (
+    run_id TEXT NOT NULL,
+    reader TEXT NOT NULL,
+    PRIMARY KEY (run_id, reader)
+);
 CREATE TABLE IF NOT EXISTS checkpoints (
     run_id TEXT NOT NULL,
     name TEXT NOT NULL,
@@ -140,6 +156,7 @@ class Store:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA synchronous = FULL")
+        connection.create_function("digest", -1, _digest, deterministic=True)
         return connection
 
     def _write(self) -> None:
@@ -176,6 +193,11 @@ class Store:
             self._on_failed_group()
             return [(None, _storage_error(error))] * len(items)
         return outcomes
+
+
+def _digest(*columns: str | bytes | int | float | None) -> bytes:
+    """What a row is held to when it is read: SQLite does not notice a bit that its disk changed."""
+    return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()
 
 
 def _deliver(items: list[_Item], outcomes: list[Any]) -> None:

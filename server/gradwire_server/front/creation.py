@@ -11,6 +11,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
+from gradwire_server.keys import Caller
 from gradwire_server.runs import RunRecord, Runs, new_record
 from gradwire_server.scheduler import Scheduler
 
@@ -37,15 +38,15 @@ class Creator:
         self._check(config)
         return await self._once(new_record(owner, config, request.idempotency_key, _content(request)))
 
-    async def fork(self, request: pb.ForkRunRequest, owner: str) -> RunRecord:
-        source, checkpoint = self._runs.checkpoint(request.checkpoint, owner)
+    async def fork(self, request: pb.ForkRunRequest, caller: Caller) -> RunRecord:
+        source, checkpoint = self._runs.checkpoint(request.checkpoint, caller)
         config = pb.RunConfig()
         config.CopyFrom(source.config)
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
         config.seed, config.name = request.seed, request.name
         self._check(config)
-        record = new_record(owner, config, request.idempotency_key, _content(request))
+        record = new_record(caller.name, config, request.idempotency_key, _content(request))
         known = self._known(record)
         if known is None:
             record.origin = engine_pb2.EngineCreateRun(
@@ -115,14 +116,26 @@ class Creator:
                 raise _invalid(
                     f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha"
                 )
-        limit = self._limits.max_name_chars
-        for field, text in [("name", config.name), *(("tags", text) for pair in config.tags.items() for text in pair)]:
-            if len(text) > limit:
-                raise _invalid(f"{field} has {len(text)} characters; {limit} at most (--limit max_name_chars=N)", field)
+        modules = config.lora.target_modules
+        texts = [("name", config.name), *(("tags", text) for pair in config.tags.items() for text in pair)]
+        texts += [("lora.target_modules", module) for module in modules]
+        for field, count in (("tags", len(config.tags)), ("lora.target_modules", len(modules))):
+            if count > self._limits.max_tags:
+                raise _too_much(f"{count} {field}", "max_tags", self._limits.max_tags, field)
+        for field, text in texts:
+            if len(text) > self._limits.max_name_chars:
+                raise _too_much(
+                    f"{field} has {len(text)} characters", "max_name_chars", self._limits.max_name_chars, field
+                )
 
 
 def _content(request: pb.CreateRunRequest | pb.ForkRunRequest) -> bytes:
     return request.SerializeToString(deterministic=True)
+
+
+def _too_much(what: str, name: str, limit: int, field: str) -> RpcError:
+    message = f"{what}; {limit} at most (--limit {name}=N)"
+    return RpcError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"{name} = {limit}")
 
 
 def _invalid(message: str, field: str) -> RpcError:

@@ -7,14 +7,11 @@ an INVALID_ARGUMENT, not gRPC's UNKNOWN.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -23,6 +20,7 @@ from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import GRPC_STATUS, RpcError
+from gradwire_server.keys import Caller, Keys
 
 log = logging.getLogger(__name__)
 
@@ -30,37 +28,8 @@ ERROR_METADATA = "gradwire-error-bin"
 MAX_MESSAGE_CHARS = 1500
 _OPEN = "/grpc.health.v1.Health/"
 
-CALLER: ContextVar[str] = ContextVar("gradwire_caller")
-"""Whose call this is: the owner of the key it came with; empty on a server without keys."""
-
-
-class Keys:
-    """API keys, of which the server knows only SHA-256 hashes. No keys: everyone is the same owner."""
-
-    def __init__(self, owners: dict[str, str] | None = None) -> None:
-        self._owners = owners
-
-    @classmethod
-    def read(cls, path: Path) -> Keys:
-        """From lines of `owner:sha256 in hex`; empty lines and lines that begin with # are skipped."""
-        lines = (line.strip() for line in path.read_text().splitlines())
-        pairs = (line.rpartition(":") for line in lines if line and not line.startswith("#"))
-        return cls({digest.strip().lower(): owner.strip() for owner, _, digest in pairs})
-
-    def owner(self, metadata: Any) -> str:
-        """
-        Raises:
-            RpcError: UNAUTHENTICATED.
-        """
-        if self._owners is None:
-            return ""
-        given = next((value for key, value in metadata or () if key == "authorization"), "")
-        key = given.removeprefix("Bearer ") if isinstance(given, str) else ""
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        found = [owner for known, owner in self._owners.items() if hmac.compare_digest(known, digest)]
-        if not key or not found:
-            raise RpcError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")
-        return found[0]
+CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
+"""Whose call this is."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -78,10 +47,10 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_OPEN):
             return handler
         try:
-            owner = self._keys.owner(details.invocation_metadata)
+            caller = self._keys.caller(details.invocation_metadata)
         except RpcError as error:
             return _refusing(error)
-        return _guarded(handler, owner, details.method)
+        return _guarded(handler, self._keys, caller, details.method)
 
 
 def _refusing(error: RpcError) -> grpc.RpcMethodHandler[Any, Any]:
@@ -93,15 +62,16 @@ def _refusing(error: RpcError) -> grpc.RpcMethodHandler[Any, Any]:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _guarded(handler: Any, owner: str, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _guarded(handler: Any, keys: Keys, caller: Caller, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     parse = handler.request_deserializer
 
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for request in requests:
+            keys.check(caller)
             yield parse(request)
 
     def take(request: Any) -> Any:
-        CALLER.set(owner)
+        CALLER.set(caller)
         return parsed(request) if handler.request_streaming else parse(request)
 
     async def one(request: Any, context: Any) -> Any:
@@ -116,6 +86,7 @@ def _guarded(handler: Any, owner: str, method: str) -> grpc.RpcMethodHandler[Any
         try:
             async with aclosing(behaviour(take(request), context)) as responses:
                 async for response in responses:
+                    keys.check(caller)
                     yield response
         except Exception as error:  # as above
             await _refuse(context, error, method)

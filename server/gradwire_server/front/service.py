@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import version
 from typing import Any
 
-from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceServicer
 
+from gradwire_server.checks import check_sample
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError, unknown_checkpoint
@@ -20,6 +20,7 @@ from gradwire_server.front.creation import Creator
 from gradwire_server.front.interceptors import CALLER
 from gradwire_server.front.submissions import Submissions
 from gradwire_server.front.tokenizing import Tokenizers
+from gradwire_server.keys import Keys
 from gradwire_server.runs import RunRecord, Runs
 from gradwire_server.scheduler import Scheduler
 from gradwire_server.segments import Buffer
@@ -30,15 +31,16 @@ PROTOCOL = 1
 class TrainingService(TrainingServiceServicer):
     """The service over the core objects. `stopping` ends its streams."""
 
-    def __init__(self, config: ServerConfig, engine: Engine, runs: Runs, scheduler: Scheduler) -> None:
+    def __init__(self, config: ServerConfig, engine: Engine, runs: Runs, scheduler: Scheduler, keys: Keys) -> None:
         self._config, self._engine, self._runs, self._scheduler = config, engine, runs, scheduler
+        self._keys = keys
         self._creator = Creator(scheduler, runs, config.limits, config.models)
         self._tokenizers = Tokenizers(engine.hello.tokenizer_files)
         self._began = time.monotonic()
         self.stopping = asyncio.Event()
 
-    def _run(self, run_id: str) -> RunRecord:
-        return self._runs.get(run_id, CALLER.get())
+    def _run(self, run_id: str, *, write: bool = False) -> RunRecord:
+        return self._runs.get(run_id, CALLER.get(), write=write)
 
     # ---- the server ----
 
@@ -61,6 +63,11 @@ class TrainingService(TrainingServiceServicer):
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_count(len(request.texts), "texts")
+        limit = self._config.limits.max_text_chars
+        longest = max(map(len, request.texts), default=0)
+        if longest > limit:
+            message = f"a text of {longest} characters; {limit} at most (--limit max_text_chars=N)"
+            raise RpcError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="texts", rule=f"max_text_chars = {limit}")
         model = self._creator.model(request.model, "model")
         found = await self._tokenizers.encode(model, request.texts, request.add_special_tokens)
         return pb.EncodeResponse(sequences=[pb.TokenIds(ids=ids) for ids in found])
@@ -80,7 +87,7 @@ class TrainingService(TrainingServiceServicer):
     # ---- runs ----
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.Run:
-        return (await self._creator.create(request, CALLER.get())).to_proto()
+        return (await self._creator.create(request, CALLER.get().name)).to_proto()
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: Any) -> pb.Run:
         return (await self._creator.fork(request, CALLER.get())).to_proto()
@@ -93,13 +100,24 @@ class TrainingService(TrainingServiceServicer):
         return pb.ListRunsResponse(runs=[record.to_proto() for record in page], next_page_token=token)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
-        await self._scheduler.delete(self._run(request.run_id))
+        await self._scheduler.delete(self._run(request.run_id, write=True))
         return pb.DeleteRunResponse()
+
+    async def ShareRun(self, request: pb.ShareRunRequest, context: Any) -> pb.Run:
+        record = self._run(request.run_id, write=True)
+        if not request.revoke and (not self._keys.has(request.reader) or request.reader == record.owner):
+            raise RpcError(
+                pb.ERROR_CODE_INVALID_ARGUMENT,
+                f"{request.reader[:100]!r} is not the name of another key of this server",
+                field="reader",
+            )
+        await self._runs.share(record, request.reader, request.revoke)
+        return record.to_proto()
 
     # ---- operations ----
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:
-        record = self._run(request.run_id)
+        record = self._run(request.run_id, write=True)
         limit = self._config.limits.max_name_chars
         if len(request.writer) > limit:
             raise RpcError(
@@ -120,20 +138,24 @@ class TrainingService(TrainingServiceServicer):
     async def Results(self, request: pb.ResultsRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
         record = self._run(request.run_id)
         async for result in self._scheduler.results(record, request.from_seq):
+            self._run(request.run_id)  # it may be shared no longer
             for frame in _frames(result.header, result.payload):
                 yield frame
 
     async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
-        await self._scheduler.release(self._run(request.run_id), request.up_to_seq)
+        await self._scheduler.release(self._run(request.run_id, write=True), request.up_to_seq)
         return pb.AckResultsResponse()
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        cancelled = await self._scheduler.cancel(self._run(request.run_id), request.seq, request.epoch)
+        cancelled = await self._scheduler.cancel(self._run(request.run_id, write=True), request.seq, request.epoch)
         return pb.CancelResponse(cancelled=cancelled)
 
     # ---- sampling outside a run ----
 
     async def Sample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
+        refusal = check_sample(request.call, len(request.prompt_ids), self._config.limits)
+        if refusal is not None:
+            raise RpcError.of(refusal)
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
         if request.model in self._config.models or "/" not in request.model:
@@ -141,7 +163,7 @@ class TrainingService(TrainingServiceServicer):
         else:
             self._runs.checkpoint(request.model, CALLER.get())
         try:
-            reply, payload = await self._engine.request(engine_pb2.EngineRequest(sample=asked))
+            reply, payload = await self._scheduler.sample(asked, CALLER.get().name)
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
@@ -155,7 +177,7 @@ class TrainingService(TrainingServiceServicer):
         return pb.ListCheckpointsResponse(checkpoints=sorted(checkpoints, key=lambda saved: (saved.seq, saved.name)))
 
     async def DeleteCheckpoint(self, request: pb.DeleteCheckpointRequest, context: Any) -> pb.DeleteCheckpointResponse:
-        record, checkpoint = self._runs.checkpoint(request.checkpoint, CALLER.get())
+        record, checkpoint = self._runs.checkpoint(request.checkpoint, CALLER.get(), write=True)
         await self._scheduler.delete_checkpoint(record, checkpoint.name)
         return pb.DeleteCheckpointResponse()
 

@@ -9,19 +9,26 @@ from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.checks import check
+from gradwire_server.checks import check_rows
 from gradwire_server.config import CHUNK_BYTES, Limits
 from gradwire_server.errors import RpcError
+from gradwire_server.keys import Caller
+from gradwire_server.quotas import Usage
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
 
 
 @dataclass
 class _Incoming:
-    """An operation whose payload is still coming in; it is not kept when it will be refused anyway."""
+    """An operation whose payload is still coming in; it is not kept when it will be refused anyway.
+
+    `refusal` becomes its result; `rejection` is its acknowledgement, and its number is not used up.
+    """
 
     header: pb.OperationHeader
-    refusal: pb.Error | None
+    refusal: pb.Error | None = None
+    rejection: RpcError | None = None
+    usage: Usage | None = None
     chunks: list[bytes] = field(default_factory=list)
     received: int = 0
 
@@ -39,8 +46,14 @@ class _Incoming:
                 f"operation {self.header.seq} sends more than the {self.header.payload_bytes} bytes it announced"
             )
         self._digest.update(chunk)
-        if self.refusal is None:
+        if self.refusal is None and self.rejection is None:
             self.chunks.append(chunk)
+
+    def end(self) -> None:
+        """Gives the room back that its payload had while it came in."""
+        if self.usage is not None:
+            self.usage.incoming_bytes -= self.header.payload_bytes
+            self.usage = None
 
     @property
     def complete(self) -> bool:
@@ -60,10 +73,10 @@ def _broken(message: str) -> RpcError:
 
 
 class Submissions:
-    """Reads a stream on behalf of an owner."""
+    """Reads a stream on behalf of a caller."""
 
-    def __init__(self, scheduler: Scheduler, runs: Runs, limits: Limits, owner: str) -> None:
-        self._scheduler, self._runs, self._limits, self._owner = scheduler, runs, limits, owner
+    def __init__(self, scheduler: Scheduler, runs: Runs, limits: Limits, caller: Caller) -> None:
+        self._scheduler, self._runs, self._limits, self._caller = scheduler, runs, limits, caller
         self._acks: asyncio.Queue[pb.SubmitAck | None] = asyncio.Queue()
         self._outstanding = 0
         self._idle = asyncio.Event()
@@ -98,29 +111,52 @@ class Submissions:
 
     async def _read(self, frames: AsyncIterable[pb.SubmitFrame]) -> None:
         incoming: _Incoming | None = None
-        async for frame in frames:
-            if frame.HasField("header"):
-                if incoming is not None:
-                    raise _broken(f"a header came before the payload of operation {incoming.header.seq} was complete")
-                header = pb.OperationHeader()
-                header.CopyFrom(frame.header)  # a reference would keep the frame's chunk in memory
-                incoming = _Incoming(header, check(header, self._limits))
-            elif incoming is None:
-                raise _broken("a chunk came before a header")
-            incoming.add(frame.chunk)
-            if incoming.complete:
-                self._hand_over(incoming)
-                incoming = None
-        if incoming is not None:
-            raise _broken(f"it ended before the payload of operation {incoming.header.seq} was complete")
+        try:
+            async for frame in frames:
+                if frame.HasField("header"):
+                    if incoming is not None:
+                        raise _broken(
+                            f"a header came before the payload of operation {incoming.header.seq} was complete"
+                        )
+                    incoming = self._begin(frame.header)
+                elif incoming is None:
+                    raise _broken("a chunk came before a header")
+                incoming.add(frame.chunk)
+                if incoming.complete:
+                    self._hand_over(incoming)
+                    incoming = None
+            if incoming is not None:
+                raise _broken(f"it ended before the payload of operation {incoming.header.seq} was complete")
+        finally:
+            if incoming is not None:
+                incoming.end()
         await self._idle.wait()
+
+    def _begin(self, given: pb.OperationHeader) -> _Incoming:
+        header = pb.OperationHeader()
+        header.CopyFrom(given)  # a reference would keep the frame's chunk in memory
+        incoming = _Incoming(header)
+        try:
+            record = self._runs.get(header.run_id, self._caller, write=True)
+            incoming.refusal = self._scheduler.refusal(record, header)
+            if incoming.refusal is None:
+                usage = self._scheduler.usage(record.owner)
+                usage.receive(header.payload_bytes)
+                incoming.usage = usage
+        except RpcError as error:
+            incoming.rejection = error
+        return incoming
 
     def _hand_over(self, incoming: _Incoming) -> None:
         header = incoming.header
+        incoming.end()
         try:
-            self._runs.get(header.run_id, self._owner)
+            if incoming.rejection is not None:
+                raise incoming.rejection
+            self._runs.get(header.run_id, self._caller, write=True)
             incoming.check_digest()
-            future = self._scheduler.submit(header, incoming.chunks, incoming.refusal)
+            refusal = incoming.refusal or check_rows(header, incoming.chunks, self._limits)
+            future = self._scheduler.submit(header, incoming.chunks, refusal)
         except RpcError as error:
             self._acks.put_nowait(pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error))
             return

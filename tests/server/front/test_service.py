@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -225,28 +224,6 @@ async def test_a_checkpoint_downloads_whole(door: Door, tmp_path: Path) -> None:
     for export in (f"{client.run_id}/../checkpoints/c", f"{client.run_id}/nothing"):
         with pytest.raises(grpc.RpcError):
             await client.stub.Download(pb.DownloadRequest(export=export)).read()
-
-
-async def test_keys_let_in_only_their_owners_and_each_sees_its_own_runs(start: Start, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# owners\n" + "".join(f"{o}:{hashlib.sha256(o.encode()).hexdigest()}\n" for o in ("ada", "bob")))
-    async with start(keys_file=keys) as door:
-        stub = (await door.client()).stub
-        request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
-
-        def key(text: str) -> tuple[tuple[str, str], ...]:
-            return (("authorization", f"Bearer {text}"),)
-
-        for metadata in ((), key("eve"), key(""), (("authorization", "ada"),)[:0]):
-            with pytest.raises(grpc.RpcError) as caught:
-                await stub.CreateRun(request, metadata=metadata)
-            assert error_of(caught).code == pb.ERROR_CODE_UNAUTHENTICATED
-        run = await stub.CreateRun(request, metadata=key("ada"))
-        for metadata, count in ((key("ada"), 1), (key("bob"), 0)):
-            assert len((await stub.ListRuns(pb.ListRunsRequest(), metadata=metadata)).runs) == count
-        with pytest.raises(grpc.RpcError) as caught:
-            await stub.GetRun(pb.GetRunRequest(run_id=run.run_id), metadata=key("bob"))
-        assert error_of(caught).code == pb.ERROR_CODE_UNKNOWN_RUN
 
 
 async def test_without_keys_the_server_stays_on_loopback(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""API keys: who may come in, in which role, and how much each may ask for.
+
+A key is 256 random bits, shown once, when it is made; the state folder keeps its SHA-256. There is no salt and no
+slow hash, because those protect secrets that people choose: nobody guesses one of 2^256, and no table holds them.
+
+A name has one key at a time, and runs belong to the name, so that a new key in place of a lost one reaches the same
+runs. `keys.json` is replaced as a whole, and a running server looks whether it changed before every call and every
+frame of a stream: a revoked key is refused from then on, its open streams included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradwire_server.errors import RpcError
+
+log = logging.getLogger(__name__)
+
+Role = Literal["admin", "user"]
+KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+PREFIX_CHARS = 9
+"""How much of a key is kept for people to tell keys by: 36 of its 256 bits."""
+
+
+class Quota(BaseModel):
+    """What one key may ask for; None: what the server's limits say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    runs: int | None = Field(default=None, ge=0)
+    queued_operations: int | None = Field(default=None, ge=1)
+    queued_bytes: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+
+
+class Key(BaseModel):
+    """A key as the state folder has it. Times in Unix seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    role: Role
+    prefix: str
+    sha256: str
+    created_at: float
+    revoked_at: float | None = None
+    quota: Quota = Quota()
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: tuple[Key, ...] = ()
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose call it is. An admin reads and writes every run."""
+
+    name: str
+    role: Role = "user"
+    sha256: str = ""
+
+
+ANYONE = Caller("")
+"""Of every call to a server without keys."""
+
+
+class KeyFile:
+    """`keys.json` of a state folder, for the commands that change it."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "keys.json"
+
+    def read(self) -> tuple[Key, ...]:
+        """
+        Raises:
+            ValidationError, OSError: the file cannot be read.
+        """
+        try:
+            return _Content.model_validate_json(self._path.read_bytes()).keys
+        except FileNotFoundError:
+            return ()
+
+    def create(self, name: str, role: Role = "user", quota: Quota | None = None, *, replace: bool = False) -> str:
+        """Makes a key and gives it: nobody can later.
+
+        Raises:
+            ValueError: for a name that is none, or has a key already and `replace` is not set.
+        """
+        if not KEY_NAME.fullmatch(name):
+            raise ValueError(f"{name[:100]!r} is not a name: letters, digits, '.', '_', '@', '-', 100 at most")
+        secret = "gw_" + secrets.token_urlsafe(32)
+        with self._changing() as keys:
+            if any(key.name == name and key.revoked_at is None for key in keys) and not replace:
+                raise ValueError(f"{name} has a key already; --replace revokes it and makes another for the same runs")
+            keys[:] = [key for key in keys if key.name != name]
+            keys.append(
+                Key(
+                    name=name, role=role, prefix=secret[:PREFIX_CHARS], sha256=_digest(secret),
+                    created_at=time.time(), quota=quota or Quota(),
+                )
+            )  # fmt: skip
+        return secret
+
+    def revoke(self, name: str) -> None:
+        """
+        Raises:
+            ValueError: the name has no key.
+        """
+        with self._changing() as keys:
+            found = [key for key in keys if key.name == name and key.revoked_at is None]
+            if not found:
+                raise ValueError(f"{name[:100]!r} has no key")
+            keys[keys.index(found[0])] = found[0].model_copy(update={"revoked_at": time.time()})
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[Key]]:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            keys = list(self.read())
+            yield keys
+            partial = self._path.with_suffix(".partial")
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(_Content(keys=tuple(keys)).model_dump_json(indent=1))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(self._path)
+        finally:
+            os.close(lock)
+
+
+class Keys:
+    """The keys as a running server knows them.
+
+    Args:
+        state_dir: holds `keys.json`.
+        open_door: whether everybody may come in as long as no key was ever made.
+    """
+
+    def __init__(self, state_dir: Path, *, open_door: bool) -> None:
+        self._path, self._file = state_dir / "keys.json", KeyFile(state_dir)
+        self._open = open_door
+        self._seen: tuple[int, int, int] | None = None
+        self._live: dict[str, Key] = {}
+        self._refresh()
+
+    @property
+    def required(self) -> bool:
+        """Whether calls need a key: from the first one made on, also when all are revoked or the file is lost."""
+        self._refresh()
+        return not self._open
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a key that works."""
+        self._refresh()
+        return bool(self._live)
+
+    def caller(self, metadata: Any) -> Caller:
+        """Whose call this is. The comparison takes as long whichever key it is, or none.
+
+        Raises:
+            RpcError: UNAUTHENTICATED, for a missing, unknown or revoked key alike.
+        """
+        if not self.required:
+            return ANYONE
+        given = next((value for key, value in metadata or () if key == "authorization"), "")
+        digest = _digest(given.removeprefix("Bearer ") if isinstance(given, str) else "")
+        found = [key for key in self._live.values() if hmac.compare_digest(key.sha256, digest)]
+        if not found:
+            raise _unauthenticated()
+        return Caller(found[0].name, found[0].role, digest)
+
+    def check(self, caller: Caller) -> None:
+        """That a call which came in may go on.
+
+        Raises:
+            RpcError: UNAUTHENTICATED, when its key was revoked, or keys are needed since.
+        """
+        if self.required and caller != self._of(caller.name):
+            raise _unauthenticated()
+
+    def has(self, name: str) -> bool:
+        """Whether the name has a key."""
+        self._refresh()
+        return name in self._live
+
+    def quota(self, name: str) -> Quota:
+        self._refresh()
+        return self._live[name].quota if name in self._live else Quota()
+
+    def _of(self, name: str) -> Caller | None:
+        key = self._live.get(name)
+        return Caller(key.name, key.role, key.sha256) if key else None
+
+    def _refresh(self) -> None:
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            self._live, self._seen = {}, None
+            return
+        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if seen == self._seen:
+            return
+        self._open, self._seen = False, seen
+        try:
+            self._live = {key.name: key for key in self._file.read() if key.revoked_at is None}
+        except (ValidationError, OSError) as error:
+            self._live = {}
+            log.error("nobody is let in: %s cannot be read: %s", self._path, type(error).__name__)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _unauthenticated() -> RpcError:
+    return RpcError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")

@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo test test-slow lint docs proto
+.PHONY: setup demo test test-slow parity lint docs proto
 
 setup: .venv/.installed
 
@@ -23,6 +23,17 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Our losses against TRL, verl and Liger, in an environment of its own: they pin other versions than ours.
+parity: .venv-parity/.installed
+	.venv-parity/bin/python -m pytest tests/parity -m ""
+
+.venv-parity/.installed: pyproject.toml tests/parity/requirements.txt
+	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
+	.venv-parity/bin/python -m pip install --quiet --editable '.[server,dev]'
+	.venv-parity/bin/python -m pip install --quiet --requirement tests/parity/requirements.txt
+	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

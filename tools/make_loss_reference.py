@@ -20,6 +20,8 @@ server says the same, its own additions included: `await service.list_losses()`.
 Fields hold one entry a row (`[rows]`) or one a token (`[rows, tokens]`), as padded arrays with a mask or as ragged
 lists. Everything a token is aligned with the token itself: entry t belongs to token t, and the first token of a
 sequence is never scored. A per-token field may also hold one entry a *scored* token. Log-probabilities are in nats.
+A batch with `target_tokens` is in Tinker's convention instead: nothing is shifted, and entry t of every field is about
+the prediction made after reading `input_ids[..t]`.
 
 | loss | in short | batch | head |
 | --- | --- | --- | --- |

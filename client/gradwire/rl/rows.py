@@ -97,12 +97,14 @@ class TrainingBatch:
         loss_kwargs: its arguments.
         columns: field -> one entry a row.
         metrics: figures found while it was built.
+        meaningless: the loss's metrics that say nothing about this batch.
     """
 
     loss_fn: str
     loss_kwargs: dict[str, Any]
     columns: dict[str, list[Any]]
     metrics: dict[str, float]
+    meaningless: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +139,10 @@ def grouped_columns(
         for name, values in members.items():
             columns.setdefault(name, []).append(values)
     return columns
+
+
+OF_GROUPS = ("zero_spread_groups", "group_reward_std", "group_reward_mean")
+"""Metrics of the losses over groups that say nothing where every row is a group of its own."""
 
 
 def share_prompts(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> bool:

@@ -105,6 +105,14 @@ async def test_a_flood_of_prints_is_cut(sandbox: Sandbox) -> None:
     assert (outcome.value, len(outcome.printed), outcome.printed_cut) == ("printed", 10_000, True)
 
 
+async def test_many_at_once_cost_what_each_does(sandbox: Sandbox) -> None:
+    ways = ["well", "print", "hang", "well", "crash", "type", "well"]
+    outcomes = await sandbox.map([{"how": how} for how in ways])
+    errors = [outcome.error.split(":")[0] for outcome in outcomes]
+    assert errors == ["", "", "took more than 0.5 s and was killed", "", "crashed", "TypeError", ""]
+    assert [bool(outcome.printed) for outcome in outcomes] == [False, True, False, False, False, False, False]
+
+
 async def test_what_it_forks_dies_with_it(sandbox: Sandbox) -> None:
     started = time.monotonic()
     assert (await sandbox.call("orphan")).value == "left a child"

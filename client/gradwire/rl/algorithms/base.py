@@ -100,6 +100,7 @@ class Algorithm(ABC):
         if recorder is None and folder is not None and self.config.record_every:
             self._recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=self.config.record_every)
         self._rollouts: RolloutManager | None = None
+        self._warned: set[str] = set()
 
     # ---------------------------------------------------------------- what an algorithm says of itself
 
@@ -195,7 +196,7 @@ class Algorithm(ABC):
                 failure = failure or error
         if failure is not None:
             raise failure
-        names = sorted({name for loss in losses for name in loss.metrics})
+        names = sorted({name for loss in losses for name in loss.metrics} - set(batch.meaningless))
         metrics = {
             f"train/{name}": _mean([loss.metrics[name] for loss in losses if name in loss.metrics]) for name in names
         }
@@ -205,9 +206,16 @@ class Algorithm(ABC):
             "train/skipped_steps": float(sum(step.skipped for step in taken)),
             "train/tokens": float(sum(loss.num_loss_tokens for loss in losses)),
         }
-        for warning in {warning for loss in losses for warning in loss.warnings}:
-            logger.warning("iteration %d: %s", iteration, warning)
+        self._warn(iteration, [warning for loss in losses for warning in loss.warnings], batch)
         return metrics
+
+    def _warn(self, iteration: int, warnings: Sequence[str], batch: TrainingBatch) -> None:
+        """Passes the service's warnings on, each kind once; not those that this batch's layout makes meaningless."""
+        for warning in warnings:
+            name = warning.split(" ", 1)[0]
+            if name not in self._warned and name not in batch.meaningless:
+                self._warned.add(name)
+                logger.warning("iteration %d: %s", iteration, warning)
 
     async def _after(self, iteration: int) -> Metrics:
         """Evaluation and checkpoints, where they are due."""

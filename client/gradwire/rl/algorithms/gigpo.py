@@ -15,8 +15,9 @@ import numpy as np
 from gradwire.rl.advantages import Floats, gigpo_step_groups, group_advantages, rewards_to_go, subgroup_advantages
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.algorithms.grpo import idle_groups
 from gradwire.rl.rewards.computer import by_group
-from gradwire.rl.rows import TrainingBatch, grouped_columns, rows_of
+from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import StepData, Trajectory
 
 logger = logging.getLogger("gradwire.rl.gigpo")
@@ -158,9 +159,12 @@ class GiGPOAlgorithm(Algorithm):
 
         metrics = {
             "rows": float(len(rows)),
+            "idle_groups": idle_groups(trajectories),
             "anchor_states": float(len(credit.step_groups)),
             "singleton_steps": credit.singletons,
             "episode_advantage_std": float(np.std(credit.episode)),
             "step_advantage_std": float(np.std(credit.step)),
         }
-        return TrainingBatch("gigpo", kwargs, grouped_columns(rows, trajectories, fields), metrics)
+        shared = share_prompts(rows, trajectories)
+        columns = grouped_columns(rows, trajectories, fields)
+        return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -10,7 +10,7 @@ import numpy as np
 from gradwire.rl.advantages import group_advantages
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.rewards.computer import by_group
-from gradwire.rl.rows import TrainingBatch, grouped_columns, rows_of, share_prompts
+from gradwire.rl.rows import OF_GROUPS, TrainingBatch, grouped_columns, rows_of, share_prompts
 from gradwire.rl.types import Trajectory
 
 
@@ -25,6 +25,12 @@ def write_group_advantages(trajectories: Sequence[Trajectory], *, scale: bool) -
             for step in each.steps:
                 step.advantage = float(advantage)
     return result
+
+
+def idle_groups(trajectories: Sequence[Trajectory]) -> float:
+    """Share of groups whose rewards are all equal: their trajectories teach nothing."""
+    groups = by_group(trajectories)
+    return sum(len({each.reward for each in group}) == 1 for group in groups) / max(len(groups), 1)
 
 
 class GRPOAlgorithm(Algorithm):
@@ -46,7 +52,5 @@ class GRPOAlgorithm(Algorithm):
             return {} if shared else {"advantages": float(advantages[row.trajectory])}
 
         columns = grouped_columns(rows, trajectories, fields)
-        groups = by_group(trajectories)
-        idle = sum(len({each.reward for each in group}) == 1 for group in groups)
-        metrics = {"rows": float(len(rows)), "zero_spread_groups": idle / max(len(groups), 1)}
-        return TrainingBatch(self.loss_fn, kwargs, columns, metrics)
+        metrics = {"rows": float(len(rows)), "idle_groups": idle_groups(trajectories)}
+        return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

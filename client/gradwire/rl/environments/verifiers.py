@@ -1,4 +1,7 @@
-"""Environments in the style of ``verifiers``: a dataset, ``env_response``, ``is_completed`` and a rubric."""
+"""Environments in the style of ``verifiers`` 0.1: a dataset, ``env_response`` and ``is_completed``.
+
+Messages are plain text here; an environment that expects parsed ``tool_calls`` in them wants a ``ToolEnvironment``.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
 """The sandbox's other side: a script of the standard library alone, run as a process of its own.
 
-It rebuilds one function, then evaluates it as often as it is asked. Each evaluation is a fork, with four generations:
+It rebuilds one function, then evaluates it as often as it is asked. Each request is a fork, with four generations:
 
     this process      holds the function, never runs it
-      guard           waits as long as the evaluation may take, keeps what it prints, reports, kills
+      guard           waits as long as an evaluation may take, keeps what it prints, reports, kills
         init          first process of a new PID namespace: whatever the function forks dies with it
           worker      runs the function, under limits, in a temporary folder, without network
+
+A request holds several evaluations, one after the other in the same worker. The first that hangs or crashes ends it:
+the report has those before it and its error, and who asked sends the rest again, to a new worker.
 
 Where the kernel refuses namespaces, init is left out, and the worker's process group is killed instead.
 
@@ -149,7 +152,7 @@ def write_only_to(folder: str) -> None:
         read_only(place, 0, on=False)
 
 
-def restrict(limits: dict[str, Any], namespaced: bool) -> None:
+def restrict(limits: dict[str, Any], evaluations: int, namespaced: bool) -> None:
     """Limits of the worker, and of each process that it forks."""
 
     def limit(kind: int, value: int) -> None:
@@ -158,7 +161,7 @@ def restrict(limits: dict[str, Any], namespaced: bool) -> None:
         resource.setrlimit(kind, (value, value))
 
     limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, math.ceil(limits["time_s"]) + 1)
+    limit(resource.RLIMIT_CPU, math.ceil(limits["time_s"] * evaluations) + 1)
     limit(resource.RLIMIT_AS, limits["memory_bytes"])
     limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
     limit(resource.RLIMIT_NOFILE, limits["open_files"])
@@ -182,27 +185,32 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent back")
 
 
-def work(function: Any, request: bytes, reply: int, limits: dict[str, Any], namespaced: bool) -> None:
-    """Runs the function, and writes what came of it."""
-    restrict(limits, namespaced)
+def work(function: Any, requests: list[bytes], reply: int, limits: dict[str, Any], namespaced: bool) -> None:
+    """Runs the function for each request, and writes what came of it."""
+    restrict(limits, len(requests), namespaced)
+    for request in requests:
+        write_frame(reply, answer_of(function, request, limits))
+
+
+def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
     try:
         args, kwargs = pickle.loads(request)
-        answer = {"value": function(*args, **kwargs)}
-        content = json.dumps(answer, default=plain).encode()
+        content = json.dumps({"value": function(*args, **kwargs)}, default=plain).encode()
+        sys.stdout.flush()
         if len(content) > limits["result_bytes"]:
             raise ValueError(f"the result has {len(content)} bytes; {limits['result_bytes']} are allowed")
+        return content
     except MemoryError:
-        content = json.dumps({"error": f"needed more than {limits['memory_bytes']} bytes of memory"}).encode()
+        return json.dumps({"error": f"needed more than {limits['memory_bytes']} bytes of memory"}).encode()
     except BaseException as error:  # SystemExit included: whatever it does costs one evaluation
         own = function.__code__.co_filename
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
         line = f" (line {where[-1].lineno})" if where else ""
-        content = json.dumps({"error": f"{type(error).__name__}: {error}{line}"[:2000]}).encode()
-    write_frame(reply, content)
+        return json.dumps({"error": f"{type(error).__name__}: {error}{line}"[:2000]}).encode()
 
 
 def fork_worker(
-    function: Any, request: bytes, reply: int, printed: int, limits: dict[str, Any], namespaced: bool
+    function: Any, requests: list[bytes], reply: int, printed: int, limits: dict[str, Any], namespaced: bool
 ) -> int:
     """Starts the worker, in a namespace under an init of its own where there is one; the process to wait for."""
     child = os.fork()
@@ -223,71 +231,114 @@ def fork_worker(
             os.dup2(source, target)
         os.closerange(3, reply)
         os.closerange(reply + 1, reply + 64)
-        work(function, request, reply, limits, namespaced)
-        sys.stdout.flush()
+        work(function, requests, reply, limits, namespaced)
     finally:
         os._exit(0)
 
 
-def evaluate(function: Any, request: bytes, limits: dict[str, Any], folder: str) -> dict[str, Any]:
-    """In the guard: one evaluation."""
-    started = time.monotonic()
+def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folder: str) -> dict[str, Any]:
+    """In the guard: evaluations one after the other, up to the first that takes the worker with it."""
     namespaced = isolate(limits["network"], folder)
     os.chdir(folder)
     reply_read, reply_write = os.pipe()
     printed_read, printed_write = os.pipe()
-    child = fork_worker(function, request, reply_write, printed_write, limits, namespaced)
+    child = fork_worker(function, requests, reply_write, printed_write, limits, namespaced)
     os.close(reply_write)
     os.close(printed_write)
-    answer, printed, timed_out = b"", b"", False
-    deadline, open_fds = started + limits["time_s"], {reply_read, printed_read}
-    while reply_read in open_fds:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            timed_out = True
-            break
-        for fd in select.select(list(open_fds), [], [], left)[0]:
+    results: list[dict[str, Any]] = []
+    reader = Reader(reply_read, printed_read, limits)
+    timed_out = False
+    while len(results) < len(requests):
+        started = time.monotonic()
+        timed_out, answer = reader.next_answer()
+        if answer is not None:
+            results.append(read_answer(answer) | reader.take_printed() | {"seconds": time.monotonic() - started})
+            continue
+        break
+    status = end(child, namespaced, kill=timed_out or len(results) == len(requests))
+    if len(results) < len(requests):
+        results.append(
+            {"error": cause(status, timed_out, limits), "seconds": time.monotonic() - started} | reader.take_printed()
+        )
+    return {"results": results, "namespaced": namespaced}
+
+
+class Reader:
+    """What the worker answers and prints."""
+
+    def __init__(self, reply: int, printed: int, limits: dict[str, Any]) -> None:
+        self._reply, self._limits = reply, limits
+        self._open = {reply, printed}
+        self._answers, self._printed = b"", b""
+
+    def next_answer(self) -> tuple[bool, bytes | None]:
+        """Whether the time ran out, and the next answer, None when there will be none."""
+        deadline = time.monotonic() + self._limits["time_s"]
+        while True:
+            if len(self._answers) >= 4:
+                size = 4 + struct.unpack("<I", self._answers[:4])[0]
+                if len(self._answers) >= size:
+                    answer, self._answers = self._answers[4:size], self._answers[size:]
+                    self._drain()
+                    return False, answer
+                if size > self._limits["result_bytes"] + 4096:
+                    return False, None
+            if self._reply not in self._open:
+                return False, None
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return True, None
+            self._read(select.select(list(self._open), [], [], left)[0])
+
+    def take_printed(self) -> dict[str, Any]:
+        """What was printed since the last answer."""
+        printed, self._printed = self._printed, b""
+        limit = self._limits["output_bytes"]
+        return {"printed": printed[:limit].decode(errors="replace"), "printed_cut": len(printed) > limit}
+
+    def _drain(self) -> None:
+        while ready := select.select(list(self._open - {self._reply}), [], [], 0)[0]:
+            self._read(ready)
+
+    def _read(self, ready: list[int]) -> None:
+        for fd in ready:
             part = os.read(fd, 1 << 16)
             if not part:
-                open_fds.discard(fd)
-            elif fd == reply_read:
-                answer += part
+                self._open.discard(fd)
+            elif fd == self._reply:
+                self._answers += part
             else:
-                printed = (printed + part)[: limits["output_bytes"] + 1]
-        if len(answer) >= 4 and len(answer) >= 4 + struct.unpack("<I", answer[:4])[0]:
-            break
-        if len(answer) > limits["result_bytes"] + 4096:
-            break
-    if timed_out or len(answer) >= 4:
-        # What the function forked goes too: with its namespace, or with its group.
+                self._printed = (self._printed + part)[: self._limits["output_bytes"] + 1]
+
+
+def read_answer(answer: bytes) -> dict[str, Any]:
+    try:
+        result = json.loads(answer)
+        return {key: result[key] for key in ("value", "error") if key in result}
+    except (ValueError, TypeError):
+        return {"error": "its answer could not be read"}
+
+
+def end(child: int, namespaced: bool, *, kill: bool) -> int:
+    """Waits for the worker, after killing it and what it forked (its namespace, or its group); its status."""
+    if kill:
         try:
             os.kill(child, signal.SIGKILL)
             if not namespaced:
                 os.killpg(child, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-    _, status = os.waitpid(child, 0)
-    result = outcome(answer, status, timed_out, limits)
-    result["printed"] = printed[: limits["output_bytes"]].decode(errors="replace")
-    result["printed_cut"] = len(printed) > limits["output_bytes"]
-    result["namespaced"] = namespaced
-    result["seconds"] = time.monotonic() - started
-    return result
+    return os.waitpid(child, 0)[1]
 
 
-def outcome(answer: bytes, status: int, timed_out: bool, limits: dict[str, Any]) -> dict[str, Any]:
+def cause(status: int, timed_out: bool, limits: dict[str, Any]) -> str:
+    """Why there is no answer."""
     if timed_out:
-        return {"error": f"took more than {limits['time_s']:g} s and was killed"}
-    if len(answer) >= 4:
-        try:
-            result = json.loads(answer[4:])
-            return {key: result[key] for key in ("value", "error") if key in result}
-        except (ValueError, TypeError):
-            return {"error": "its answer could not be read"}
+        return f"took more than {limits['time_s']:g} s and was killed"
     code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     if code > 128:
-        return {"error": f"crashed: killed by {signal.Signals(code - 128).name}"}
-    return {"error": f"ended without an answer (exit code {code})"}
+        return f"crashed: killed by {signal.Signals(code - 128).name}"
+    return f"ended without an answer (exit code {code})"
 
 
 def serve() -> None:
@@ -316,7 +367,9 @@ def serve() -> None:
                 die_with_parent()
                 os.setpgid(0, 0)
                 os.close(requests)
-                write_frame(replies, json.dumps(evaluate(function, request, setup["limits"], folder)).encode())
+                write_frame(
+                    replies, json.dumps(evaluate(function, pickle.loads(request), setup["limits"], folder)).encode()
+                )
                 code = 0
             finally:
                 os._exit(code)

@@ -87,8 +87,7 @@ class RewardFunction:
         views = [{name: value for name, value in view_of(t).items() if name in self._wanted} for t in trajectories]
         if self.batch:
             return await self._evaluate_batches(trajectories, views)
-        outcomes = await asyncio.gather(*(self._run(view) for view in views))
-        return [self._result(outcome) for outcome in outcomes]
+        return [self._result(outcome) for outcome in await self._run_all(views)]
 
     def close(self) -> None:
         """Ends the sandbox; the next evaluation makes a new one."""
@@ -105,7 +104,7 @@ class RewardFunction:
         columns = [
             {name: [views[index][name] for index in group] for name in self._wanted} for group in members.values()
         ]
-        outcomes = await asyncio.gather(*(self._run(each) for each in columns))
+        outcomes = await self._run_all(columns)
         results: dict[int, EvaluateResult] = {}
         for group, outcome in zip(members.values(), outcomes):
             results.update(zip(group, self._batch_results(outcome, len(group))))
@@ -128,11 +127,14 @@ class RewardFunction:
         except (TypeError, ValueError) as error:
             return EvaluateResult(0.0, error=f"{self.__name__}: {error}")
 
+    async def _run_all(self, views: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        if not self.sandboxed:
+            return list(await asyncio.gather(*map(self._run, views)))
+        if self._sandbox is None:
+            self._sandbox = Sandbox(self.__reward_function__, self.limits, workers=self._workers)
+        return await self._sandbox.map(views)
+
     async def _run(self, view: Mapping[str, Any]) -> Outcome:
-        if self.sandboxed:
-            if self._sandbox is None:
-                self._sandbox = Sandbox(self.__reward_function__, self.limits, workers=self._workers)
-            return await self._sandbox.call(**view)
         try:
             async with asyncio.timeout(self.limits.time_s):
                 if inspect.iscoroutinefunction(self.__reward_function__):

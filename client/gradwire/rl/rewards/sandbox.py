@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from gradwire.rl.rewards.portable import capture
 logger = logging.getLogger("gradwire.rl")
 
 WORKER = Path(__file__).with_name("_sandbox_worker.py")
+CHUNK = 64
 SETUP_S = 60.0
 GRACE_S = 10.0
 
@@ -73,7 +74,7 @@ class Outcome:
 
 
 class Sandbox:
-    """Evaluates one function, in ``workers`` processes at once; each evaluation in a fork of its own.
+    """Evaluates one function, in ``workers`` processes at once; each call, and each part of a map, in a new fork.
 
     Args:
         function: a plain function; arguments may be anything that pickles, results anything that JSON holds,
@@ -94,6 +95,7 @@ class Sandbox:
             }
         )
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="gradwire sandbox")
         self._all: list[_Worker] = []
         self._lock = threading.Lock()
@@ -101,8 +103,20 @@ class Sandbox:
 
     async def call(self, *args: Any, **kwargs: Any) -> Outcome:
         """One evaluation. Never raises for what the function does."""
-        request = pickle.dumps((args, kwargs))
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, request)
+        return (await self._evaluate([pickle.dumps((args, kwargs))]))[0]
+
+    async def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """One evaluation for each of these arguments by name, in order; far cheaper than as many calls.
+
+        Evaluations share a process until one hangs or crashes, which costs that one alone.
+        """
+        size = max(1, min(CHUNK, -(-len(calls) // self._workers)))
+        requests = [pickle.dumps(((), dict(arguments))) for arguments in calls]
+        chunks = [requests[at : at + size] for at in range(0, len(requests), size)]
+        return [outcome for part in await asyncio.gather(*map(self._evaluate, chunks)) for outcome in part]
+
+    async def _evaluate(self, requests: list[bytes]) -> list[Outcome]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._until_done, requests)
 
     def close(self) -> None:
         """Ends the processes. A sandbox that is not closed ends with this process."""
@@ -111,7 +125,14 @@ class Sandbox:
             for worker in self._all:
                 worker.end()
 
-    def _call(self, request: bytes) -> Outcome:
+    def _until_done(self, requests: list[bytes]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(requests):
+            outcomes += self._call(requests[len(outcomes) :])
+        return outcomes
+
+    def _call(self, requests: list[bytes]) -> list[Outcome]:
+        """The outcomes of at least the first of these."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
@@ -121,16 +142,18 @@ class Sandbox:
             ready = worker.receive(SETUP_S)
             if "error" in ready:
                 worker.end()
-                return Outcome(error=str(ready["error"]))
-        answer = worker.ask(request, self.limits.time_s + GRACE_S)
+                return [Outcome(error=str(ready["error"]))] * len(requests)
+        answer = worker.ask(pickle.dumps(requests), self.limits.time_s * len(requests) + GRACE_S)
         if worker.broken:
             worker.end()
         else:
             self._idle.put(worker)
-        if not answer.pop("namespaced", True) and not self._warned:
+        if "error" in answer:
+            return [Outcome(error=str(answer["error"]))]
+        if not answer["namespaced"] and not self._warned:
             self._warned = True
             logger.warning("the kernel refuses namespaces: reward functions can reach the network and fork at will")
-        return Outcome(**answer)
+        return [Outcome(**each) for each in answer["results"]]
 
 
 class _Worker:

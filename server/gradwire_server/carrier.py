@@ -8,9 +8,11 @@ import time
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.crash import crash_point
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Journal
+from gradwire_server.keeper import in_use
 from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
 from gradwire_server.run_queue import Pending, RunQueue, changes_state, failed
 from gradwire_server.runs import RunRecord
@@ -71,6 +73,9 @@ class Carrier:
         try:
             if not await self._in_engine(queue):
                 return None
+            if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
+                return None
+            crash_point("operation.before_engine")
             payload = operation.payload
             if payload is None:
                 if operation.location is None:
@@ -89,6 +94,18 @@ class Carrier:
             result.timings.engine_s = max(time.time() - started, 0.0)
         return result, data
 
+    async def _may_save(self, queue: RunQueue, operation: Pending) -> bool:
+        """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
+
+        Raises:
+            RpcError: the name is taken by one that another run's recovery needs.
+        """
+        save = operation.header.operation.save_checkpoint
+        used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
+        if used is not None and used[1] != queue.record.run_id:
+            raise in_use(*used)
+        return await queue.settled(operation.seq - 1)
+
     def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header)
         if operation.retried and operation.kind == "save_checkpoint":
@@ -106,7 +123,7 @@ class Carrier:
                 return False
             generation = self._engine.generation
             try:
-                await restore(self._engine, self._journal, queue.record)
+                repeated = await restore(self._engine, self._journal, queue.record)
             except ReplayDied as error:
                 queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
                 if queue.replay_deaths[error.seq] >= DEATHS:
@@ -117,6 +134,10 @@ class Carrier:
                     ) from error
                 raise EngineDied(suspect=False) from error
             queue.generation = generation
+            queue.replay_deaths.clear()
+            queue.behind_checkpoint = (0, 0)
+            for entry in repeated:
+                queue.count(entry.header)
             return True
 
     async def _after_death(self, queue: RunQueue, operation: Pending, error: EngineDied) -> Outcome | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,19 @@ def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limi
                     error.row = row
                 return error
         offset += codec.spec_bytes(spec)
+    return None
+
+
+def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint], limits: Limits) -> pb.Error | None:
+    """That a run may keep one checkpoint more; how large it becomes is only known afterwards."""
+    kept = [one for one in checkpoints.values() if not (save.overwrite and one.name == save.name)]
+    kept = [one for one in kept if one.name != ORIGIN and not one.name.startswith(AUTOMATIC)]
+    if len(kept) >= limits.max_checkpoints:
+        return _limit(f"the run keeps {len(kept)} checkpoints already", "max_checkpoints", limits.max_checkpoints)
+    size = sum(one.size_bytes for one in kept)
+    if size >= limits.max_checkpoint_bytes:
+        what = f"the run's checkpoints hold {size} bytes already"
+        return _limit(what, "max_checkpoint_bytes", limits.max_checkpoint_bytes)
     return None
 
 

@@ -9,18 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.crash import crash_point
 from gradwire_server.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 from gradwire_server.store import Store
 
 READ_BYTES = 8 << 20
 """About how many bytes of results are read at a time."""
+
+
+OPERATION = "digest(run_id, seq, identity, header, accepted_at, status, segment, offset)"
+RESULT = "digest(run_id, seq, header, segment, offset)"
+
+
+def uses(operation: pb.Operation) -> list[str]:
+    """The checkpoints without which an operation cannot be repeated."""
+    kind = operation.WhichOneof("kind")
+    if kind == "load_checkpoint":
+        return [operation.load_checkpoint.checkpoint]
+    if kind == "forward_backward" and "/" in operation.forward_backward.loss_kwargs_json:
+        try:
+            arguments = json.loads(operation.forward_backward.loss_kwargs_json)
+        except ValueError:
+            return []
+        values = arguments.values() if isinstance(arguments, dict) else ()
+        return sorted({value for value in values if isinstance(value, str) and value.count("/") == 1})
+    return []
 
 
 def identity(header: pb.OperationHeader) -> bytes:
@@ -36,7 +58,8 @@ def identity(header: pb.OperationHeader) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A journaled operation. `status` is that of its result, STATUS_UNSPECIFIED while it has none."""
+    """A journaled operation. `status` is that of its result, STATUS_UNSPECIFIED while it has none; of a damaged one
+    nothing but its number is known."""
 
     header: pb.OperationHeader
     identity: bytes
@@ -44,6 +67,7 @@ class Entry:
     status: pb.Status.ValueType
     deaths: int
     location: Location | None
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,11 @@ class Journal:
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (header.run_id, header.seq, content, header.SerializeToString(), accepted_at, *_columns(location)),
             )
+            _seal(connection, "operations", OPERATION, header.run_id, header.seq)
+            for name in uses(header.operation):
+                path = name if "/" in name else f"{header.run_id}/{name}"
+                connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
+            crash_point("operation.before_commit")
             return location
 
         return self.store.write(work)
@@ -110,15 +139,17 @@ class Journal:
     async def entries(self, run_id: str, after_seq: int, up_to_seq: int) -> list[Entry]:
         """Operations of a run in order, without their payloads."""
         query = (
-            "SELECT header, identity, accepted_at, status, deaths, segment, offset FROM operations"
-            " WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
+            f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, digest = {OPERATION}"
+            " FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
         )
         rows = await self.store.read(
             lambda connection: connection.execute(query, (run_id, after_seq, up_to_seq)).fetchall()
         )
         return [
             Entry(pb.OperationHeader.FromString(header), content, at, status, deaths, _location(segment, offset))
-            for header, content, at, status, deaths, segment, offset in rows
+            if whole
+            else Entry(pb.OperationHeader(run_id=run_id, seq=seq), content, at, status, deaths, None, damaged=True)
+            for seq, header, content, at, status, deaths, segment, offset, whole in rows
         ]
 
     async def payload(self, location: Location) -> bytearray:
@@ -152,12 +183,15 @@ class Journal:
         def work(connection: sqlite3.Connection) -> None:
             location = self.segments.append(payload) if any(map(len, payload)) else None
             connection.execute(
-                "INSERT OR IGNORE INTO results (run_id, seq, header, segment, offset) VALUES (?, ?, ?, ?, ?)",
-                (run_id, result.seq, result.SerializeToString(), *_columns(location)),
+                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (run_id, result.seq, result.SerializeToString(), time.time(), *_columns(location)),
             )
+            _seal(connection, "results", RESULT, run_id, result.seq)
             connection.execute(
                 "UPDATE operations SET status = ? WHERE run_id = ? AND seq = ?", (result.status, run_id, result.seq)
             )
+            _seal(connection, "operations", OPERATION, run_id, result.seq)
             connection.execute(
                 "UPDATE runs SET step = ?, failure_seq = ?, failure = ?, applied_seq = coalesce("
                 "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
@@ -169,21 +203,25 @@ class Journal:
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
                     (run_id, checkpoint.name, checkpoint.SerializeToString()),
                 )
+            crash_point("result.before_commit")
 
         return self.store.write(work)
 
     async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
         """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
         query = (
-            "SELECT header, segment, offset FROM results"
+            f"SELECT seq, header, segment, offset, digest = {RESULT} FROM results"
             " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
         )
 
         def read(connection: sqlite3.Connection) -> list[StoredResult]:
             found, size = list[StoredResult](), 0
-            for header, segment, offset in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
-                result = pb.OperationResult.FromString(header)
-                found.append(_with_payload(self.segments, result, _location(segment, offset)))
+            for seq, header, segment, offset, whole in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
+                found.append(
+                    _with_payload(self.segments, pb.OperationResult.FromString(header), _location(segment, offset))
+                    if whole
+                    else _lost(seq)
+                )
                 size += len(found[-1].payload)
                 if size >= READ_BYTES:
                     break
@@ -205,7 +243,7 @@ class Journal:
     # ---- growing and shrinking ----
 
     def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
-        """Collects operations that no recovery can need: those that a run's oldest kept checkpoint contains.
+        """Collects operations that no recovery can need: those that a checkpoint contains.
 
         An operation whose result is still kept stays known, without its payload.
         """
@@ -217,27 +255,54 @@ class Journal:
                 (run_id, up_to_seq, run_id),
             )
             connection.execute(
-                "UPDATE operations SET segment = NULL, offset = NULL"
+                "UPDATE operations SET segment = NULL, offset = NULL,"
+                f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
                 " WHERE run_id = ? AND seq <= ? AND segment IS NOT NULL",
                 (run_id, up_to_seq),
+            )
+            connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+            connection.execute(
+                "UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
             )
 
         return self.store.write(work)
 
-    def collect(self) -> asyncio.Future[None]:
+    async def user_of(self, run_id: str, name: str = "") -> tuple[str, str, int] | None:
+        """(checkpoint, run, operation) of an operation that a recovery would repeat with this checkpoint, or with any
+        of another run; None when there is none."""
+        condition = "checkpoint = ?" if name else "checkpoint LIKE ? AND uses.run_id != ?"
+        values = (f"{run_id}/{name}",) if name else (f"{run_id}/%", run_id)
+        query = (
+            "SELECT checkpoint, uses.run_id, seq FROM uses JOIN operations USING (run_id, seq)"
+            f" WHERE {condition} AND status IN (?, ?) ORDER BY seq DESC LIMIT 1"
+        )
+        values = (*values, pb.STATUS_UNSPECIFIED, pb.STATUS_SUCCEEDED)
+        found: tuple[str, str, int] | None = await self.store.read(
+            lambda connection: connection.execute(query, values).fetchone()
+        )
+        return found
+
+    async def expired(self, before: float) -> dict[str, int]:
+        """Run -> the newest number whose result, like those before it, was stored before this time."""
+        query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
+        rows = await self.store.read(lambda connection: connection.execute(query, (before,)).fetchall())
+        return dict(rows)
+
+    async def collect(self) -> None:
         """Deletes the segments that no row refers to any more."""
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(connection: sqlite3.Connection) -> set[int]:
             query = "SELECT segment FROM operations UNION SELECT segment FROM results"
-            self.segments.forget({segment for (segment,) in connection.execute(query) if segment is not None})
+            return self.segments.closed() - {segment for (segment,) in connection.execute(query)}
 
-        return self.store.write(work)
+        superfluous = await self.store.write(work)  # durable: no row that was deleted can come back
+        await asyncio.to_thread(self.segments.forget, superfluous)
 
     def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
         """Makes every number past `to_seq` void, and fences whoever wrote them."""
 
         def work(connection: sqlite3.Connection) -> None:
-            for table in ("operations", "results"):
+            for table in ("operations", "results", "uses"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ? AND seq > ?", (run_id, to_seq))
             connection.execute(
                 "UPDATE runs SET accepted_seq = ?, applied_seq = min(applied_seq, ?), step = ?, failure_seq = 0,"
@@ -251,6 +316,10 @@ class Journal:
     async def close(self) -> None:
         await self.store.close()
         self.segments.close()
+
+
+def _seal(connection: sqlite3.Connection, table: str, digest: str, run_id: str, seq: int) -> None:
+    connection.execute(f"UPDATE {table} SET digest = {digest} WHERE run_id = ? AND seq = ?", (run_id, seq))
 
 
 def _columns(location: Location | None) -> tuple[int | None, int | None]:
@@ -267,7 +336,10 @@ def _with_payload(segments: Segments, result: pb.OperationResult, location: Loca
     try:
         return StoredResult(result, segments.read(location))
     except CorruptRecord:
-        lost = pb.OperationResult(seq=result.seq, status=pb.STATUS_FAILED, timings=result.timings)
-        lost.error.code = pb.ERROR_CODE_PAYLOAD_CORRUPT
-        lost.error.message = f"operation {result.seq} was carried out, but its result was damaged on the server's disk"
-        return StoredResult(lost, b"")
+        return _lost(result.seq)
+
+
+def _lost(seq: int) -> StoredResult:
+    message = f"operation {seq} was carried out, but its result was damaged on the server's disk"
+    error = pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
+    return StoredResult(pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=error), b"")

@@ -27,8 +27,8 @@ class ReplayDied(Exception):
         self.seq = seq
 
 
-async def restore(engine: Engine, journal: Journal, record: RunRecord) -> None:
-    """Makes the run in the engine as it was after its last result.
+async def restore(engine: Engine, journal: Journal, record: RunRecord) -> list[Entry]:
+    """Makes the run in the engine as it was after its last result; gives what was repeated for it.
 
     Raises:
         EngineDied: of no operation's doing.
@@ -36,12 +36,13 @@ async def restore(engine: Engine, journal: Journal, record: RunRecord) -> None:
         RpcError: the run cannot be restored, and why.
     """
     base = await _begin(engine, record)
-    replayed = 0
+    repeated = []
     for entry in await behind(journal, record, base):
-        if entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation):
+        if entry.damaged or (entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation)):
             await _repeat(engine, journal, record, entry)
-            replayed += 1
-    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, replayed)
+            repeated.append(entry)
+    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, len(repeated))
+    return repeated
 
 
 async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:
@@ -50,8 +51,9 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:
     Raises:
         RpcError: CHECKPOINT_CORRUPT when some were collected already, because a newer checkpoint held them.
     """
-    entries = await journal.entries(record.run_id, base, record.accepted_seq)
-    if record.accepted_seq > base and (not entries or entries[0].header.seq != base + 1):
+    accepted = record.accepted_seq  # more may be accepted while these are read
+    entries = await journal.entries(record.run_id, base, accepted)
+    if accepted > base and (not entries or entries[0].header.seq != base + 1):
         raise RpcError(
             pb.ERROR_CODE_CHECKPOINT_CORRUPT,
             f"no checkpoint of the run {record.run_id} can be read that its journal goes on from",
@@ -84,12 +86,14 @@ async def _repeat(engine: Engine, journal: Journal, record: RunRecord, entry: En
             f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was collected",
         )
     try:
+        if entry.damaged:
+            raise CorruptRecord("its row is damaged")
         payload = [await journal.payload(entry.location)] if entry.location else []
         reply, _ = await engine.request(operation_request(header), payload)
     except CorruptRecord as error:
         raise RpcError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
-            f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was damaged on disk",
+            f"operation {header.seq} of the run {record.run_id} cannot be repeated: it was damaged on disk",
         ) from error
     except EngineDied as error:
         raise (ReplayDied(header.seq) if error.suspect else error) from error

@@ -31,7 +31,7 @@ class Location:
 
 
 class Segments:
-    """The folder of segments. `append`, `sync` and `forget` belong to one thread; `read` to any."""
+    """The folder of segments. `append`, `sync` and `closed` belong to one thread; `read` and `forget` to any."""
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._segment_bytes = folder, segment_bytes
@@ -92,11 +92,14 @@ class Segments:
         finally:
             os.close(fd)
 
-    def forget(self, keep: set[int]) -> None:
-        """Deletes the segments that are neither kept nor current."""
-        for number in self.numbers():
-            if number not in keep and number != self._current:
-                self._path(number).unlink()
+    def closed(self) -> set[int]:
+        """The segments that nothing will be appended to."""
+        return set(self.numbers()) - {self._current}
+
+    def forget(self, numbers: set[int]) -> None:
+        """Deletes closed segments."""
+        for number in numbers:
+            self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
         self.sync()

@@ -29,6 +29,7 @@ from gradwire_proto.v1 import training_pb2
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gradwire_server.crash import crash_point
 from gradwire_server.engine.errors import OperationError
 
 MANIFEST = "manifest.json"
@@ -221,6 +222,7 @@ class CheckpointStore:
                 if tensors:
                     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / file)
                     stored[file] = _stored(folder / file)
+                    crash_point("engine.inside_checkpoint")
             content = {
                 "format": FORMAT,
                 "run_id": run_id,
@@ -269,10 +271,12 @@ def replacing(place: Path) -> Iterator[Path]:
             yield new
             for entry in [*new.rglob("*"), new]:
                 _sync(entry)
+            crash_point("engine.before_rename")
             if place.exists():
                 _exchange(new, place)
             else:
                 new.rename(place)
+            crash_point("engine.after_rename")
             _sync(place.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)

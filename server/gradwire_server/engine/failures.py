@@ -35,7 +35,7 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
         return training_pb2.Error(
             code=training_pb2.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule
         )
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         logger.warning("out of memory in %s: %s", what, error)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -56,10 +56,11 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
 def is_fatal(error: Exception) -> bool:
     """Whether the device is unusable from now on, so that only a new process helps."""
     kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind) and not _is_out_of_memory(error)
+    return kind is not None and isinstance(error, kind) and not is_out_of_memory(error)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, the device's or the machine's; an attempt at less may succeed."""
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 

@@ -25,6 +25,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.exports import export_run
 from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.forward import SEQUENCE_SCORES
+from gradwire_server.engine.memory import in_smaller_pieces
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import capture, restore
@@ -86,8 +87,12 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
     try:
         if kind in _OUTSIDE_RNG:
             return carried(engine, run, seq, call, columns)
-        with run.rng():
-            return carried(engine, run, seq, call, columns)
+
+        def attempt() -> Outcome:
+            with run.rng():
+                return carried(engine, run, seq, call, columns)
+
+        return in_smaller_pieces(engine, columns, attempt) if kind in _DIVISIBLE else attempt()
     except Exception:
         if not had_ema:
             run.drop_ema()
@@ -382,4 +387,5 @@ _OPERATIONS: Mapping[str, Callable[[Engine, EngineRun, int, Any, Columns], Outco
     "update_reference": _update_reference,
     "export": _export,
 }
+_DIVISIBLE = frozenset({"forward_backward", "forward", "kept_forward"})
 _OUTSIDE_RNG = frozenset({"save_checkpoint", "load_checkpoint"})  # they read or replace the generators' state itself

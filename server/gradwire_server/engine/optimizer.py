@@ -15,10 +15,13 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from gradwire_server.crash import crash_point
 from gradwire_server.engine.accumulate import GradientAccumulator
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.policy import Policy
 
+MIN_EPS = 1e-30
+"""AdamW divides by the second moment's root plus eps: with less than float32 can hold, a gradient of 0 gives NaN."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -92,6 +95,7 @@ class Optimizer:
         for name, gradient in gradients.items():
             self._masters[name].grad = gradient.to(self._masters[name].dtype)
         self._adamw.step()
+        crash_point("engine.inside_optim_step")
         self._adamw.zero_grad(set_to_none=True)
         self._policy.sync()
         accumulator.clear()
@@ -139,7 +143,7 @@ def check_settings(settings: training_pb2.OptimStep) -> None:
         "learning_rate": (0 <= settings.learning_rate < math.inf, "learning_rate >= 0"),
         "beta1": (0 <= settings.beta1 < 1, "0 <= beta1 < 1"),
         "beta2": (0 <= settings.beta2 < 1, "0 <= beta2 < 1"),
-        "eps": (0 <= settings.eps < math.inf, "eps >= 0"),
+        "eps": (MIN_EPS <= settings.eps < math.inf, f"eps >= {MIN_EPS:g}"),
         "weight_decay": (0 <= settings.weight_decay < math.inf, "weight_decay >= 0"),
         "max_grad_norm": (0 <= settings.max_grad_norm < math.inf, "max_grad_norm >= 0"),
     }

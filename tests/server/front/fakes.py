@@ -82,6 +82,9 @@ class FakeEngine:
         elif kind == "drop_run":
             self.runs.pop(request.drop_run.run_id, None)
             reply.empty.SetInParent()
+        elif kind == "verify_checkpoint":
+            if not (self._folder(request.verify_checkpoint.checkpoint) / "history").exists():
+                raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, "cannot be read")
         elif kind == "operation":
             return self._operation(request.operation, payload, reply)
         return reply, b""

@@ -34,8 +34,12 @@ class ReductionConfig(LossConfig):
 
     @model_validator(mode="after")
     def _divisor_goes_with_fixed(self) -> Self:
-        if (self.reduction == "fixed") != (self.reduction_divisor is not None):
-            raise ValueError('reduction_divisor goes with reduction "fixed", and with no other')
+        if self.reduction == "fixed" and self.reduction_divisor is None:
+            raise ValueError(
+                'reduction "fixed" needs a reduction_divisor, say the most tokens that a response may have'
+            )
+        if self.reduction != "fixed" and self.reduction_divisor is not None:
+            raise ValueError(f'reduction_divisor goes with reduction "fixed", and not with {self.reduction!r}')
         return self
 
 

@@ -208,6 +208,8 @@ class RunInfo:
         created_at: Unix time, seconds.
         num_trainable_parameters: of the adapter or the whole model, heads included.
         forked_from: path of the checkpoint it started from; empty where it is none's fork.
+        owner: the name of the key that made it; empty on a server without keys.
+        readers: the names of the keys that it is shared with.
     """
 
     run_id: str
@@ -225,6 +227,8 @@ class RunInfo:
     created_at: float
     num_trainable_parameters: int
     forked_from: str
+    owner: str = ""
+    readers: tuple[str, ...] = ()
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -252,6 +256,8 @@ class RunInfo:
             created_at=run.created_at,
             num_trainable_parameters=run.num_trainable_parameters,
             forked_from=run.forked_from,
+            owner=run.owner,
+            readers=tuple(run.readers),
         )
 
 

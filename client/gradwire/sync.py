@@ -91,6 +91,8 @@ class TrainingClient(Operations):
 
     info = _blocking(training.TrainingClient.info)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
+    share = _blocking(training.TrainingClient.share)
+    unshare = _blocking(training.TrainingClient.unshare)
     delete_checkpoint = _blocking(training.TrainingClient.delete_checkpoint)
     download_checkpoint = _blocking(training.TrainingClient.download_checkpoint)
 

@@ -414,6 +414,23 @@ class TrainingClient(Operations):
         request = pb.DownloadRequest(checkpoint=self._path_of(checkpoint))
         return await download(self._transport, request, Path(path))
 
+    async def share(self, reader: str) -> RunInfo:
+        """Lets another key of the server read this run: its results and checkpoints, sampling and forking from them.
+
+        Args:
+            reader: the name of the key, as of ``gradwire keys create``.
+
+        Raises:
+            InvalidArgumentError: when no key has this name.
+        """
+        request = pb.ShareRunRequest(run_id=self.run_id, reader=reader)
+        return RunInfo.from_message(await self._transport.unary(lambda stub: stub.ShareRun, request))
+
+    async def unshare(self, reader: str) -> RunInfo:
+        """Takes back what :meth:`share` gave. What the reader forked or downloaded stays with it."""
+        request = pb.ShareRunRequest(run_id=self.run_id, reader=reader, revoke=True)
+        return RunInfo.from_message(await self._transport.unary(lambda stub: stub.ShareRun, request))
+
     def _path_of(self, checkpoint: str | Checkpoint) -> str:
         path = model_path(checkpoint)
         return path if "/" in path else f"{self.run_id}/{path}"

@@ -293,10 +293,11 @@ def _explained(name: str, path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
+        logger.error("model %r at %s could not be loaded: %s", name, path, error)
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
-            f"model {name!r} at {path} could not be loaded as a causal LM of transformers with safetensors weights: "
-            f"{error}",
+            f"model {name!r} could not be loaded as a causal LM of transformers with safetensors weights; the server's"
+            " log says why",
         ) from error
 
 

@@ -281,6 +281,7 @@ def preference(loss: str, label: str = "", by: float = 0.3, **kwargs: Any) -> Ch
 BASE = {"reference_model": "base"}
 DPO_TYPES = ["sigmoid", "robust", "hinge", "ipo", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot",
              "aot_unpaired", "apo_zero", "apo_down", "sigmoid_norm"]  # fmt: skip
+TINKER_LOSSES = ["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 GROUP_LOSSES = ["grpo", "dapo", "group_gspo", "gspo_token", "gmpo", "sapo", "group_cispo", "rloo", "opo",
                 "gpg", "reinforce_plus_plus_baseline"]  # fmt: skip
 
@@ -326,7 +327,7 @@ def checks(teacher: str) -> list[Check]:
         online("reinforce_plus_plus", Samples.rows),
         online("remax", lambda s: s.rows() | {"greedy_rewards": [g for g in s.greedy for _ in range(4)]}, steps=40),
         online("importance_sampling", lambda s: s.rows("behavior_log_probs", centred=True), kwargs=BASE),
-        *(online(loss, Samples.tinker, label="tinker") for loss in ("importance_sampling", "ppo", "cispo", "dro", "gspo")),
+        *(online(loss, Samples.tinker, label="tinker") for loss in TINKER_LOSSES),
         Check("gkd", text_batch, nll, False, 0.5, kwargs={"reference_model": teacher}),
         online("on_policy_distillation", _without_rewards, kwargs={"reference_model": teacher}),
         Check("top_k_distillation", stored_teacher_batch, share, True, 0.3),

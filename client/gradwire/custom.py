@@ -139,6 +139,8 @@ def _flat(name: str, column: Column, grads: Any) -> np.ndarray[Any, Any]:
         rows, lengths = list(grads), column.levels[0].tolist()
     arrays = [np.asarray(row.detach() if hasattr(row, "detach") else row, np.float32) for row in rows]
     got = [array.shape for array in arrays]
-    if got != [(length,) for length in lengths]:
-        raise ValueError(f"the gradient of {name!r} has rows of shapes {got}, the scores have lengths {lengths}")
-    return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
+    dense = column.values.shape[1:]
+    if got != [(length, *dense) for length in lengths]:
+        each = f" of {'x'.join(map(str, dense))}" if dense else ""
+        raise ValueError(f"the gradient of {name!r} has rows of shapes {got}, the scores have lengths {lengths}{each}")
+    return np.concatenate(arrays) if arrays else np.zeros((0, *dense), np.float32)

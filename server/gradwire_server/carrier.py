@@ -13,6 +13,7 @@ from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Journal
 from gradwire_server.keeper import in_use
+from gradwire_server.observability.metrics import Metrics
 from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
 from gradwire_server.run_queue import Pending, RunQueue, changes_state, failed
 from gradwire_server.runs import RunRecord
@@ -29,8 +30,8 @@ Outcome = tuple[pb.OperationResult, Buffer]
 class Carrier:
     """Carries operations to the engine and their results back."""
 
-    def __init__(self, engine: Engine, journal: Journal) -> None:
-        self._engine, self._journal = engine, journal
+    def __init__(self, engine: Engine, journal: Journal, metrics: Metrics) -> None:
+        self._engine, self._journal, self._metrics = engine, journal, metrics
 
     async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
         """Makes a new run in the engine.
@@ -108,6 +109,7 @@ class Carrier:
 
     def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header)
+        request.operation.traceparent = operation.trace.traceparent
         if operation.retried and operation.kind == "save_checkpoint":
             save = request.operation.operation.save_checkpoint
             if save.name not in record.checkpoints:  # its first attempt may have left a folder that no row knows
@@ -121,7 +123,7 @@ class Carrier:
                 return True
             if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
                 return False
-            generation = self._engine.generation
+            generation, began = self._engine.generation, time.monotonic()
             try:
                 repeated = await restore(self._engine, self._journal, queue.record)
             except ReplayDied as error:
@@ -134,6 +136,7 @@ class Carrier:
                     ) from error
                 raise EngineDied(suspect=False) from error
             queue.generation = generation
+            self._metrics.restored(len(repeated), time.monotonic() - began)
             queue.replay_deaths.clear()
             queue.behind_checkpoint = (0, 0)
             for entry in repeated:

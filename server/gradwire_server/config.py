@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gradwire_server.observability.vitals import STALE_S
+
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
 
@@ -74,6 +76,12 @@ class ServerConfig(BaseModel):
     result_retention_s: float = Field(
         default=7 * 24 * 3600.0, gt=0, description="how long a result that nobody acknowledges is kept"
     )
+    metrics_address: str = Field(default="", description="HOST:PORT of Prometheus metrics; loopback without HOST")
+    metrics_runs: bool = Field(default=False, description="runs are labels of the metrics of training")
+    traces: str = Field(default="", description="OTLP endpoint of OpenTelemetry traces")
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    log_format: Literal["text", "json"] = "text"
+    heartbeat_stale_s: float = Field(default=STALE_S, gt=0, description="an engine silent for so long is not ready")
     insecure_bind: bool = False
     tls_cert: Path | None = Field(default=None, description="PEM file: the server's certificate and its chain")
     tls_key: Path | None = Field(default=None, description="PEM file: its key")
@@ -87,6 +95,16 @@ class ServerConfig(BaseModel):
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"address must be HOST:PORT, not {address!r}")
         return address
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _on_loopback_unless_stated(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if not address:
+            return ""
+        if not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"metrics_address must be HOST:PORT or PORT, not {address!r}")
+        return f"{host or '127.0.0.1'}:{port}"
 
     @field_validator("models")
     @classmethod

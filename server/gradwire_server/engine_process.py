@@ -19,6 +19,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine.link import AsyncEngineLink, Buffer, LinkClosed
 from gradwire_server.errors import RpcError
+from gradwire_server.observability.vitals import BEAT_S, Vitals
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ class Engine(Protocol):
 
     @property
     def hello(self) -> engine_pb2.EngineHello: ...
+
+    @property
+    def vitals(self) -> Vitals: ...
 
     @property
     def is_ready(self) -> bool: ...
@@ -70,6 +74,9 @@ def command(config: ServerConfig, fd: int) -> list[str]:
         "--activation-budget-gib": config.activation_budget_gib,
         "--reference-cache-gib": config.reference_cache_gib,
         "--threads": config.threads,
+        "--log-level": config.log_level,
+        "--log-format": config.log_format,
+        "--traces": config.traces or None,
     }
     words = [sys.executable, "-m", "gradwire_server.engine", "--fd", str(fd), "--state-dir", str(config.state_dir)]
     for name, path in config.models.items():
@@ -85,8 +92,8 @@ def command(config: ServerConfig, fd: int) -> list[str]:
 class _Connection:
     """One engine process: its link, and the requests that it has not answered."""
 
-    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process) -> None:
-        self.link, self.process = link, process
+    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process, vitals: Vitals) -> None:
+        self.link, self.process, self._vitals = link, process, vitals
         self.waiting: dict[int, asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]]] = {}
         self.outgoing: asyncio.Queue[tuple[engine_pb2.EngineRequest, Sequence[Buffer]]] = asyncio.Queue()
 
@@ -97,6 +104,9 @@ class _Connection:
     async def receive(self) -> None:
         while True:
             reply, payload = await self.link.receive(engine_pb2.EngineReply)
+            if reply.HasField("heartbeat"):
+                self._vitals.take(reply.heartbeat)
+                continue
             answer = self.waiting.pop(reply.id, None)
             if answer is not None and not answer.done():
                 answer.set_result((reply, payload))
@@ -113,7 +123,7 @@ class EngineProcess:
 
     Args:
         config: of the server.
-        on_change: called with whether there is an engine, whenever that changes.
+        on_change: called with whether there is an engine that is alive, whenever that may have changed.
     """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[bool], object] = bool) -> None:
@@ -124,11 +134,12 @@ class EngineProcess:
         self._stopping = False
         self._supervisor: asyncio.Task[None] | None = None
         self.generation = 0
+        self.vitals = Vitals(config.heartbeat_stale_s)
         self.hello = engine_pb2.EngineHello()
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.is_set()
+        return self._ready.is_set() and self.vitals.fresh
 
     async def ready(self) -> None:
         await self._ready.wait()
@@ -206,7 +217,7 @@ class EngineProcess:
                 env=env,
                 start_new_session=True,
             )
-        connection = _Connection(AsyncEngineLink(ours), process)
+        connection = _Connection(AsyncEngineLink(ours), process, self.vitals)
         tasks = []
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)
@@ -214,12 +225,13 @@ class EngineProcess:
                 raise RpcError.of(first.error)
             self.hello = first.hello
             self.generation += 1
+            self.vitals.started()
             self._connection = connection
             self._ready.set()
             if not started.done():
                 started.set_result(None)
             self._on_change(True)
-            tasks = [asyncio.create_task(connection.send()), asyncio.create_task(connection.receive())]
+            tasks = [asyncio.create_task(work()) for work in (connection.send, connection.receive, self._watch)]
             done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         finally:
@@ -235,6 +247,18 @@ class EngineProcess:
             connection.lost()
             if not self._stopping:
                 log.warning("the engine process %d ended with code %d", process.pid, code)
+
+
+    async def _watch(self) -> None:
+        """Tells of an engine that is there and gives no sign, and of one that gives them again."""
+        alive = True
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.is_ready != alive:
+                alive = not alive
+                if not alive:
+                    log.warning("the engine has given no sign of life for %.0f s", self.vitals.age_s)
+                self._on_change(alive)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -21,6 +21,7 @@ from gradwire_server.checks import check_room
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import RunMarks, StoredResult
+from gradwire_server.observability.tracing import NO_TRACE, Trace
 from gradwire_server.quotas import Usage, tokens_of
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import Buffer, Location
@@ -61,6 +62,7 @@ class Pending:
     cancelled: bool = False
     retried: bool = False
     deaths: int = 0
+    trace: Trace = NO_TRACE
 
     @property
     def seq(self) -> int:

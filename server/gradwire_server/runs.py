@@ -54,6 +54,7 @@ class RunRecord:
     rewound_to_seq: int = 0
     rewound_epoch: int = 0
     num_trainable_parameters: int = 0
+    num_tokens: int = 0
     checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
     readers: set[str] = field(default_factory=set)
 
@@ -81,6 +82,7 @@ class RunRecord:
             created_at=self.created_at,
             rewound_to_seq=self.rewound_to_seq,
             num_trainable_parameters=self.num_trainable_parameters,
+            num_tokens=self.num_tokens,
             forked_from=self.forked_from,
             owner=self.owner,
             readers=sorted(self.readers),

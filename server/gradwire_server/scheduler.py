@@ -26,6 +26,9 @@ from gradwire_server.errors import RpcError, shutting_down, unknown_run
 from gradwire_server.journal import Journal, StoredResult, identity
 from gradwire_server.keeper import Keeper, in_use
 from gradwire_server.keys import Quota
+from gradwire_server.observability import logs
+from gradwire_server.observability.metrics import Backlog, Metrics
+from gradwire_server.observability.tracing import Tracing
 from gradwire_server.quotas import Usage, check_runs
 from gradwire_server.run_queue import Pending, RunQueue, reused
 from gradwire_server.runs import RunRecord, Runs
@@ -48,10 +51,13 @@ class Scheduler:
         runs: Runs,
         config: ServerConfig,
         quota_of: Callable[[str], Quota] = lambda _: Quota(),
+        metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._metrics, self._tracing = metrics or Metrics(), tracing or Tracing()
         self._engine, self._quota_of = engine, quota_of
         self._journal, self._runs, self._limits = journal, runs, config.limits
-        self._carrier = Carrier(engine, journal)
+        self._carrier = Carrier(engine, journal, self._metrics)
         self._keeper = Keeper(engine, journal, runs, config.checkpoint_every_steps, config.checkpoint_every_bytes)
         self._payload_memory, self._held_bytes = config.payload_memory_bytes, 0
         self._result_retention_s = config.result_retention_s
@@ -91,7 +97,10 @@ class Scheduler:
                 refusal=refusal, location=entry.location, durable=True, retried=True,
                 deaths=entry.deaths,
             )  # fmt: skip
-            queue.hold(queue.pending[entry.header.seq])
+            operation = queue.pending[entry.header.seq]
+            operation.trace = self._tracing.operation(entry.header, entry.accepted_at)
+            operation.trace.phase("queue")
+            queue.hold(operation)
 
     async def drain(self, grace_s: float) -> dict[str, int]:
         """Accepts no more, lets what is being carried out finish; gives how many operations each run has left."""
@@ -147,6 +156,7 @@ class Scheduler:
             self._let_go(operation)
         queue.empty()
         await self._runs.delete(record)
+        self._metrics.forget(record.run_id)
         await self._carrier.drop(record.run_id)
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
@@ -186,7 +196,7 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         ack: asyncio.Future[pb.SubmitAck] = loop.create_future()
-        ack.add_done_callback(_retrieved)
+        ack.add_done_callback(self._answered)
         try:
             if self._draining:
                 raise shutting_down()
@@ -211,6 +221,12 @@ class Scheduler:
             self._append(queue, admitted)
         return ack
 
+    def _answered(self, ack: asyncio.Future[pb.SubmitAck]) -> None:
+        _retrieved(ack)
+        error = None if ack.cancelled() else ack.exception()
+        if isinstance(error, RpcError):
+            self._metrics.refused(error.error)
+
     async def _acknowledge_again(self, queue: RunQueue, operation: Pending) -> None:
         known = await self._journal.identity_of(queue.record.run_id, operation.seq)
         if known is None:
@@ -226,6 +242,8 @@ class Scheduler:
 
     def _append(self, queue: RunQueue, operation: Pending) -> None:
         self._held_bytes += operation.header.payload_bytes
+        operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
+        operation.trace.phase("journal")
         future = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or ()
         )
@@ -239,12 +257,15 @@ class Scheduler:
                     error = RpcError(
                         pb.ERROR_CODE_STORAGE_FULL, f"operation {operation.seq} could not be journaled; submit it again"
                     )
+                operation.trace.end(None)
                 queue.refuse(operation, error)
                 return
             if queue.pending.get(operation.seq) is not operation:
                 return  # a rewind, or a deletion of the run, was quicker
             crash_point("operation.before_ack")
             operation.location, operation.durable = done.result(), True
+            self._metrics.accepted(operation.header.operation)
+            operation.trace.phase("queue")
             queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._held_bytes > self._payload_memory:
                 self._let_go(operation)
@@ -320,8 +341,10 @@ class Scheduler:
             task.add_done_callback(self._carrying.discard)
 
     async def _carry_out(self, queue: RunQueue, operation: Pending) -> None:
+        operation.trace.phase("engine")
         try:
-            outcome = await self._carrier.carry_out(queue, operation)
+            with logs.about(queue.record.run_id, operation.seq):
+                outcome = await self._carrier.carry_out(queue, operation)
             if outcome is not None and operation.seq in queue.pending and queue.record.run_id in self._queues:
                 result, payload = outcome
                 self._finish(queue, operation, result, payload)
@@ -365,7 +388,9 @@ class Scheduler:
             working = asyncio.ensure_future(self._engine.request(engine_pb2.EngineRequest(sample=asked)))
             working.add_done_callback(_retrieved)
             working.add_done_callback(lambda _: self._give_back())  # also when its caller has left by then
-            return await asyncio.shield(working)
+            reply, payload = await asyncio.shield(working)
+            self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
+            return reply, payload
         finally:
             usage.operations -= 1
 
@@ -381,6 +406,7 @@ class Scheduler:
         if operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED:
             checkpoint = result.checkpoint
         result.seq, result.payload_bytes = operation.seq, len(payload)
+        self._observe(queue.record, operation, result)
         marks = queue.finish(operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
         future = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
@@ -396,6 +422,7 @@ class Scheduler:
                     await asyncio.sleep(STORE_AGAIN_S)
                 stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
             crash_point("result.after_commit")
+            operation.trace.end(result)
             if queue.record.rewound_epoch != rewound_epoch:
                 return
             if checkpoint is not None:
@@ -404,6 +431,29 @@ class Scheduler:
             queue.stored(StoredResult(result, payload))
 
         return self._keep(store())
+
+    def _observe(self, record: RunRecord, operation: Pending, result: pb.OperationResult) -> None:
+        operation.trace.phase("result")
+        self._metrics.finished(record.run_id, operation.header.operation, result)
+        record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
+        if log.isEnabledFor(logging.INFO):
+            about = {"run_id": record.run_id, "seq": operation.seq, "kind": operation.kind}
+            times = {"queue_s": result.timings.queue_s, "engine_s": result.timings.engine_s}
+            how = pb.ErrorCode.Name(result.error.code) if result.HasField("error") else "done"
+            log.info("%s: %s", operation.kind, how.removeprefix("ERROR_CODE_").lower(), extra=about | times)
+
+    def backlog(self) -> Backlog:
+        """What waits here at this moment."""
+        queues = self._queues.values()
+        now = time.time()
+        oldest = (next(iter(queue.pending.values())).accepted_at for queue in queues if queue.pending)
+        return Backlog(
+            runs=len(queues),
+            operations=sum(len(queue.pending) for queue in queues),
+            bytes=sum(queue.queued_bytes for queue in queues),
+            early=sum(len(queue.window) for queue in queues),
+            oldest_s=max(now - min(oldest, default=now), 0.0),
+        )
 
     async def results(self, record: RunRecord, from_seq: int) -> AsyncIterator[StoredResult]:
         """Results in order of number, as they come, without end.

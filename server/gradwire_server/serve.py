@@ -23,6 +23,9 @@ from gradwire_server.front.interceptors import Guard
 from gradwire_server.front.service import TrainingService
 from gradwire_server.journal import Journal
 from gradwire_server.keys import Keys
+from gradwire_server.observability.exposition import Exposition
+from gradwire_server.observability.metrics import Metrics
+from gradwire_server.observability.tracing import Tracing
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
 
@@ -74,14 +77,18 @@ class Server:
     Args:
         config: its settings.
         engine: another than the child process that the settings describe; it is the caller's to stop.
+        tracing: another than what the settings describe; it is the caller's to close.
     """
 
-    def __init__(self, config: ServerConfig, engine: Engine | None = None) -> None:
+    def __init__(self, config: ServerConfig, engine: Engine | None = None, tracing: Tracing | None = None) -> None:
         self.config = config
         self._given = engine
         self._own_engine: EngineProcess | None = None
         self._journal: Journal | None = None
         self._lock = -1
+        self._given_tracing = tracing
+        self._tracing = Tracing()
+        self._exposition: Exposition | None = None
         self._grpc: Any = None
         self._health: Any = None
         self.address = ""
@@ -118,7 +125,11 @@ class Server:
         if self._given is None:
             self._own_engine = EngineProcess(config, self._engine_changed)
             await self._own_engine.start()
-        self.scheduler = Scheduler(self.engine, journal, self.runs, config, keys.quota)
+        self.metrics = metrics = Metrics(per_run=config.metrics_runs)
+        metrics.know(self.engine.hello.losses)
+        journal.store.on_commit = metrics.committed
+        self._start_tracing()
+        self.scheduler = Scheduler(self.engine, journal, self.runs, config, keys.quota, metrics, self._tracing)
         await self.scheduler.start(records)
         self._service = TrainingService(config, self.engine, self.runs, self.scheduler, keys)
         self._grpc = grpc.aio.server(interceptors=[Guard(keys)], options=grpc_options(config.limits))
@@ -131,6 +142,7 @@ class Server:
                 port = self._grpc.add_secure_port(config.address, credentials(config))
         except RuntimeError as error:
             raise SystemExit(f"gradwire: cannot listen on {config.address}: {error}") from error
+        self._start_metrics()
         await self._grpc.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_ready(True)
@@ -153,6 +165,12 @@ class Server:
             await engine.stop(ENGINE_GRACE_S)
         if journal is not None:
             await journal.close()
+        exposition, self._exposition = self._exposition, None
+        if exposition is not None:
+            await asyncio.to_thread(exposition.close)
+        tracing, self._tracing = self._tracing, Tracing()
+        if tracing is not self._given_tracing:
+            await asyncio.to_thread(tracing.close)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -169,6 +187,31 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    def _start_tracing(self) -> None:
+        try:
+            if self._given_tracing is not None:
+                self._tracing = self._given_tracing
+            elif self.config.traces:
+                self._tracing = Tracing.to(self.config.traces, "gradwire-front")
+        except RuntimeError as error:
+            raise SystemExit(f"gradwire: {error}") from error
+
+    def _start_metrics(self) -> None:
+        address = self.config.metrics_address
+        if not address:
+            return
+        try:
+            self._exposition = Exposition(
+                self.metrics, address, self.scheduler.backlog, self.engine.vitals, lambda: self.engine.is_ready
+            )
+        except OSError as error:
+            raise SystemExit(f"gradwire: cannot serve metrics on {address}: {error}") from error
+
+    @property
+    def metrics_address(self) -> str:
+        """Where the metrics are; empty where they are not asked for."""
+        return self._exposition.address if self._exposition else ""
 
     def _lock_state(self) -> None:
         lock = os.open(self.config.state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -13,6 +13,7 @@ import hashlib
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,12 +113,17 @@ class Store:
         path: of the database file.
         before_commit: called in the writer thread before each commit; what it raises fails the whole group.
         on_failed_group: called in the writer thread when a group failed as a whole.
+
+    Attributes:
+        on_commit: called in the writer thread after each group: with how many writes, in how many seconds, and
+            whether it was committed.
     """
 
     def __init__(
         self, path: Path, before_commit: Callable[[], object] = bool, on_failed_group: Callable[[], object] = bool
     ) -> None:
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
+        self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self._loop = asyncio.get_running_loop()
         connection = self._connect()
         connection.execute("PRAGMA journal_mode = WAL")
@@ -175,6 +181,7 @@ class Store:
 
     def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
         outcomes: list[Any] = []
+        began = time.perf_counter()
         try:
             connection.execute("BEGIN IMMEDIATE")
             for item in items:
@@ -191,7 +198,9 @@ class Store:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             self._on_failed_group()
+            self.on_commit(len(items), time.perf_counter() - began, False)
             return [(None, _storage_error(error))] * len(items)
+        self.on_commit(len(items), time.perf_counter() - began, True)
         return outcomes
 
 

@@ -53,6 +53,7 @@ class TrainingService(TrainingServiceServicer):
             uptime_s=time.monotonic() - self._began,
             durability=self._config.durability,
             limits=self._config.limits.model_dump() | {"max_chunk_bytes": CHUNK_BYTES},
+            engine=self._engine.vitals.to_proto(),
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

@@ -14,6 +14,7 @@ from gradwire_server.config import CHUNK_BYTES, Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.keys import Caller
 from gradwire_server.quotas import Usage
+from gradwire_server.observability.tracing import MAX_TRACEPARENT
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
 
@@ -135,6 +136,7 @@ class Submissions:
     def _begin(self, given: pb.OperationHeader) -> _Incoming:
         header = pb.OperationHeader()
         header.CopyFrom(given)  # a reference would keep the frame's chunk in memory
+        header.traceparent = header.traceparent[:MAX_TRACEPARENT]
         incoming = _Incoming(header)
         try:
             record = self._runs.get(header.run_id, self._caller, write=True)

@@ -45,7 +45,7 @@ class _Recorded(Trace):
 
         self._tracer = tracer
         kind = header.operation.WhichOneof("kind") or "unknown"
-        attributes = {"gradwire.run": header.run_id, "gradwire.seq": header.seq, "gradwire.kind": kind}
+        attributes: Any = {"gradwire.run": header.run_id, "gradwire.seq": header.seq, "gradwire.kind": kind}
         self._span = tracer.start_span(
             f"gradwire.{kind}", _context(header.traceparent), attributes=attributes, start_time=int(began_s * 1e9)
         )

@@ -12,6 +12,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine_process import EngineDied
 from gradwire_server.errors import RpcError
+from gradwire_server.observability.vitals import Vitals
 
 
 @dataclass
@@ -35,6 +36,8 @@ class FakeEngine:
         self.gate.set()
         self.die_after: set[int] = set()
         self.overwrites: list[bool] = []
+        self.vitals = Vitals()
+        self.vitals.started()
         self._up = asyncio.Event()
         self._up.set()
         self._turn = asyncio.Lock()

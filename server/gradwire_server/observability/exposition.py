@@ -1,0 +1,56 @@
+"""The metrics over HTTP, from threads of their own: a scrape never waits for training, nor training for a scrape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import start_http_server
+
+from gradwire_server.observability.metrics import Backlog, Metrics, Present
+from gradwire_server.observability.vitals import Vitals
+
+LOOP_PATIENCE_S = 5.0
+
+
+class Exposition:
+    """``GET /metrics``.
+
+    Args:
+        metrics: what was counted.
+        address: ``HOST:PORT``; port 0 picks a free one.
+        backlog: asked on the running event loop.
+        vitals: of the engine.
+        ready: whether it is.
+
+    Raises:
+        OSError: the address cannot be had.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(
+        self, metrics: Metrics, address: str, backlog: Callable[[], Backlog], vitals: Vitals, ready: Callable[[], bool]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def ask() -> Backlog:
+            return backlog()
+
+        def from_thread() -> Backlog:
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result(LOOP_PATIENCE_S)
+
+        metrics.registry.register(Present(from_thread, vitals, ready))
+        host, _, port = address.rpartition(":")
+        self._server: WSGIServer
+        self._thread: Thread
+        self._server, self._thread = start_http_server(int(port), host.strip("[]"), metrics.registry)
+        self.address = f"{host}:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

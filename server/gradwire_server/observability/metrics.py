@@ -1,0 +1,278 @@
+"""Prometheus metrics of a server. ``CATALOGUE`` is all of them; ``docs/operations.md`` lists it.
+
+Labels are bounded: kinds of operations, error codes, the losses that the server has and the metrics that they
+declare. Runs are no labels, unless the server is asked for it, and then only as many as ``MAX_RUNS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from gradwire_proto.v1 import training_pb2 as pb
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gradwire_server.observability.vitals import Vitals
+
+MAX_RUNS = 100
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_COMMIT_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_GROUP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One metric as it is exposed. ``buckets``: of a histogram."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+
+CATALOGUE = (
+    # What happens, counted as it does.
+    Spec("gradwire_operations_accepted_total", "counter", ("kind",), "Operations made durable."),
+    Spec("gradwire_operations_total", "counter", ("kind", "loss", "outcome"),
+         "Operations with a result; outcome is succeeded, cancelled or an error code."),
+    Spec("gradwire_submissions_refused_total", "counter", ("code",), "Submissions refused without using up a number."),
+    Spec("gradwire_operation_queue_seconds", "histogram", ("kind",), "From accepted to started.", _SECONDS),
+    Spec("gradwire_operation_engine_seconds", "histogram", ("kind",),
+         "Computing; of optim_step, the time of a step.", _SECONDS),
+    Spec("gradwire_tokens_total", "counter", ("use",),
+         "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, sampled."),
+    Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),
+         "Optimizer steps taken, or skipped for a gradient that was not finite."),
+    Spec("gradwire_journal_commit_seconds", "histogram", (), "One commit of the journal, fsync included.",
+         _COMMIT_SECONDS),
+    Spec("gradwire_journal_commit_writes", "histogram", (), "Writes that shared a commit.", _GROUP),
+    Spec("gradwire_journal_failures_total", "counter", (), "Commits that failed, as on a full disk."),
+    Spec("gradwire_replay_seconds", "histogram", (), "Bringing one run back into a new engine.", _SECONDS),
+    Spec("gradwire_replayed_operations_total", "counter", (), "Operations repeated to bring runs back."),
+    # What training says of itself: the newest result.
+    Spec("gradwire_loss", "gauge", ("loss", "run"), "Newest value of a loss."),
+    Spec("gradwire_loss_metric", "gauge", ("loss", "metric", "run"),
+         "Newest value of a metric that a loss declares: approx_kl, clip_fraction, entropy, explained_variance,"
+         " reward_mean and so on."),
+    Spec("gradwire_grad_norm", "gauge", ("run",), "Gradient norm of the newest optimizer step, before clipping."),
+    Spec("gradwire_run_step", "gauge", ("run",), "Optimizer steps of a run; only with --metrics-runs."),
+    # What is, read when asked for.
+    Spec("gradwire_runs", "gauge", (), "Runs that the server keeps."),
+    Spec("gradwire_queue_operations", "gauge", (), "Accepted operations without a result."),
+    Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
+    Spec("gradwire_queue_oldest_seconds", "gauge", (), "Age of the oldest operation without a result."),
+    Spec("gradwire_queue_early_operations", "gauge", (), "Operations that wait for a number before theirs."),
+    Spec("gradwire_engine_ready", "gauge", (), "1 while the engine's heartbeat is fresh."),
+    Spec("gradwire_engine_heartbeat_age_seconds", "gauge", (), "Since the engine's last sign of life."),
+    Spec("gradwire_engine_restarts_total", "counter", (), "Engine processes started after the first."),
+    Spec("gradwire_engine_busy_ratio", "gauge", (), "Share of the last second in which the engine computed."),
+    Spec("gradwire_engine_request_seconds", "gauge", (), "How long the engine has worked on its present request."),
+    Spec("gradwire_engine_memory_bytes", "gauge", (), "Resident memory of the engine's process."),
+    Spec("gradwire_device_memory_bytes", "gauge", ("state",),
+         "Memory of the GPU: allocated and peak by this engine, used by everyone, total. Absent on a CPU."),
+    Spec("gradwire_device_utilization_ratio", "gauge", (),
+         "How busy the driver says the GPU is. Needs gradwire[gpu]."),
+    Spec("gradwire_cache_requests_total", "counter", ("cache", "result"),
+         "Hits and misses of reference models (references) and of their kept log-probabilities (logprobs)."),
+)  # fmt: skip
+
+_SPECS = {spec.name: spec for spec in CATALOGUE}
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What waits in a server. ``oldest_s``: the age of what waits longest."""
+
+    runs: int = 0
+    operations: int = 0
+    bytes: int = 0
+    early: int = 0
+    oldest_s: float = 0.0
+
+
+class Metrics:
+    """Counts what a server does.
+
+    Args:
+        per_run: whether gauges of training have the run as a label.
+    """
+
+    def __init__(self, *, per_run: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self._per_run = per_run
+        self._runs: dict[str, None] = {}
+        self._losses: dict[str, frozenset[str]] = {}
+        self._accepted = self._make(Counter, "gradwire_operations_accepted_total")
+        self._finished = self._make(Counter, "gradwire_operations_total")
+        self._refused = self._make(Counter, "gradwire_submissions_refused_total")
+        self._queue_s = self._make(Histogram, "gradwire_operation_queue_seconds")
+        self._engine_s = self._make(Histogram, "gradwire_operation_engine_seconds")
+        self._tokens = self._make(Counter, "gradwire_tokens_total")
+        self._steps = self._make(Counter, "gradwire_optimizer_steps_total")
+        self._commit_s = self._make(Histogram, "gradwire_journal_commit_seconds")
+        self._commit_writes = self._make(Histogram, "gradwire_journal_commit_writes")
+        self._journal_failures = self._make(Counter, "gradwire_journal_failures_total")
+        self._replay_s = self._make(Histogram, "gradwire_replay_seconds")
+        self._replayed = self._make(Counter, "gradwire_replayed_operations_total")
+        self._loss = self._make(Gauge, "gradwire_loss")
+        self._loss_metric = self._make(Gauge, "gradwire_loss_metric")
+        self._grad_norm = self._make(Gauge, "gradwire_grad_norm")
+        self._run_step = self._make(Gauge, "gradwire_run_step")
+
+    def _make(self, kind: type[M], name: str) -> M:
+        spec = _SPECS[name]
+        buckets: Any = {"buckets": spec.buckets} if spec.buckets else {}
+        return kind(name, spec.help, spec.labels, registry=self.registry, **buckets)
+
+    def know(self, losses: Iterable[pb.LossInfo]) -> None:
+        """The losses that may be labels, with the metrics they declare."""
+        self._losses = {loss.name: frozenset(loss.metrics) for loss in losses}
+
+    # ---- operations ----
+
+    def accepted(self, operation: pb.Operation) -> None:
+        """An operation is durable."""
+        self._accepted.labels(_kind(operation)).inc()
+
+    def refused(self, error: pb.Error) -> None:
+        """A submission was not taken."""
+        self._refused.labels(_code(error.code)).inc()
+
+    def finished(self, run_id: str, operation: pb.Operation, result: pb.OperationResult) -> None:
+        """An operation has its result."""
+        kind, loss = _kind(operation), self._loss_name(operation)
+        self._finished.labels(kind, loss, _outcome(result)).inc()
+        if result.HasField("timings"):
+            self._queue_s.labels(kind).observe(result.timings.queue_s)
+            self._engine_s.labels(kind).observe(result.timings.engine_s)
+        if result.status != pb.STATUS_SUCCEEDED:
+            return
+        body = result.WhichOneof("kind")
+        if body == "loss":
+            self._evaluated(run_id, kind, loss, result.loss)
+        elif body == "optim_step":
+            run = self._run(run_id)
+            self._steps.labels("skipped" if result.optim_step.skipped else "taken").inc()
+            self._grad_norm.labels(run).set(result.optim_step.grad_norm)
+            if run:
+                self._run_step.labels(run).set(result.optim_step.step)
+        elif body == "sample":
+            self._tokens.labels("prompt").inc(result.sample.num_prompt_tokens)
+            self._tokens.labels("sampled").inc(result.sample.num_sampled_tokens)
+
+    def _evaluated(self, run_id: str, kind: str, loss: str, result: pb.LossResult) -> None:
+        self._tokens.labels("scored" if kind == "forward" else "trained").inc(result.num_tokens)
+        self._tokens.labels("loss").inc(result.num_loss_tokens)
+        if not loss:
+            return
+        run = self._run(run_id)
+        if result.HasField("loss"):
+            self._loss.labels(loss, run).set(result.loss)
+        for name in self._losses.get(loss, frozenset()) & result.metrics.keys():
+            self._loss_metric.labels(loss, name, run).set(result.metrics[name])
+
+    def forget(self, run_id: str) -> None:
+        """A run is gone, and so is what has it as a label."""
+        if self._runs.pop(run_id, 0) is None:
+            for gauge in (self._loss, self._loss_metric, self._grad_norm, self._run_step):
+                gauge.remove_by_labels({"run": run_id})
+
+    def _run(self, run_id: str) -> str:
+        if not self._per_run:
+            return ""
+        if run_id not in self._runs and len(self._runs) >= MAX_RUNS:
+            return "other"
+        self._runs[run_id] = None
+        return run_id
+
+    def _loss_name(self, operation: pb.Operation) -> str:
+        kind = operation.WhichOneof("kind")
+        if kind not in ("forward_backward", "forward"):
+            return ""
+        name: str = getattr(operation, kind).loss_fn
+        return name if not name or name in self._losses else "unknown"
+
+    # ---- journal and recovery ----
+
+    def committed(self, writes: int, seconds: float, ok: bool) -> None:
+        """The journal wrote a group; called in its thread."""
+        self._commit_s.observe(seconds)
+        self._commit_writes.observe(writes)
+        if not ok:
+            self._journal_failures.inc()
+
+    def restored(self, operations: int, seconds: float) -> None:
+        """A run is in a new engine."""
+        self._replay_s.observe(seconds)
+        self._replayed.inc(operations)
+
+
+class Present(Collector):
+    """What is, read when asked for.
+
+    Args:
+        backlog: asked in the thread that collects.
+        vitals: of the engine.
+        ready: whether it is.
+    """
+
+    def __init__(self, backlog: Callable[[], Backlog], vitals: Vitals, ready: Callable[[], bool]) -> None:
+        self._backlog, self._vitals, self._ready = backlog, vitals, ready
+
+    def collect(self) -> Iterator[Metric]:
+        backlog, vitals = self._backlog(), self._vitals
+        beat = vitals.beat
+        yield _one("gradwire_runs", backlog.runs)
+        yield _one("gradwire_queue_operations", backlog.operations)
+        yield _one("gradwire_queue_bytes", backlog.bytes)
+        yield _one("gradwire_queue_oldest_seconds", backlog.oldest_s)
+        yield _one("gradwire_queue_early_operations", backlog.early)
+        yield _one("gradwire_engine_ready", self._ready())
+        yield _one("gradwire_engine_heartbeat_age_seconds", vitals.age_s)
+        yield _one("gradwire_engine_restarts_total", vitals.restarts)
+        yield _one("gradwire_engine_busy_ratio", vitals.busy)
+        yield _one("gradwire_engine_request_seconds", beat.request_s)
+        yield _one("gradwire_engine_memory_bytes", beat.memory_bytes)
+        if beat.HasField("device"):
+            memory = _family("gradwire_device_memory_bytes")
+            for state in ("allocated", "peak", "used", "total"):
+                memory.add_metric([state], getattr(beat.device, f"{state}_bytes"))
+            yield memory
+            if beat.device.HasField("utilization"):
+                yield _one("gradwire_device_utilization_ratio", beat.device.utilization)
+        caches = _family("gradwire_cache_requests_total")
+        for name in sorted(beat.caches):
+            caches.add_metric([name, "hit"], beat.caches[name].hits)
+            caches.add_metric([name, "miss"], beat.caches[name].misses)
+        yield caches
+
+
+def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    spec = _SPECS[name]
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    return kind(name, spec.help, labels=spec.labels)
+
+
+def _one(name: str, value: float) -> Metric:
+    family = _family(name)
+    family.add_metric([], value)
+    return family
+
+
+def _kind(operation: pb.Operation) -> str:
+    return operation.WhichOneof("kind") or "unknown"
+
+
+def _outcome(result: pb.OperationResult) -> str:
+    if result.status == pb.STATUS_SUCCEEDED:
+        return "succeeded"
+    return "cancelled" if result.status == pb.STATUS_CANCELLED else _code(result.error.code)
+
+
+def _code(code: pb.ErrorCode.ValueType) -> str:
+    return pb.ErrorCode.Name(code).removeprefix("ERROR_CODE_").lower()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from gradwire_proto.codec import CodecError, Column, decode, digest, encode
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire import errors
+from gradwire import errors, tracing
 from gradwire.errors import (
     AbortedPredecessorError,
     GradwireError,
@@ -83,6 +83,7 @@ class Entry:
         cause: why this side knows that it fails, whatever the server says of it.
         acknowledged: set once the server has it.
         tries: how often it was refused.
+        traceparent: of the span that follows it.
     """
 
     index: int
@@ -94,6 +95,7 @@ class Entry:
     cause: BaseException | None = None
     acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     tries: int = 0
+    traceparent: str = ""
 
 
 class RunQueue:
@@ -186,7 +188,8 @@ class RunQueue:
                 self._computing.add(task)
                 task.add_done_callback(self._computing.discard)
 
-            self._append(Entry(index, label, request, self._failure_seen, start, give_up))
+            first = Entry(index, label, request, self._failure_seen, start, give_up, traceparent=second.traceparent)
+            self._append(first)
             self._append(second)
         self._on_loop(self.on_submitted)
         return future
@@ -233,14 +236,22 @@ class RunQueue:
                 self._failure_seen = max(self._failure_seen, self.base + index)
 
         future: Future[T] = Future(f"{label} of {self.run_id}", self.loop, on_raised=raised)
+        span = tracing.start(label, self.run_id)
 
         def on_result(result: pb.OperationResult, columns: Columns) -> None:
+            span.end()
             try:
                 future._resolve(decode_result(result, columns))
             except Exception as error:  # a result that cannot be read must not stop those behind it
                 future._fail(InternalServerError(f"the server's result of {label} cannot be read: {error!r}"))
 
-        entry = Entry(index, label, request, self._failure_seen, on_result, future._fail)
+        def on_error(error: BaseException) -> None:
+            span.end(error)
+            future._fail(error)
+
+        entry = Entry(
+            index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent
+        )
         future._on_cancel = partial(self._on_loop, lambda: self.on_cancel(entry))
         return entry, future
 
@@ -293,6 +304,7 @@ class RunQueue:
             payload_digest=request.digest,
             # Failures before this client opened the run were another writer's to see.
             failure_seen=max(self.base, entry.failure_seen),
+            traceparent=entry.traceparent,
         )
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:

@@ -13,8 +13,8 @@ from gradwire_server.checks import check_rows
 from gradwire_server.config import CHUNK_BYTES, Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.keys import Caller
-from gradwire_server.quotas import Usage
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
+from gradwire_server.quotas import Usage
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
 

@@ -7,7 +7,7 @@ being carried out cannot be interrupted, and none is sent ahead into the engine'
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -29,7 +29,9 @@ class Turns(Generic[T]):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+        self._waiting: dict[str, deque[T]] = {}
+        self._served: dict[str, int] = {}
+        self._count = 0
         self._asked: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -51,11 +53,11 @@ class Turns(Generic[T]):
         self._waiting.setdefault(owner, deque()).append(item)
 
     def pop(self) -> T:
-        """The next; whoever had it is behind the others then."""
-        owner, waiting = next(iter(self._waiting.items()))
-        item = waiting.popleft()
-        if waiting:
-            self._waiting.move_to_end(owner)
-        else:
+        """The next: of the owner whose last turn is the longest ago."""
+        owner = min(self._waiting, key=lambda owner: self._served.get(owner, 0))
+        self._count += 1
+        self._served[owner] = self._count
+        item = self._waiting[owner].popleft()
+        if not self._waiting[owner]:
             del self._waiting[owner]
         return item

@@ -1,0 +1,233 @@
+"""API keys: made, shown once, revoked at once; and how much each may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.cli import app
+from gradwire_server.config import ServerConfig
+from gradwire_server.keys import KeyFile, Quota
+from gradwire_server.serve import Server
+from gradwire_server.turns import ALONE, SHARED, SHARED_S, Turns
+from support.keyed import Keyed, code_of, outcome
+from typer.testing import CliRunner
+
+from tests.server.front.conftest import Client, Start
+from tests.server.front.fakes import FakeEngine
+
+pytestmark = pytest.mark.anyio
+LIST = pb.ListRunsRequest()
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(app, ["keys", *words])
+
+
+def test_keys_are_made_listed_and_revoked_from_the_command_line(tmp_path: Path) -> None:
+    place = ("--state-dir", str(tmp_path / "state"))
+    made = command("create", "ada", "--admin", "--runs", "3", *place)
+    secret = made.stdout.strip()
+    assert made.exit_code == 0 and re.fullmatch(r"gw_[\w-]{43}", secret)
+    assert command("create", "ada", *place).exit_code == 2
+    assert command("create", "../ada", *place).exit_code == 2
+    listed = command("list", *place).stdout
+    assert "ada" in listed and "admin" in listed and "runs=3" in listed and secret not in listed
+    for file in (tmp_path / "state").iterdir():
+        assert secret not in file.read_text() and file.stat().st_mode & 0o077 == 0
+    other = command("create", "ada", "--replace", *place).stdout.strip()
+    assert other != secret
+    assert command("revoke", "ada", *place).exit_code == 0
+    assert "revoked" in command("list", *place).stdout
+    assert command("revoke", "ada", *place).exit_code == 2
+
+
+async def test_a_revoked_key_is_refused_at_once_and_its_open_streams_with_it(keyed: Any) -> None:
+    async with keyed() as door:
+        ada = await (await door.client("ada")).begin()
+        await ada.fb(1)
+        reading = ada.stub.Results(pb.ResultsRequest(run_id=ada.run_id, from_seq=1))
+        assert (await reading.read()).header.seq == 1
+        root = await door.client("root")
+        root.run_id, root.epoch = ada.run_id, ada.epoch
+        door.file.revoke("ada")
+        assert code_of(await outcome(ada.stub, "ListRuns", LIST)) == "unauthenticated"
+        with pytest.raises(Exception, match="valid API key"):
+            await ada.fb(2)
+        await root.fb(2)
+        with pytest.raises(Exception, match="valid API key"):
+            await reading.read()
+        door.secrets["ada"] = door.file.create("ada")
+        again = await door.client("ada")
+        assert [run.run_id for run in (await again.stub.ListRuns(LIST)).runs] == [ada.run_id]
+
+
+async def test_the_first_key_closes_an_open_door_and_a_lost_file_does_not_open_it(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    async with start() as door:
+        before = await (await door.client()).begin()
+        secret = KeyFile(tmp_path).create("root", "admin")
+        stub = (await door.client()).stub
+        assert code_of(await outcome(stub, "ListRuns", LIST)) == "unauthenticated"
+        assert code_of(await outcome(before.stub, "GetRun", pb.GetRunRequest(run_id=before.run_id))) != "yes"
+        assert [run.run_id for run in (await Keyed(stub, secret).ListRuns(LIST)).runs] == [before.run_id]
+        for content in ("{", '{"keys": [{"name": "x"}]}', ""):
+            file.write_text(content)
+            assert code_of(await outcome(Keyed(stub, secret), "ListRuns", LIST)) == "unauthenticated"
+        file.unlink()
+        assert code_of(await outcome(stub, "ListRuns", LIST)) == "unauthenticated"
+
+
+async def test_with_a_key_the_server_listens_beyond_loopback(tmp_path: Path) -> None:
+    config = ServerConfig(address="0.0.0.0:0", state_dir=tmp_path, models={"tiny": "x"})
+    with pytest.raises(SystemExit, match="gradwire keys create"):
+        async with Server(config, FakeEngine(tmp_path)):
+            pass
+    KeyFile(tmp_path).create("ada")
+    async with Server(config, FakeEngine(tmp_path)) as server:
+        assert server.keys.required
+
+
+async def test_odd_headers_are_no_key(keyed: Any) -> None:
+    async with keyed() as door:
+        stub = (await door.door.client()).stub
+        for value in ("", "Bearer", "Bearer ", "bearer x", door.secrets["ada"][:-1], "Basic " + door.secrets["ada"]):
+            with pytest.raises(Exception, match="valid API key"):
+                await stub.ListRuns(LIST, metadata=(("authorization", value),))
+
+
+# ---- quotas
+
+
+async def test_a_keys_runs_are_bounded(keyed: Any) -> None:
+    async with keyed(limits={"key_runs": 2}, quotas={"bob": Quota(runs=1)}) as door:
+        for name, most in (("ada", 2), ("bob", 1)):
+            client = await door.client(name)
+            for _ in range(most):
+                await client.begin()
+            request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
+            error = await outcome(client.stub, "CreateRun", request)
+            assert code_of(error) == "limit_exceeded" and error.rule == f"runs = {most}"
+            assert "--runs" in error.message
+
+
+async def test_a_keys_queue_is_bounded_over_all_its_runs_and_empties(keyed: Any) -> None:
+    async with keyed(quotas={"bob": Quota(queued_operations=3, queued_bytes=1000)}) as door:
+        runs = [await (await door.client("bob")).begin() for _ in range(2)]
+        ada = await (await door.client("ada")).begin()
+        door.engine.gate.clear()
+        await runs[0].fb(1)
+        assert not (await runs[1].fb(1, "a", bytes(900))).HasField("error")
+        error = (await runs[0].fb(2, "a", bytes(101))).error
+        assert error.rule == "queued_bytes = 1000" and "--queued-bytes" in error.message
+        await runs[0].fb(2)
+        error = (await runs[1].fb(2)).error
+        assert error.code == pb.ERROR_CODE_LIMIT_EXCEEDED and error.rule == "queued_operations = 3"
+        assert not (await ada.fb(1)).HasField("error")
+        door.engine.gate.set()
+        assert await runs[0].statuses(2) == ["ok", "ok"] and await runs[1].statuses(1) == ["ok"]
+        assert not (await runs[1].fb(2, "a", bytes(2000))).HasField("error")  # alone it passes any quota
+        await runs[0].stub.DeleteRun(pb.DeleteRunRequest(run_id=runs[0].run_id))
+        assert await runs[1].statuses(2) == ["ok", "ok"]
+        usage = door.door.server.scheduler.usage("bob")
+        assert (usage.operations, usage.bytes, usage.incoming_bytes) == (0, 0, 0)
+
+
+async def test_a_keys_tokens_run_over_time(keyed: Any) -> None:
+    async with keyed(quotas={"bob": Quota(tokens_per_minute=100)}) as door:
+        bob = await (await door.client("bob")).begin()
+        ids = [pb.TensorSpec(name="input_ids", dtype=pb.DTYPE_UINT8, shape=[60], level_sizes=[1])]
+        payload = (60).to_bytes(4, "little") + bytes(60)
+        assert not (await bob.fb(1, "a", payload, tensors=ids)).HasField("error")
+        error = (await bob.fb(2, "a", payload, tensors=ids)).error
+        assert error.rule == "tokens_per_minute = 100" and re.search(r"fits in 1\d s", error.message)
+        call = pb.SampleCall(prompts=["x"], n=10, max_tokens=10)
+        assert code_of(await outcome(bob.stub, "Sample", pb.SampleRequest(model="tiny", call=call))) == "limit_exceeded"
+        door.door.server.scheduler.usage("bob").spent_at -= 30  # half a minute passes
+        assert not (await bob.fb(2, "a", payload, tensors=ids)).HasField("error")
+
+
+async def test_payloads_on_their_way_are_bounded(keyed: Any) -> None:
+    async with keyed(limits={"max_incoming_bytes": 1000}) as door:
+        first, second = [await (await door.client("ada")).begin() for _ in range(2)]
+        half = first.frames(1, bytes(900), forward_backward=pb.LossCall(loss_fn="a"))[0]
+        half.chunk = half.chunk[:10]
+        await first.send(half)
+        usage = door.door.server.scheduler.usage("ada")
+        while not usage.incoming_bytes:
+            await asyncio.sleep(0.01)
+        error = (await second.fb(1, "a", bytes(101))).error
+        assert error.rule == "max_incoming_bytes = 1000" and "--limit" in error.message
+        first._stream.cancel()
+        while usage.incoming_bytes:
+            await asyncio.sleep(0.01)
+        assert not (await second.fb(1, "a", bytes(101))).HasField("error")
+
+
+# ---- fair turns
+
+
+def test_owners_take_turns_and_each_owners_runs_do() -> None:
+    turns = Turns[str]()
+    for owner, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
+        turns.put(owner, item)
+    assert [turns.pop() for _ in range(len(turns))] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_nothing_is_sent_ahead_while_keys_share_the_server() -> None:
+    now = 0.0
+    turns = Turns[str](lambda: now)
+    turns.put("a", "a1")
+    assert turns.pipe == ALONE
+    turns.put("b", "b1")
+    assert turns.pipe == SHARED
+    now = SHARED_S + 1
+    turns.put("a", "a2")
+    assert turns.pipe == ALONE
+
+
+async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: Any) -> None:
+    """Latency counted in operations of equal length: alone it is one, so twice its own is two."""
+    async with keyed() as door:
+        flood = [await (await door.client("ada")).begin() for _ in range(4)]
+        bob: Client = await (await door.client("bob")).begin()
+        await bob.fb(1)
+        await bob.results(1)
+        engine, between = door.engine, []
+        engine.gate.clear()
+        for run in flood:
+            for seq in range(1, 11):
+                await run.fb(seq)
+        sampling = [
+            asyncio.ensure_future(flood[0].stub.Sample(pb.SampleRequest(model="tiny")).read()) for _ in range(20)
+        ]
+        for seq in range(2, 12):
+            await bob.fb(seq)  # the engine has begun one of ada's, and waits for the gate
+            began = len(engine.seen)
+            engine.gate.set()
+            await bob.results(1, seq)
+            engine.gate.clear()
+            mine = engine.seen.index((bob.run_id, seq))
+            between.append(mine - began)
+        engine.gate.set()
+        assert max(between) <= 1, between
+        assert len([seq for run_id, seq in engine.seen if run_id != bob.run_id]) >= len(between) - 1
+        for run in flood:
+            await run.results(10)
+        await asyncio.gather(*sampling)
+
+
+async def test_the_old_writer_is_told_who_took_its_run_over(keyed: Any) -> None:
+    async with keyed() as door:
+        ada = await (await door.client("ada")).begin()
+        await ada.fb(1)
+        root = await (await door.client("root")).open(ada.run_id, writer="root@desk", takeover=True)
+        error = (await ada.fb(2)).error
+        assert error.code == pb.ERROR_CODE_STALE_EPOCH and "root@desk" in error.message
+        assert not (await root.fb(2)).HasField("error")
+        busy = await outcome(ada.stub, "OpenRun", pb.OpenRunRequest(run_id=ada.run_id, writer="me"))
+        assert code_of(busy) == "run_busy" and "root@desk" in busy.message

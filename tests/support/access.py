@@ -1,0 +1,68 @@
+"""Which key may call which RPC: written down here, held to the service's descriptor and to a running server by
+`tests/server/security/test_access.py`, and shown in SECURITY.md (`python tests/support/access.py` writes it there)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+SECURITY = Path(__file__).parents[2] / "SECURITY.md"
+BEGIN, END = "<!-- access: python tests/support/access.py -->", "<!-- end of access -->"
+
+KEYS = ("no key", "wrong key", "revoked key", "another's key", "read-only key", "owner's key", "admin's key")
+
+PLACES = {
+    "GetServerInfo": "any",
+    "ListModels": "any",
+    "ListLosses": "any",
+    "Encode": "any",
+    "Decode": "any",
+    "CreateRun": "any",
+    "ListRuns": "any",
+    "GetRun": "read",
+    "DeleteRun": "write",
+    "ForkRun": "read",
+    "ShareRun": "write",
+    "OpenRun": "write",
+    "Submit": "write",
+    "Results": "read",
+    "AckResults": "write",
+    "Cancel": "write",
+    "Sample": "read",
+    "ListCheckpoints": "read",
+    "DeleteCheckpoint": "write",
+    "Download": "read",
+}
+"""What a call needs: any live key, or one that may read or write the run that it names."""
+
+
+def expected(rpc: str, key: str) -> str:
+    """What a call with this key, about a run of the owner's, comes to."""
+    if key in KEYS[:3]:
+        return "unauthenticated"
+    if PLACES[rpc] == "any":
+        return "yes"
+    if key == "another's key":
+        return "unknown"
+    return "permission_denied" if PLACES[rpc] == "write" and key == "read-only key" else "yes"
+
+
+def rpcs() -> list[str]:
+    """Of the service, as its descriptor has them."""
+    return [method.name for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods]
+
+
+def table() -> str:
+    rows = [("RPC", *KEYS), ("---",) * (len(KEYS) + 1)]
+    rows += [(f"`{rpc}`", *(expected(rpc, key).replace("_", " ") for key in KEYS)) for rpc in rpcs()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def with_table(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    SECURITY.write_text(with_table(SECURITY.read_text()))

@@ -1,0 +1,57 @@
+"""Calls with an API key, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from gradwire_proto.v1 import training_pb2 as pb
+
+
+class Keyed:
+    """A stub that sends a key with every call; none when it is empty."""
+
+    def __init__(self, stub: Any, secret: str) -> None:
+        self._stub = stub
+        self._metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(getattr(self._stub, name), metadata=self._metadata)
+
+
+async def outcome(stub: Any, rpc: str, *requests: Any) -> pb.Error | Any:
+    """The first answer of an RPC, or the structured error: of the call, or of the acknowledgement."""
+    call = getattr(stub, rpc)
+    try:
+        if rpc == "Submit":
+            stream = call()
+            for request in requests:
+                await stream.write(request)
+            answer = await stream.read()
+            stream.cancel()
+            return answer.error if answer is not grpc.aio.EOF and answer.HasField("error") else answer
+        answered = call(*requests)
+        if hasattr(answered, "read"):
+            answer = await answered.read()
+            answered.cancel()
+            return answer
+        return await answered
+    except grpc.RpcError as error:
+        return error_of(error)
+
+
+def error_of(error: Any) -> pb.Error:
+    """The structured error of a failed call, which every one must have."""
+    metadata = dict(error.trailing_metadata() or ())
+    assert "gradwire-error-bin" in metadata, f"no error from the server: {error.code()} {error.details()}"
+    return pb.Error.FromString(metadata["gradwire-error-bin"])
+
+
+def code_of(answer: Any) -> str:
+    """ "yes", or the code in lower case."""
+    if not isinstance(answer, pb.Error):
+        return "yes"
+    return pb.ErrorCode.Name(answer.code).removeprefix("ERROR_CODE_").lower()

@@ -1,14 +1,13 @@
-"""`gradwire serve` and `gradwire status`."""
+"""`gradwire serve`, and the other commands."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 if TYPE_CHECKING:
     from gradwire_server.serve import Server
@@ -19,8 +18,9 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from gradwire_server import keys_cli
+    from gradwire_server import keys_cli, status_cli
     from gradwire_server.config import Limits, ServerConfig, parse_model
+    from gradwire_server.observability import logs
 except ImportError as missing:
     raise SystemExit(
         f"gradwire: the server is not installed ({missing.name} is missing): pip install 'gradwire[server]'"
@@ -36,10 +36,28 @@ class Durability(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
+class LogLevel(StrEnum):
+    """The choices of --log-level."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """The choices of --log-format."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 app = typer.Typer(
     help="gradwire: the gradients on this machine, the training loop wherever you are.", no_args_is_help=True
 )
 app.add_typer(keys_cli.app, name="keys")
+app.command()(status_cli.status)
+app.command()(status_cli.top)
 console = Console(stderr=True, soft_wrap=True)
 
 
@@ -82,12 +100,18 @@ def serve(
     ready_file: Annotated[Path | None, typer.Option(help="Gets the address once the server listens.")] = None,
     die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
     parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
-    verbose: Annotated[bool, typer.Option(help="Log more.")] = False,
+    metrics_address: Annotated[
+        str, typer.Option(help="HOST:PORT of Prometheus metrics; a PORT alone is on loopback; off when absent.")
+    ] = "",
+    metrics_runs: Annotated[
+        bool, typer.Option("--metrics-runs", help="Label the metrics of training with the run, for 100 runs at most.")
+    ] = False,
+    traces: Annotated[str, typer.Option(help="OTLP/gRPC endpoint of OpenTelemetry traces; off when absent.")] = "",
+    log_level: Annotated[LogLevel, typer.Option(help="info has a line an operation.")] = LogLevel.WARNING,
+    log_format: Annotated[LogFormat, typer.Option(help="json: an object a line.")] = LogFormat.TEXT,
 ) -> None:
     """Holds models and serves training runs."""
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    logs.configure(log_level.value, log_format.value, "front")
     try:
         config = ServerConfig(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
@@ -98,6 +122,8 @@ def serve(
             checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),
             result_retention_s=keep_results_hours * 3600,
             tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca,
+            metrics_address=metrics_address, metrics_runs=metrics_runs, traces=traces,
+            log_level=log_level.value, log_format=log_format.value,
             insecure_bind=insecure_bind, limits=Limits.model_validate(dict(map(_limit, limit or ()))),
         )  # fmt: skip
     except ValidationError as error:
@@ -172,46 +198,13 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     )
     if not server.keys.required:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
+    if server.metrics_address:
+        console.print(f"metrics: http://{server.metrics_address}/metrics", markup=False)
     print(f"gradwire: listening on {server.address}", flush=True)
     if ready_file is not None:
         partial = ready_file.with_name(ready_file.name + ".partial")
         partial.write_text(server.address + "\n")
         partial.rename(ready_file)
-
-
-@app.command()
-def status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of a server.")] = "127.0.0.1:50051",
-    api_key: Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")] = "",
-) -> None:
-    """Says what a server holds and what its runs are doing."""
-    import grpc
-    from gradwire_proto.v1 import training_pb2 as pb
-    from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-
-    metadata: Any = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-    out = Console()
-    with grpc.insecure_channel(address) as channel:
-        stub = TrainingServiceStub(channel)
-        try:
-            info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5, metadata=metadata)
-            runs = stub.ListRuns(pb.ListRunsRequest(page_size=50), timeout=5, metadata=metadata).runs
-        except grpc.RpcError as error:
-            console.print(f"gradwire: {address}: {error.details()}", style="red", markup=False)
-            raise typer.Exit(1) from None
-    engine = "ready" if info.engine_ready else "starting"
-    out.print(f"gradwire {info.version} on {info.device}, engine {engine}, up {info.uptime_s:.0f} s")
-    out.print(f"durability {info.durability}")
-    table = Table()
-    for column in ("run", "name", "model", "step", "accepted", "applied", "checkpoint"):
-        table.add_column(column)
-    for run in runs:
-        table.add_row(
-            run.run_id, run.config.name, run.config.base_model, str(run.step), str(run.accepted_seq),
-            str(run.applied_seq), run.latest_checkpoint.partition("/")[2],
-        )  # fmt: skip
-    out.print(table)
-    out.print("limits: " + ", ".join(f"{name}={value}" for name, value in sorted(info.limits.items())), markup=False)
 
 
 def main() -> None:

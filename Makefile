@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | lint | docs | proto
+# make setup | demo | test | test-slow | test-faults | lint | docs | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -34,6 +34,10 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --requirement tests/parity/requirements.txt
 	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	touch $@
+
+# Everything that is broken for real, long and short form, each saying what was tried and what was lost.
+test-faults: setup
+	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 
 lint: setup
 	$(BIN)/ruff check .

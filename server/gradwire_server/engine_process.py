@@ -96,6 +96,7 @@ class _Connection:
         self.link, self.process, self._vitals = link, process, vitals
         self.waiting: dict[int, asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]]] = {}
         self.outgoing: asyncio.Queue[tuple[engine_pb2.EngineRequest, Sequence[Buffer]]] = asyncio.Queue()
+        self.worked = False
 
     async def send(self) -> None:
         while True:
@@ -110,6 +111,7 @@ class _Connection:
             answer = self.waiting.pop(reply.id, None)
             if answer is not None and not answer.done():
                 answer.set_result((reply, payload))
+                self.worked = True
 
     def lost(self) -> None:
         for position, answer in enumerate(self.waiting.values()):
@@ -131,7 +133,7 @@ class EngineProcess:
         self._ids = itertools.count(1)
         self._connection: _Connection | None = None
         self._ready = asyncio.Event()
-        self._stopping = False
+        self._stopping = self._worked = False
         self._supervisor: asyncio.Task[None] | None = None
         self.generation = 0
         self.vitals = Vitals(config.heartbeat_stale_s)
@@ -191,7 +193,7 @@ class EngineProcess:
         failures = 0
         while not self._stopping:
             await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
-            began = asyncio.get_running_loop().time()
+            began, self._worked = asyncio.get_running_loop().time(), False
             try:
                 await self._live(started)
             except (RpcError, LinkClosed, OSError) as error:
@@ -200,7 +202,8 @@ class EngineProcess:
                     return
                 if not self._stopping:
                     log.error("the engine ended: %s", error)
-            failures = 1 if asyncio.get_running_loop().time() - began > HEALTHY_S else failures + 1
+            healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
+            failures = 1 if healthy else failures + 1
 
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
@@ -237,6 +240,7 @@ class EngineProcess:
         finally:
             self._ready.clear()
             self._connection = None
+            self._worked = connection.worked
             self._on_change(False)
             for task in tasks:
                 task.cancel()

@@ -1,0 +1,72 @@
+"""What the faults are compared with: the same training loop, left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.stage import Stage, wait_for
+
+SETTINGS: dict[str, Any] = {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}}
+"""Dropout draws from the run's generators: they must survive as well."""
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    seed = int(os.environ.get("GRADWIRE_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"seed {seed} (GRADWIRE_SEED repeats it)")
+    return seed
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@dataclass(frozen=True)
+class Calm:
+    """What a training loop gives that nobody disturbs."""
+
+    seed: int
+    count: int
+    results: dict[int, Any]
+    state: dict[str, Any]
+
+
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture(scope="session")
+def left_alone(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Calm]:
+    """(seed, operations) -> what comes out."""
+
+    def run(seed: int, count: int) -> Calm:
+        stage = Stage(tiny_model_path, tmp_path_factory.mktemp("calm")).start()
+        try:
+            run_id = stage.create(**SETTINGS)
+            stage.run_client(run_id, seed, count)
+            wait_for("the loop that is left alone", stage.finished, 600)
+            results = stage.results()
+            assert sorted(results) == list(range(1, count + 1))
+            return Calm(seed, count, results, stage.state_of(run_id))
+        finally:
+            stage.close()
+
+    return run
+
+
+@pytest.fixture
+def stage(tiny_model_path: Path, tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tiny_model_path, tmp_path).start()
+    yield stage
+    stage.close()

@@ -1,0 +1,124 @@
+"""Client, engine and server killed at every named point and at random moments: nothing lost, nothing twice, and in the
+end the same bits as when nobody was killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from gradwire_server.crash import POINTS
+from support.stage import Stage, kill, wait_for
+
+from tests.faults.conftest import SETTINGS, Calm
+
+SHORT = (
+    "operation.before_ack",
+    "engine.inside_optim_step",
+    "engine.before_reply",
+    "engine.after_rename",
+    "checkpoint.before_row",
+    "result.before_commit",
+)
+
+
+def compare(stage: Stage, run_id: str, calm: Calm) -> None:
+    results = stage.results()
+    differ = [number for number, value in results.items() if calm.results[number] != value]
+    assert not differ, f"results that differ from those of the run left alone: {differ[:10]}"
+    accepted, applied, unfinished = stage.query(
+        "SELECT accepted_seq, applied_seq, (SELECT count(*) FROM operations WHERE run_id = runs.run_id AND status = 0)"
+        " FROM runs WHERE run_id = ?",
+        run_id,
+    )[0]
+    assert (accepted, applied, unfinished) == (calm.count, calm.count, 0)
+    assert stage.state_of(run_id) == calm.state
+    print(f"{calm.count} operations: {len(results)} results seen and equal, state equal bit for bit, nothing lost")
+
+
+def die_at(stage: Stage, points: tuple[str, ...], calm: Calm) -> None:
+    run_id = stage.create(**SETTINGS)
+    stage.crash_file.write_text(points[0])
+    stage.run_client(run_id, calm.seed, calm.count)
+    for point, following in zip(points, (*points[1:], ""), strict=True):
+        wait_for(f"a death at {point}", lambda: stage.finished() or not stage.crash_file.exists())
+        assert not stage.crash_file.exists(), f"the loop ended before {point} was reached"
+        reached = stage.applied(run_id)
+        if following:
+            stage.crash_file.write_text(following)
+        if not point.startswith("engine."):
+            wait_for("the server's end", lambda: stage.server_died)
+            stage.restart_server()
+        print(f"died at {point}, {reached} operations applied")
+    wait_for("the loop's end", stage.finished)
+    compare(stage, run_id, calm)
+
+
+def test_a_death_at_a_named_point_costs_nothing(
+    stage: Stage, seed: int, left_alone: Callable[[int, int], Calm]
+) -> None:
+    die_at(stage, SHORT, left_alone(seed, 25 * len(SHORT)))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+def test_a_death_at_every_named_point_costs_nothing(
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    points = [*POINTS, *POINTS]
+    rng.shuffle(points)
+    die_at(stage, tuple(points), left_alone(seed, 25 * len(points)))
+
+
+def storm(stage: Stage, kills: int, rng: random.Random, calm: Calm) -> None:
+    killed: Counter[str] = Counter()
+    run_id, runs, before = "", 0, 0
+    began = time.monotonic()
+
+    def under_way() -> bool:
+        return stage.finished() or stage.applied(run_id) > before
+
+    while killed.total() < kills:
+        if not run_id:
+            run_id, before, runs = stage.create(**SETTINGS), 0, runs + 1
+            stage.out.unlink(missing_ok=True)
+            stage.run_client(run_id, calm.seed, calm.count)
+        wait_for("an operation to be applied", under_way)
+        time.sleep(rng.uniform(0, 0.3))
+        if stage.finished():
+            compare(stage, run_id, calm)
+            run_id = ""
+            continue
+        before = stage.applied(run_id)
+        who = rng.choice(("client", "engine", "server"))
+        assert stage.client is not None
+        pid = {"client": stage.client.pid, "engine": stage.engine_pid, "server": stage.server.process.pid}[who]
+        if pid is None or not kill(pid):
+            continue
+        killed[who] += 1
+        if who == "server":
+            stage.restart_server()
+        elif who == "client":
+            stage.restart_client()
+    if run_id:
+        wait_for("the loop's end", stage.finished)
+        compare(stage, run_id, calm)
+    took = time.monotonic() - began
+    print(f"kill -9 of {dict(killed)} in {runs} runs of {calm.count} operations, {took:.0f} s: nothing lost or twice")
+
+
+def test_kills_at_random_moments_cost_nothing(
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    storm(stage, 5, rng, left_alone(seed, 150))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+def test_two_hundred_kills_at_random_moments_cost_nothing(
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    storm(stage, int(os.environ.get("GRADWIRE_KILLS", "200")), rng, left_alone(seed, 500))

@@ -1,0 +1,146 @@
+"""A server on a port of its own that a test kills and starts again, and the training loop that talks to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+
+from support import program
+from support.server import Server
+
+PATIENCE_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.01)
+    return value
+
+
+def kill(pid: int) -> bool:
+    """Whether there was something to kill."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Stage:
+    """One state folder, one server, one training loop.
+
+    Args:
+        flags: of `gradwire serve`. Checkpoints every few steps, so that recoveries meet them.
+    """
+
+    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.crash_file = folder / "crash"
+        self.out = folder / "results.jsonl"
+        address = f"127.0.0.1:{free_port()}"
+        folder.mkdir(exist_ok=True)
+        flags = ("--address", address, "--checkpoint-every-steps", "7", "--threads", "1", *flags)
+        self.server = Server(model, folder / "state", *flags)
+        self.client: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Stage:
+        os.environ["GRADWIRE_CRASH_FILE"] = str(self.crash_file)
+        try:
+            self.server.start()
+        finally:
+            del os.environ["GRADWIRE_CRASH_FILE"]
+        return self
+
+    def create(self, **settings: Any) -> str:
+        with gradwire.sync.connect(self.server.address) as service:
+            return str(service.create_run("tiny", **settings).run_id)
+
+    def run_client(self, run_id: str, seed: int, count: int) -> None:
+        """Starts the training loop, or starts it again."""
+        self._loop = (self.server.address, run_id, str(seed), str(count), str(self.out))
+        self.client = subprocess.Popen([sys.executable, program.__file__, *self._loop])
+
+    def restart_client(self) -> None:
+        assert self.client is not None
+        self.client.wait(30)
+        self.client = subprocess.Popen([sys.executable, program.__file__, *self._loop])
+
+    def restart_server(self) -> None:
+        self.server.process.wait(30)
+        assert self.server.process.stdout is not None
+        self.server.process.stdout.close()
+        self.start()
+
+    @property
+    def engine_pid(self) -> int | None:
+        pid = self.server.process.pid
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None
+
+    @property
+    def server_died(self) -> bool:
+        return self.server.process.poll() is not None
+
+    def finished(self) -> bool:
+        """Whether the training loop came to its end."""
+        assert self.client is not None
+        code = self.client.poll()
+        assert code in (None, 0), f"the client ended with {code}"
+        return code == 0
+
+    def results(self) -> dict[int, Any]:
+        return program.read_lines(self.out)
+
+    def query(self, sql: str, *values: Any) -> list[Any]:
+        """Reads the server's database from outside."""
+        connection = sqlite3.connect(f"file:{self.folder}/state/gradwire.db?mode=ro", uri=True, timeout=10)
+        try:
+            return connection.execute(sql, values).fetchall()
+        finally:
+            connection.close()
+
+    def applied(self, run_id: str) -> int:
+        return int(self.query("SELECT applied_seq FROM runs WHERE run_id = ?", run_id)[0][0])
+
+    def state_of(self, run_id: str) -> dict[str, Any]:
+        """Checksums of everything that the run is: weights, moments, accumulated gradients, moving average,
+        generators; and how many steps it took."""
+        with gradwire.sync.connect(self.server.address, connect_timeout=60) as service:
+            run = service.get_training_client(run_id)
+            run.save_checkpoint("final").result(PATIENCE_S)
+        manifest = self.folder / "state" / "runs" / run_id / "checkpoints" / "final" / "manifest.json"
+        content = json.loads(manifest.read_text())["content"]
+        return {"step": content["step"], "seq": content["seq"]} | {
+            name: stored["blake2b"] for name, stored in content["files"].items()
+        }
+
+    def close(self) -> None:
+        for process in (self.client, self.server.process):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                process.wait(30)
+        if self.server.process.stdout is not None:
+            self.server.process.stdout.close()

@@ -21,7 +21,7 @@ from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Ter
 from gradwire_losses.policy import probability_ratio
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
-from gradwire_losses.tinker import MASK, TARGET_TOKENS
+from gradwire_losses.tinker import MASK, TARGET_TOKENS, written
 
 
 class ImportanceSamplingConfig(PolicyConfig):
@@ -148,6 +148,9 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     terms = {"policy": policy}
     if config.beta and kl is not None:
         terms["kl"] = Term(config.beta * kl.sum(), count, unit)
+    if tinker:
+        there = written(batch)
+        ratio, advantages, kl = ratio[there], advantages[there], None if kl is None else kl[there]
     metrics: dict[str, Metric] = {
         "policy_loss": policy.metric(),
         "is_ratio_mean": Mean.of(ratio),

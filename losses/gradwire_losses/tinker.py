@@ -4,6 +4,9 @@ Entry t of every field is about the prediction made after reading ``input_ids[..
 predicted there, ``weights`` or ``advantages`` what it counts. A sum is not averaged: the calls of one accumulation add
 up, and who wants a mean divides the weights. ``importance_sampling`` takes this form too.
 
+A prompt's predictions are masked, or have advantage 0 and, as nobody sampled them, 0 in place of a log-probability:
+such entries are placeholders, which add nothing to a sum, and no metric and no row's ratio counts them.
+
 ``T`` predictions, ``K`` candidates at each, ``S`` rows. Names, fields and defaults: Tinker's documentation, "Losses".
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from typing import Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -116,15 +120,20 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
     )
 
 
-def plain_sum(losses: Tensor, ratio: Tensor, clipped: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> LossOutput:
-    """The sum as a loss, and the metrics of this file's policy losses. All ``[T]``."""
-    term = Term(losses.sum(), 1, "sum")
+def written(batch: Batch) -> Tensor:
+    """``[T]`` bool: which predictions were sampled, and are no placeholders of a prompt."""
+    return (batch["advantages"] != 0) | (batch["logprobs"] != 0)
+
+
+def plain_sum(batch: Batch, scores: Scores, losses: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
+    """The sum as a loss, and the metrics of this file's policy losses. ``losses``, ``ratio``, ``clipped``: ``[T]``."""
+    term, there = Term(losses.sum(), 1, "sum"), written(batch)
     metrics: dict[str, Metric] = {
         "loss:sum": term.metric(),
-        "ratio_mean": Mean.of(ratio),
-        "ratio_max": Max.of(ratio),
-        "clip_fraction": Mean.of(clipped),
-        "approx_kl": Mean.of(kl_estimate(old_logprobs, logprobs, "k3")),
+        "ratio_mean": Mean.of(ratio[there]),
+        "ratio_max": Max.of(ratio[there]),
+        "clip_fraction": Mean.of(clipped[there]),
+        "approx_kl": Mean.of(kl_estimate(batch["logprobs"], scores.logprobs, "k3")[there]),
     }
     return LossOutput({"policy": term}, metrics)
 
@@ -159,7 +168,7 @@ def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
     losses, clipped = clipped_surrogate(
         ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(losses, ratio, clipped, scores.logprobs, old)
+    return plain_sum(batch, scores, losses, ratio, clipped)
 
 
 class CISPOConfig(ClipConfig):
@@ -189,7 +198,7 @@ def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
     losses, clipped = weighted_surrogate(
         ratio, scores.logprobs, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(losses, ratio, clipped, scores.logprobs, old)
+    return plain_sum(batch, scores, losses, ratio, clipped)
 
 
 class DROConfig(TemperatureConfig):
@@ -213,8 +222,9 @@ def dro(batch: Batch, scores: Scores, config: DROConfig) -> LossOutput:
     old = batch["logprobs"]
     log_ratio = scores.logprobs - old
     losses = -(batch["advantages"] * scores.logprobs - 0.5 * config.beta * log_ratio.square())
+    losses = torch.where(written(batch), losses, 0.0)
     ratio = probability_ratio(scores.logprobs, old)
-    return plain_sum(losses, ratio, ratio.new_zeros(len(ratio)), scores.logprobs, old)
+    return plain_sum(batch, scores, losses, ratio, torch.zeros_like(ratio))
 
 
 class GSPOConfig(ClipConfig):
@@ -233,7 +243,7 @@ class GSPOConfig(ClipConfig):
             "sequence_ratio_mask",
             "bool",
             ROW_TOKENS,
-            "1 where a prediction is part of the row's ratio: what the policy wrote; all that counts by default.",
+            "1 where a prediction is part of the row's ratio; by default all but a prompt's placeholders.",
             aligned_with="input_ids",
         ),
     ),
@@ -253,10 +263,10 @@ def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
     old, lengths = batch["logprobs"], batch.row_lengths
     log_ratios = scores.logprobs.detach() - old
     mask = batch.get("sequence_ratio_mask")
-    counted = log_ratios.new_ones(len(log_ratios)) if mask is None else mask.to(log_ratios.dtype)
+    counted = (written(batch) if mask is None else mask).to(log_ratios.dtype)
     mean = segment_sum(log_ratios * counted, lengths) / segment_sum(counted, lengths).clamp(min=1)
     ratio = own_gradient_ratio(scores.logprobs, mean[segment_ids(lengths)])
     losses, clipped = clipped_surrogate(
         ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(losses, ratio, clipped, scores.logprobs, old)
+    return plain_sum(batch, scores, losses, ratio, clipped)

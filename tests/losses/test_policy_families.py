@@ -301,6 +301,26 @@ def test_an_entry_of_targets_is_about_what_follows_its_token(rng: np.random.Gene
     assert part.read_positions.tolist() == [0, 2, 3]
 
 
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_a_prompts_placeholders_are_as_good_as_a_mask(loss: str, rng: np.random.Generator) -> None:
+    """Tinker's batches have 0 for the log-probabilities and advantages of a prompt, and no mask."""
+    columns = {
+        "input_ids": [[5, 6, 7, 8]],
+        "target_tokens": [[6, 7, 8, 9]],
+        "logprobs": [[0.0, 0.0, -1.0, -2.0]],
+        "advantages": [[0.0, 0.0, 1.0, 2.0]],
+    }
+    drawn = case(loss, lambda _: columns, None).draw(rng)
+    placeholders, found = drawn.output(), gradient(drawn)
+    masked = drawn.output(
+        batch=read(loss, columns | {"mask": [[0, 0, 1, 1]]}), scores={"logprobs": drawn.scores["logprobs"][2:]}
+    )
+    assert placeholders.loss().item() == pytest.approx(masked.loss().item())
+    mine, other = ({name: metric.value() for name, metric in o.metrics.items()} for o in (placeholders, masked))
+    assert mine == pytest.approx(other, nan_ok=True)
+    assert found[:2].tolist() == [0.0, 0.0]
+
+
 def test_token_aligned_rows_are_read_one_token_before(rng: np.random.Generator) -> None:
     batch = read("causal_lm", {"input_ids": [[5, 6, 7], [8], [1, 2]], "loss_mask": [[1, 0, 1], [1], [1, 1]]})
     assert batch.own_positions.tolist() == [2, 5]

@@ -249,9 +249,7 @@ class RunQueue:
             span.end(error)
             future._fail(error)
 
-        entry = Entry(
-            index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent
-        )
+        entry = Entry(index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent)
         future._on_cancel = partial(self._on_loop, lambda: self.on_cancel(entry))
         return entry, future
 

@@ -252,7 +252,6 @@ class EngineProcess:
             if not self._stopping:
                 log.warning("the engine process %d ended with code %d", process.pid, code)
 
-
     async def _watch(self) -> None:
         """Tells of an engine that is there and gives no sign, and of one that gives them again."""
         alive = True

@@ -172,7 +172,9 @@ class RolloutManager:
         plan = [
             (Task.of(task), first_group + index, member) for index, task in enumerate(tasks) for member in range(size)
         ]
-        collection = _Collection(self, plan, size, seed, params or self.params)
+        collection = _Collection(
+            self, plan, size, seed, derive_seed(seed, "sampling", first_group), params or self.params
+        )
         return await collection.run()
 
     def worker(self, params: SamplingParams) -> RLRolloutWorker:
@@ -193,13 +195,19 @@ class _Collection:
     """One call of :meth:`RolloutManager.collect`."""
 
     def __init__(
-        self, manager: RolloutManager, plan: list[tuple[Task, int, int]], size: int, seed: int, params: SamplingParams
+        self,
+        manager: RolloutManager,
+        plan: list[tuple[Task, int, int]],
+        size: int,
+        seed: int,
+        sampling_seed: int,
+        params: SamplingParams,
     ) -> None:
         self._manager, self._plan, self._size, self._seed = manager, plan, size, seed
         self._worker = manager.worker(params)
         self._batcher = GenerationBatcher(
             manager.inference,
-            seed=seed,
+            seed=sampling_seed,
             deterministic=manager._deterministic,
             max_batch=manager._max_batch,
             patience_s=manager._patience_s,
@@ -288,24 +296,29 @@ class _Collection:
     def _result(self) -> Rollouts:
         kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i][1]] == self._size]
         seconds = time.monotonic() - self._started
-        status = [each.status for each in kept]
-        steps = [len(each.steps) for each in kept]
-        statistics = RolloutStatistics(
-            trajectories=len(kept),
-            completed=status.count("completed"),
-            truncated=status.count("truncated"),
-            failed=status.count("failed"),
-            timeout=status.count("timeout"),
-            dropped=len(self._plan) - len(kept),
-            avg_trajectory_length=float(np.mean(steps)) if steps else 0.0,
-            max_trajectory_length=max(steps, default=0),
-            avg_tokens=float(np.mean([each.num_tokens for each in kept])) if kept else 0.0,
-            tokens_per_second=self._batcher.statistics.tokens / max(seconds, 1e-9),
-            seconds=seconds,
-            sampler=self._batcher.statistics,
-        )
-        errors: dict[str, int] = {}
-        for each in kept:
-            if each.error:
-                errors[each.error] = errors.get(each.error, 0) + 1
-        return Rollouts(kept, statistics, errors)
+        return summarised(kept, len(self._plan) - len(kept), seconds, self._batcher.statistics)
+
+
+def summarised(trajectories: list[Trajectory], dropped: int, seconds: float, sampler: SamplerStatistics) -> Rollouts:
+    """Trajectories with their statistics."""
+    status = [each.status for each in trajectories]
+    steps = [len(each.steps) for each in trajectories]
+    statistics = RolloutStatistics(
+        trajectories=len(trajectories),
+        completed=status.count("completed"),
+        truncated=status.count("truncated"),
+        failed=status.count("failed"),
+        timeout=status.count("timeout"),
+        dropped=dropped,
+        avg_trajectory_length=float(np.mean(steps)) if steps else 0.0,
+        max_trajectory_length=max(steps, default=0),
+        avg_tokens=float(np.mean([each.num_tokens for each in trajectories])) if trajectories else 0.0,
+        tokens_per_second=sampler.tokens / max(seconds, 1e-9),
+        seconds=seconds,
+        sampler=sampler,
+    )
+    errors: dict[str, int] = {}
+    for each in trajectories:
+        if each.error:
+            errors[each.error] = errors.get(each.error, 0) + 1
+    return Rollouts(trajectories, statistics, errors)

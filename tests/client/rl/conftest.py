@@ -64,6 +64,6 @@ class RuleInference:
         raise NotImplementedError
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rule_inference() -> Callable[..., RuleInference]:
     return RuleInference

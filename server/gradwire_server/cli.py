@@ -21,6 +21,7 @@ try:
     from gradwire_server import keys_cli, status_cli
     from gradwire_server.config import Limits, ServerConfig, parse_model
     from gradwire_server.observability import logs
+    from gradwire_server.observability.vitals import STALE_S
 except ImportError as missing:
     raise SystemExit(
         f"gradwire: the server is not installed ({missing.name} is missing): pip install 'gradwire[server]'"
@@ -100,6 +101,9 @@ def serve(
     ready_file: Annotated[Path | None, typer.Option(help="Gets the address once the server listens.")] = None,
     die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
     parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
+    heartbeat_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence after which the engine is not ready (grpc.health.v1).")
+    ] = STALE_S,
     metrics_address: Annotated[
         str, typer.Option(help="HOST:PORT of Prometheus metrics; a PORT alone is on loopback; off when absent.")
     ] = "",
@@ -123,7 +127,7 @@ def serve(
             result_retention_s=keep_results_hours * 3600,
             tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca,
             metrics_address=metrics_address, metrics_runs=metrics_runs, traces=traces,
-            log_level=log_level.value, log_format=log_format.value,
+            log_level=log_level.value, log_format=log_format.value, heartbeat_stale_s=heartbeat_timeout,
             insecure_bind=insecure_bind, limits=Limits.model_validate(dict(map(_limit, limit or ()))),
         )  # fmt: skip
     except ValidationError as error:

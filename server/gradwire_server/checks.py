@@ -98,6 +98,17 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
     return None
 
 
+def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error | None:
+    """As :func:`check_sample`, for a sampling outside a run."""
+    longest = max((len(prompt.ids) for prompt in request.prompt_ids), default=0)
+    if longest > limits.max_row_tokens:
+        return _limit(f"{longest} tokens in a prompt", "max_row_tokens", limits.max_row_tokens, "prompt_ids")
+    if len(request.model) > limits.max_string_chars:
+        what = f"{len(request.model)} characters in model"
+        return _limit(what, "max_string_chars", limits.max_string_chars, "model")
+    return check_sample(request.call, len(request.prompt_ids), limits)
+
+
 def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limits) -> pb.Error | None:
     """That no row of token ids is too long; reads no more of the payload than the rows' lengths."""
     offset = 0

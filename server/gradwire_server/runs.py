@@ -197,7 +197,7 @@ class Runs:
             raise RpcError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"the server keeps {self._max_runs} runs already (--limit max_runs=N); delete one first",
-                rule=f"runs <= {self._max_runs}",
+                rule=f"max_runs = {self._max_runs}",
             )
         self._records[record.run_id] = record
         values = {name: getattr(record, name) for name in _COLUMNS}

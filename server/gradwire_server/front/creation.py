@@ -35,7 +35,7 @@ class Creator:
         config = pb.RunConfig()
         config.CopyFrom(request.config)
         config.base_model = self.model(config.base_model, "base_model")
-        self._check(config)
+        self._check(config, request.idempotency_key)
         return await self._once(new_record(owner, config, request.idempotency_key, _content(request)))
 
     async def fork(self, request: pb.ForkRunRequest, caller: Caller) -> RunRecord:
@@ -45,7 +45,7 @@ class Creator:
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
         config.seed, config.name = request.seed, request.name
-        self._check(config)
+        self._check(config, request.idempotency_key)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))
         known = self._known(record)
         if known is None:
@@ -100,7 +100,7 @@ class Creator:
             )
         return known
 
-    def _check(self, config: pb.RunConfig) -> None:
+    def _check(self, config: pb.RunConfig, key: str) -> None:
         if config.head not in HEADS:
             raise _invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
         if config.head == "classification" and config.num_labels < 2:
@@ -117,7 +117,11 @@ class Creator:
                     f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha"
                 )
         modules = config.lora.target_modules
-        texts = [("name", config.name), *(("tags", text) for pair in config.tags.items() for text in pair)]
+        texts = [
+            ("name", config.name),
+            ("idempotency_key", key),
+            *(("tags", text) for pair in config.tags.items() for text in pair),
+        ]
         texts += [("lora.target_modules", module) for module in modules]
         for field, count in (("tags", len(config.tags)), ("lora.target_modules", len(modules))):
             if count > self._limits.max_tags:

@@ -11,7 +11,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceServicer
 
-from gradwire_server.checks import check_sample
+from gradwire_server.checks import check_sample_request
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError, unknown_checkpoint
@@ -154,7 +154,7 @@ class TrainingService(TrainingServiceServicer):
     # ---- sampling outside a run ----
 
     async def Sample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
-        refusal = check_sample(request.call, len(request.prompt_ids), self._config.limits)
+        refusal = check_sample_request(request, self._config.limits)
         if refusal is not None:
             raise RpcError.of(refusal)
         asked = pb.SampleRequest()

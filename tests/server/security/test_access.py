@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -120,8 +121,8 @@ async def test_a_run_is_shared_only_with_a_key_that_exists(keyed: Any) -> None:
 
 def naming(path: str) -> list[dict[str, Any]]:
     """Operations that read a checkpoint."""
-    kwargs = '{"reference_model": "%s"}' % path
-    escaped = '{"\\u0072eference_model": "%s"}' % path.replace("r", "\\u0072", 1)
+    kwargs = json.dumps({"reference_model": path})
+    escaped = kwargs.replace("r", "\\u0072")
     return [
         {"load_checkpoint": pb.LoadCheckpoint(checkpoint=path)},
         {"forward": pb.LossCall(model=path)},

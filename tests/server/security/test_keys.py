@@ -15,6 +15,7 @@ from gradwire_server.keys import KeyFile, Quota
 from gradwire_server.serve import Server
 from gradwire_server.turns import ALONE, SHARED, SHARED_S, Turns
 from support.keyed import Keyed, code_of, outcome
+from support.scripted import until
 from typer.testing import CliRunner
 
 from tests.server.front.conftest import Client, Start
@@ -158,13 +159,11 @@ async def test_payloads_on_their_way_are_bounded(keyed: Any) -> None:
         half.chunk = half.chunk[:10]
         await first.send(half)
         usage = door.door.server.scheduler.usage("ada")
-        while not usage.incoming_bytes:
-            await asyncio.sleep(0.01)
+        await until(lambda: usage.incoming_bytes)
         error = (await second.fb(1, "a", bytes(101))).error
         assert error.rule == "max_incoming_bytes = 1000" and "--limit" in error.message
         first._stream.cancel()
-        while usage.incoming_bytes:
-            await asyncio.sleep(0.01)
+        await until(lambda: not usage.incoming_bytes)
         assert not (await second.fb(1, "a", bytes(101))).HasField("error")
 
 

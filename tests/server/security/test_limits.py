@@ -1,0 +1,175 @@
+"""Each limit has a default, a flag and an error that names it; what is no tensor, name or number does not pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire_proto import codec
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import Limits
+from support.keyed import code_of, outcome
+
+from tests.server.front.conftest import Start
+
+pytestmark = pytest.mark.anyio
+
+
+def ids(*rows: list[int], name: str = "input_ids") -> dict[str, Any]:
+    specs, buffers = codec.encode({name: codec.Column.from_rows([np.array(row, np.int32) for row in rows])})
+    return {"payload": b"".join(buffers), "tensors": specs}
+
+
+LOSS = {"forward_backward": pb.LossCall(loss_fn="a")}
+SAMPLE: dict[str, Any] = {"prompts": ["x", "y"], "n": 1, "max_tokens": 1}
+
+
+def sample(**call: Any) -> dict[str, Any]:
+    return {"sample": pb.SampleCall(**SAMPLE | call)}
+
+
+OPERATIONS: list[tuple[str, int, dict[str, Any]]] = [
+    ("max_payload_bytes", 10, {**LOSS, **ids([1, 2, 3])}),
+    ("max_tensors", 1, {**LOSS, "payload": b"ab", "tensors": [
+        pb.TensorSpec(name=name, dtype=pb.DTYPE_UINT8, shape=[1]) for name in "ab"]}),
+    ("max_rows", 1, {**LOSS, **ids([1], [2])}),
+    ("max_row_tokens", 2, {**LOSS, **ids([1], [1, 2, 3])}),
+    ("max_row_tokens", 2, {**LOSS, **ids([1], [1, 2, 3], name="chosen_input_ids")}),
+    ("max_batch_tokens", 3, {**LOSS, **ids([1, 2], [3, 4])}),
+    ("max_rows", 1, sample()),
+    ("max_samples", 9, sample(n=5)),
+    ("max_sample_tokens", 8, sample(max_tokens=9)),
+    ("max_stops", 2, sample(stop=["a", "b", "c"])),
+    ("max_stops", 2, sample(stop_token_ids=[1, 2, 3])),
+    ("max_stop_chars", 3, sample(stop=["abcd"])),
+    ("max_text_chars", 3, sample(prompts=["abcd"])),
+    ("max_kwargs_chars", 10, {"forward": pb.LossCall(loss_kwargs_json='{"a": "0123456"}')}),
+    ("max_string_chars", 5, {"forward": pb.LossCall(loss_fn="abcdef")}),
+    ("max_string_chars", 5, {"forward": pb.LossCall(outputs=["abcdef"])}),
+    ("max_string_chars", 5, {"save_checkpoint": pb.SaveCheckpoint(note="abcdef")}),
+    ("max_string_chars", 5, {"backward": pb.Backward(abandoned="abcdef")}),
+]  # fmt: skip
+CALLS: list[tuple[str, int, str, Any]] = [
+    ("max_rows", 1, "Sample", pb.SampleRequest(model="tiny", prompt_ids=[pb.TokenIds(ids=[1])] * 2)),
+    ("max_sample_tokens", 8, "Sample", pb.SampleRequest(model="tiny", call=pb.SampleCall(max_tokens=9))),
+    ("max_row_tokens", 2, "Sample", pb.SampleRequest(model="tiny", prompt_ids=[pb.TokenIds(ids=[1, 2, 3])])),
+    ("max_string_chars", 5, "Sample", pb.SampleRequest(model="abcdef")),
+    ("max_encode_texts", 1, "Encode", pb.EncodeRequest(model="tiny", texts=["a", "b"])),
+    ("max_encode_texts", 1, "Decode", pb.DecodeRequest(model="tiny", sequences=[pb.TokenIds()] * 2)),
+    ("max_text_chars", 3, "Encode", pb.EncodeRequest(model="tiny", texts=["abcd"])),
+    ("max_tags", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny", tags={"a": "", "b": ""}))),
+    ("max_tags", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(
+        base_model="tiny", lora=pb.LoraSettings(rank=1, target_modules=["a", "b"])))),
+    ("max_name_chars", 5, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny", name="abcdef"))),
+    ("max_name_chars", 5, "CreateRun", pb.CreateRunRequest(
+        config=pb.RunConfig(base_model="tiny"), idempotency_key="abcdef")),
+    ("max_name_chars", 5, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(
+        base_model="tiny", lora=pb.LoraSettings(rank=1, target_modules=["abcdef"])))),
+    ("max_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
+    ("key_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
+]  # fmt: skip
+ELSEWHERE = {
+    "max_message_bytes": "test_a_message_too_large_is_refused_by_number",
+    "max_queued_operations": "tests/server/front/test_operations.py",
+    "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",
+    "max_window": "tests/server/front/test_operations.py",
+    "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",
+    "max_checkpoint_bytes": "test_the_checkpoints_of_a_run_are_bounded",
+    "max_incoming_bytes": "test_payloads_on_their_way_are_bounded",
+    "key_queued_operations": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",
+    "key_queued_bytes": "test_a_keys_queue_is_bounded_over_all_its_runs_and_empties",
+    "key_tokens_per_minute": "test_a_keys_tokens_run_over_time",
+}
+
+
+def test_every_limit_is_tried() -> None:
+    assert {name for name, *_ in OPERATIONS} | {name for name, *_ in CALLS} | set(ELSEWHERE) == set(Limits.model_fields)
+    sources = {path: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
+    root = Path(__file__).parents[3]
+    for name, where in ELSEWHERE.items():
+        if where.endswith(".py"):
+            assert name in (root / where).read_text(), name
+        else:
+            assert any(f"def {where}(" in source for source in sources.values()), where
+
+
+@pytest.mark.parametrize(("name", "value", "operation"), OPERATIONS, ids=lambda value: str(value)[:20])
+async def test_an_operation_past_a_limit_fails_by_its_name(
+    start: Start, name: str, value: int, operation: dict[str, Any]
+) -> None:
+    async with start(limits={name: value}) as door:
+        client = await (await door.client()).begin()
+        assert not (await client.submit(1, **operation)).HasField("error")
+        await client.fb(2, failure_seen=1)
+        [(result, _), (after, _)] = await client.results(2)
+        assert result.error.code == pb.ERROR_CODE_LIMIT_EXCEEDED and result.error.rule == f"{name} = {value}"
+        assert f"--limit {name}=N" in result.error.message and door.engine.seen == [(client.run_id, 2)]
+        assert after.status == pb.STATUS_SUCCEEDED
+
+
+@pytest.mark.parametrize(("name", "value", "rpc", "request_"), CALLS, ids=lambda value: str(value)[:20])
+async def test_a_call_past_a_limit_is_refused_by_its_name(
+    start: Start, name: str, value: int, rpc: str, request_: Any
+) -> None:
+    async with start(limits={name: value}) as door:
+        client = await door.client()
+        if name.endswith("runs"):
+            await client.begin()
+        error = await outcome(client.stub, rpc, request_)
+        assert code_of(error) == "limit_exceeded" and name.removeprefix("key_") in error.rule
+        assert f"--limit {name}=N" in error.message
+
+
+async def test_a_message_too_large_is_refused_by_number(start: Start) -> None:
+    async with start(limits={"max_message_bytes": 2 << 20}) as door:
+        client = await (await door.client()).begin()
+        with pytest.raises(Exception, match=r"larger than max \(\d+ vs. 2097152\)"):
+            await client.stub.CreateRun(pb.CreateRunRequest(idempotency_key="x" * (3 << 20)))
+        assert not (await client.fb(1)).HasField("error")
+
+
+async def test_the_bytes_queued_by_a_run_are_bounded(start: Start) -> None:
+    async with start(limits={"max_queued_bytes": 1000}) as door:
+        client = await (await door.client()).begin()
+        door.engine.gate.clear()
+        await client.fb(1, "a", bytes(600))
+        error = (await client.fb(2, "a", bytes(600))).error
+        assert error.code == pb.ERROR_CODE_LIMIT_EXCEEDED and "--limit max_queued_bytes=N" in error.message
+        door.engine.gate.set()
+        await client.results(1)
+        assert not (await client.fb(2, "a", bytes(600))).HasField("error")
+
+
+async def test_the_checkpoints_of_a_run_are_bounded(start: Start) -> None:
+    async with start(limits={"max_checkpoints": 2}) as door:
+        client = await (await door.client()).begin()
+        for seq, name in enumerate("aabc", 1):
+            save = pb.SaveCheckpoint(name=name, overwrite=True)
+            await client.submit(seq, save_checkpoint=save)
+        assert await client.statuses(4) == ["ok", "ok", "ok", "limit_exceeded"]
+        [(result, _)] = await client.results(1, 4)
+        assert result.error.rule == "max_checkpoints = 2"
+        await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/a"))
+        await client.submit(5, save_checkpoint=pb.SaveCheckpoint(name="c"), failure_seen=4)
+        assert await client.statuses(1, 5) == ["ok"]
+    async with start(limits={"max_checkpoint_bytes": 1}) as door:
+        run = door.server.runs._records[client.run_id]
+        client = await (await door.client()).open(client.run_id, takeover=True)
+        for checkpoint in run.checkpoints.values():
+            checkpoint.size_bytes = 1
+        await client.submit(6, save_checkpoint=pb.SaveCheckpoint(name="d"))
+        [(result, _)] = await client.results(1, 6)
+        assert result.error.rule == "max_checkpoint_bytes = 1"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    ["{", "[" * 100_000, '{"a": ' * 20_000, "1" * 5000, "\ud800".encode("utf-8", "surrogatepass").decode("latin1")],
+)
+async def test_arguments_that_are_no_json_fail_in_their_place(start: Start, kwargs: str) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.submit(1, forward_backward=pb.LossCall(loss_fn="a", loss_kwargs_json=kwargs))
+        assert await client.statuses(1) == ["invalid_argument"] and not door.engine.seen

@@ -7,8 +7,10 @@ step.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradwire_losses.advantages import at_last_token, group_advantages, rewards_to_go, subgroup_advantages
@@ -24,6 +26,15 @@ class GiGPOConfig(GRPOConfig):
 
     step_weight: float = Field(1.0, ge=0, description="weight of the step level beside the episode level (omega)")
     gamma: float = Field(0.95, ge=0, le=1, description="discount of a step")
+
+    @model_validator(mode="after")
+    def _advantages_are_the_papers(self) -> Self:
+        if self.baseline != "mean" or self.scale_rewards == "batch" or self.whiten_advantages or self.kl_in_reward:
+            raise ValueError(
+                "gigpo has its own advantages: baseline, whiten_advantages, kl_in_reward and scale_rewards="
+                '"batch" belong to grpo'
+            )
+        return self
 
 
 @register_loss(

@@ -80,7 +80,9 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
     kl_estimator: KLEstimator = Field("k3", description="see gradwire_losses.kl")
     kl_in_reward: bool = Field(
-        False, description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward"
+        False,
+        description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward, and "
+        "have no KL term; advantages given with the batch have it in them then",
     )
     reduction: Reduction = Field(
         "sequence_mean", description="as the paper: mean over responses of the mean over tokens"

@@ -1,0 +1,115 @@
+"""TLS and mutual TLS with certificates made on the spot, spoken by the server and the SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gradwire
+import pytest
+import trustme
+from gradwire_server.cli import app
+from gradwire_server.config import ServerConfig
+from gradwire_server.keys import KeyFile
+from gradwire_server.serve import Server
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from tests.server.front.conftest import one_loop
+from tests.server.front.fakes import FakeEngine
+
+__all__ = ["one_loop"]
+pytestmark = pytest.mark.anyio
+
+
+@dataclass(frozen=True)
+class Papers:
+    """PEM files of an authority, and of a certificate that it signed."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+def issue(folder: Path, *names: str) -> Papers:
+    folder.mkdir()
+    authority = trustme.CA()
+    issued = authority.issue_cert(*names)
+    papers = Papers(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    authority.cert_pem.write_to_path(papers.ca)
+    issued.private_key_pem.write_to_path(papers.key)
+    for index, part in enumerate(issued.cert_chain_pems):
+        part.write_to_path(papers.cert, append=index > 0)
+    return papers
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Papers]]:
+    folder = tmp_path_factory.mktemp("papers")
+    yield {
+        "server": issue(folder / "server", "localhost", "127.0.0.1"),
+        "client": issue(folder / "client", "ada@example.org"),
+        "stranger": issue(folder / "stranger", "localhost", "127.0.0.1"),
+    }
+
+
+def config(folder: Path, papers: dict[str, Papers], *, mutual: bool = False) -> ServerConfig:
+    return ServerConfig(
+        address="127.0.0.1:0", state_dir=folder, models={"tiny": "x"}, grace_s=1, tls_cert=papers["server"].cert,
+        tls_key=papers["server"].key, tls_client_ca=papers["client"].ca if mutual else None,
+    )  # fmt: skip
+
+
+async def connect(address: str, **settings: object) -> str:
+    async with gradwire.connect(address, connect_timeout=1.0, **settings) as service:  # type: ignore[arg-type]
+        return (await service.server_info()).device
+
+
+async def test_a_client_that_knows_the_authority_gets_in_and_no_other(tmp_path: Path, papers: dict[str, Papers]) -> None:
+    secret = KeyFile(tmp_path).create("ada")
+    async with Server(config(tmp_path, papers), FakeEngine(tmp_path)) as server:
+        ca = papers["server"].ca
+        assert await connect(server.address, ca_cert=ca, api_key=secret) == "fake"
+        with pytest.raises(gradwire.UnauthenticatedError):
+            await connect(server.address, ca_cert=ca)
+        for settings in ({}, {"ca_cert": papers["stranger"].ca}):
+            with pytest.raises(gradwire.ConnectionLostError):
+                await connect(server.address, api_key=secret, **settings)
+        with pytest.raises(gradwire.ConnectionLostError):  # the system's own roots do not know the authority
+            await connect(f"https://{server.address}", api_key=secret)
+
+
+async def test_mutual_tls_lets_in_only_clients_with_a_certificate_of_the_authority(
+    tmp_path: Path, papers: dict[str, Papers]
+) -> None:
+    async with Server(config(tmp_path, papers, mutual=True), FakeEngine(tmp_path)) as server:
+        ca, own, other = papers["server"].ca, papers["client"], papers["stranger"]
+        assert await connect(server.address, ca_cert=ca, client_cert=own.cert, client_key=own.key) == "fake"
+        with pytest.raises(gradwire.ConnectionLostError):
+            await connect(server.address, ca_cert=ca)
+        with pytest.raises(gradwire.ConnectionLostError):
+            await connect(server.address, ca_cert=ca, client_cert=other.cert, client_key=other.key)
+
+
+def test_half_a_pair_is_no_tls(tmp_path: Path, papers: dict[str, Papers]) -> None:
+    half = {"address": "127.0.0.1:0", "state_dir": tmp_path, "models": {"tiny": "x"}}
+    for settings in ({"tls_cert": papers["server"].cert}, {"tls_client_ca": papers["client"].ca}):
+        with pytest.raises(ValidationError, match="--tls-cert"):
+            ServerConfig.model_validate(half | settings)
+    words = ["serve", "--model", "x", "--state-dir", str(tmp_path), "--tls-key", str(papers["server"].key)]
+    assert CliRunner().invoke(app, words).exit_code == 2
+
+
+async def test_a_certificate_that_cannot_be_read_ends_the_start(tmp_path: Path, papers: dict[str, Papers]) -> None:
+    broken = config(tmp_path, papers).model_copy(update={"tls_key": tmp_path / "nothing.pem"})
+    with pytest.raises(SystemExit, match="cannot be read"):
+        async with Server(broken, FakeEngine(tmp_path)):
+            pass
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("no key")
+    with pytest.raises(SystemExit, match="cannot listen"):
+        async with Server(config(tmp_path, papers).model_copy(update={"tls_key": garbage}), FakeEngine(tmp_path)):
+            pass
+
+

@@ -88,6 +88,11 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         "sequence_mean", description="as the paper: mean over responses of the mean over tokens"
     )
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 (for GMPO: below and above 0, of the log-ratio)."""
+        return self.clip_epsilon, self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high
+
 
 GRPO_METRICS = {
     "policy_loss": "the surrogate",
@@ -181,14 +186,11 @@ def group_objective(
         BatchError: when an argument needs a field that the batch has not.
     """
     lengths, reference, old = batch.row_lengths, reference_logprobs(batch, scores), old_logprobs(batch, scores)
-    surrogate, clipped = _surrogate(scores.logprobs, old, advantages, lengths, config)
+    uncertain = _uncertain(scores.entropy.detach(), config.top_entropy_quantile)
+    surrogate, clipped = _surrogate(scores.logprobs, old, advantages, lengths, uncertain, config)
     weights = _sampler_weights(batch, old, config)
     if weights is not None:
         surrogate = surrogate * weights
-    if config.top_entropy_quantile < 1 and len(surrogate):
-        entropy = scores.entropy.detach()
-        high = entropy >= torch.quantile(entropy, 1 - config.top_entropy_quantile)
-        surrogate = torch.where(high, surrogate, 0.0)
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
 
     mean, std, differ = group_spread(batch["rewards"], batch.group_sizes)
@@ -220,19 +222,35 @@ def group_objective(
     )
 
 
+def _uncertain(entropy: Tensor, share: float) -> Tensor:
+    """``[T]`` bool: the share of the batch's tokens that has the highest entropy.
+
+    Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939.
+    """
+    if share == 1 or not len(entropy):
+        return torch.ones_like(entropy, dtype=torch.bool)
+    return entropy >= torch.quantile(entropy, 1 - share)
+
+
 def _surrogate(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor, uncertain: Tensor, config: GRPOConfig
+) -> tuple[Tensor, Tensor]:
+    """``[T], [T] bool``: the loss of each token, 0 of those that are not uncertain, and whether a clip is active there.
+
+    GMPO's, of a whole response, is that of its uncertain tokens.
+    """
+    if config.surrogate == "gmpo":
+        return geometric_surrogate(logprobs - old, advantages, lengths, *config.clip_range, uncertain)
+    losses, clipped = _token_surrogate(logprobs, old, advantages, lengths, config)
+    return torch.where(uncertain, losses, 0.0), clipped
+
+
+def _token_surrogate(
     logprobs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor, config: GRPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """``[T], [T] bool``: the loss of each token, and whether a clip is active there."""
-    low, high = (
-        config.clip_epsilon,
-        config.clip_epsilon if config.clip_epsilon_high is None else config.clip_epsilon_high,
-    )
     nothing = torch.zeros_like(logprobs, dtype=torch.bool)
     if config.surrogate == "reinforce":
         return -advantages * logprobs, nothing
-    if config.surrogate == "gmpo":
-        return geometric_surrogate(logprobs - old, advantages, lengths, low, high)
     if config.importance == "sequence":
         mean = sequence_log_ratio(logprobs, old, lengths)
         ratio = probability_ratio(mean, torch.zeros_like(mean))
@@ -247,6 +265,7 @@ def _surrogate(
         return weighted_surrogate(ratio, logprobs, advantages, config.ratio_min, config.ratio_max)
     if config.surrogate == "sapo":
         return soft_surrogate(ratio, advantages, config.sapo_temperature_pos, config.sapo_temperature_neg), nothing
+    low, high = config.clip_range
     return clipped_surrogate(ratio, advantages, 1 - low, 1 + high, config.dual_clip)
 
 

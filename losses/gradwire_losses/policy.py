@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire_losses.batch import segment_ids, segment_mean
+from gradwire_losses.batch import segment_ids, segment_mean, segment_sum
 from gradwire_losses.kl import exp_minus_one
 
 
@@ -42,18 +42,19 @@ def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative:
 
 
 def geometric_surrogate(
-    log_ratio: Tensor, advantages: Tensor, row_lengths: Tensor, low: float, high: float
+    log_ratio: Tensor, advantages: Tensor, row_lengths: Tensor, low: float, high: float, counted: Tensor
 ) -> tuple[Tensor, Tensor]:
     """GMPO: ``-exp(mean_t clipped log r_t) A`` of each token's sequence (Zhao et al. 2025, arXiv 2507.20673).
 
     A log-ratio is clipped to ``[-low, high]`` only on the side where the clip takes from the objective: from above
-    where A > 0, from below where A < 0.
+    where A > 0, from below where A < 0. The mean is over the tokens ``counted [T]`` (bool).
 
     Returns:
         The loss of each token's sequence, and where the clip is active.
     """
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-    mean = segment_mean(clipped, row_lengths)[segment_ids(row_lengths)]
+    total = segment_sum(torch.where(counted, clipped, 0.0), row_lengths)
+    mean = (total / segment_sum(counted.to(total.dtype), row_lengths).clamp(min=1))[segment_ids(row_lengths)]
     return -(1 + exp_minus_one(mean)) * advantages, clipped != log_ratio
 
 

@@ -161,6 +161,7 @@ CASES = [
     ),
     case("gspo_token", lambda r: samples(r, "old_log_probs", "token_advantages"), plain.groups, gradcheck=False),
     case("gmpo", lambda r: samples(r, "old_log_probs"), plain.groups),
+    case("gmpo", lambda r: samples(r, "old_log_probs"), plain.groups, "entropy-quantile", top_entropy_quantile=0.4),
     case("sapo", lambda r: samples(r, "old_log_probs"), plain.groups),
     case("group_cispo", lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False, ratio_max=1.2),
     case("rloo", lambda r: samples(r, "old_log_probs", "ref_log_probs"), plain.groups, clip_epsilon=0.5),

@@ -15,6 +15,7 @@ from parity.rollouts import SAMPLES, Rollouts
 
 pytest.importorskip("trl")
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
+from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -139,6 +140,15 @@ def test_sampler_correction(mode: str, rng: np.random.Generator) -> None:
     theirs = GRPOTrainer._compute_loss(fake, None, inputs(data, importance_sampling_ratio=ratio))
     settings = {"sampler_correction": mode, "sampler_ratio_min": low, "sampler_ratio_max": high}
     check(data, data.ours("grpo", "old_log_probs", "sampler_log_probs", **settings).loss(), theirs)
+
+
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_gmpo(quantile: float, rng: np.random.Generator) -> None:
+    data = Rollouts(rng)
+    settings = {"epsilon_low": 0.4, "epsilon_high": 0.4, "beta": 0.1, "top_entropy_quantile": quantile}
+    theirs = GMPOTrainer._compute_loss(trainer(data, GMPOTrainer, **settings), None, inputs(data))
+    ours = data.ours("gmpo", "old_log_probs", "ref_log_probs", beta=0.1, top_entropy_quantile=quantile).loss()
+    check(data, ours, theirs)
 
 
 def test_rloo(rng: np.random.Generator) -> None:

@@ -141,7 +141,9 @@ def old_of(sample: SimpleNamespace) -> list[float]:
     return found
 
 
-def sample_losses(sample: SimpleNamespace, advantages: list[float], config: Any) -> tuple[list[float], list[bool]]:
+def sample_losses(
+    sample: SimpleNamespace, advantages: list[float], uncertain: list[bool], config: Any
+) -> tuple[list[float], list[bool]]:
     """The surrogate of each token of a response, and where it is clipped."""
     low = config.clip_epsilon
     high = low if config.clip_epsilon_high is None else config.clip_epsilon_high
@@ -150,7 +152,8 @@ def sample_losses(sample: SimpleNamespace, advantages: list[float], config: Any)
     whole = math.fsum(differences)
     if config.surrogate == "gmpo":
         bounded = [min(d, high) if a > 0 else max(d, -low) for d, a in zip(differences, advantages, strict=True)]
-        value = math.exp(math.fsum(bounded) / len(bounded)) if bounded else 0.0
+        counted = [b for b, on in zip(bounded, uncertain, strict=True) if on]
+        value = math.exp(math.fsum(counted) / max(1, len(counted)))
         return [-value * a for a in advantages], [b != d for b, d in zip(bounded, differences, strict=True)]
     for lp, d, a in zip(sample.score_logprobs, differences, advantages, strict=True):
         ratio = {
@@ -230,12 +233,13 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
     place = 0
     for group, differ in zip(examples, differs, strict=True):
         for sample in group:
-            losses, active = sample_losses(sample, advantages[place], config)
+            uncertain = [h >= threshold for h in sample.score_entropy]
+            losses, active = sample_losses(sample, advantages[place], uncertain, config)
             place += 1
             weights = sampler_weights(sample, config)
             weights_all += weights or []
             losses = [
-                x * (weights[t] if weights else 1.0) * float(sample.score_entropy[t] >= threshold)
+                x * (weights[t] if weights else 1.0) * float(uncertain[t] or config.surrogate == "gmpo")
                 for t, x in enumerate(losses)
             ]
             ref, old = reference_of(sample), old_of(sample)

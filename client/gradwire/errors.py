@@ -324,7 +324,8 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
             return from_wire(pb.Error.FromString(value))
     status = error.code()
     kind = STATUSES.get(status, InternalServerError)
-    if "RST_STREAM" in (error.details() or ""):
+    details = error.details() or ""
+    if "RST_STREAM" in details or details == "Internal error from Core":  # a write came too late to learn why
         kind = ConnectionLostError
     if kind is ConnectionLostError:
         return ConnectionLostError(f"no answer from {address}: {error.details() or status.name}")

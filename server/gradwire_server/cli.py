@@ -200,6 +200,8 @@ def _announce(server: Server, ready_file: Path | None) -> None:
     console.print(
         f"{len(server.engine.hello.losses)} losses, {server.runs.count} runs in {config.state_dir}", markup=False
     )
+    if server.keys.required and not config.loopback and config.tls_cert is None:
+        console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy that speaks TLS before")
     if not server.keys.required:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
     if server.metrics_address:

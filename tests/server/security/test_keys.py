@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.cli import app
@@ -65,6 +66,18 @@ async def test_a_revoked_key_is_refused_at_once_and_its_open_streams_with_it(key
         door.secrets["ada"] = door.file.create("ada")
         again = await door.client("ada")
         assert [run.run_id for run in (await again.stub.ListRuns(LIST)).runs] == [ada.run_id]
+
+
+async def test_the_sdk_says_that_its_key_was_revoked(keyed: Any) -> None:
+    async with keyed() as door, gradwire.connect(door.door.server.address, api_key=door.secrets["ada"]) as service:
+        run = await service.create_run("tiny")
+        assert await run.zero_grad() is None
+        assert (await run.share("carl")).readers == ("carl",) and (await run.unshare("carl")).readers == ()
+        door.file.revoke("ada")
+        with pytest.raises(gradwire.UnauthenticatedError, match="valid API key"):
+            await run.zero_grad()
+        with pytest.raises(gradwire.UnauthenticatedError):
+            await service.list_runs()
 
 
 async def test_the_first_key_closes_an_open_door_and_a_lost_file_does_not_open_it(start: Start, tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ async def connect(address: str, **settings: object) -> str:
         return (await service.server_info()).device
 
 
-async def test_a_client_that_knows_the_authority_gets_in_and_no_other(tmp_path: Path, papers: dict[str, Papers]) -> None:
+async def test_a_client_that_knows_the_authority_gets_in_and_no_other(
+    tmp_path: Path, papers: dict[str, Papers]
+) -> None:
     secret = KeyFile(tmp_path).create("ada")
     async with Server(config(tmp_path, papers), FakeEngine(tmp_path)) as server:
         ca = papers["server"].ca
@@ -111,5 +113,3 @@ async def test_a_certificate_that_cannot_be_read_ends_the_start(tmp_path: Path, 
     with pytest.raises(SystemExit, match="cannot listen"):
         async with Server(config(tmp_path, papers).model_copy(update={"tls_key": garbage}), FakeEngine(tmp_path)):
             pass
-
-

@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -23,6 +24,7 @@ from gradwire.errors import (
     ConnectionLostError,
     GradwireError,
     InternalServerError,
+    InvalidArgumentError,
     LimitExceededError,
     PayloadCorruptError,
     RewoundError,
@@ -31,7 +33,8 @@ from gradwire.errors import (
     ServiceClosedError,
     StaleEpochError,
 )
-from gradwire.queue import Entry, Request, RunQueue
+from gradwire.futures import Future
+from gradwire.queue import Decode, Entry, Request, RunQueue
 from gradwire.transport import SubmitStream, Transport
 
 ACK_INTERVAL_S = 0.1
@@ -72,6 +75,7 @@ class RunLink:
         self._max_in_flight = max_in_flight
         self._writer = _writer()
         self._epoch = 0
+        self._released = 0
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -100,6 +104,24 @@ class RunLink:
             if self._opening.cancelled() and self._queue.dead is not None:
                 raise self._queue.dead from None
             raise
+
+    async def adopt(self, decode_result: Decode[Any]) -> dict[int, Future[Any]]:
+        """Futures of the operations that were in the run when it was opened and whose results nobody acknowledged.
+
+        Raises:
+            InvalidArgumentError: when operations of this client went out before; their results released the others.
+        """
+        await self.open()
+        if self._started:
+            raise InvalidArgumentError(
+                "earlier_operations() comes before the first operation: results that come in release those before them"
+            )
+        self._next_result = self._released - self._queue.base + 1
+        first, last = self._released + 1, self._queue.base
+        futures = {seq: self._queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
+        if futures:
+            self._submitted()
+        return futures
 
     async def close(self, error: GradwireError) -> None:
         """Waits until what was submitted is acknowledged, for some seconds at most; fails what has no result."""
@@ -173,6 +195,7 @@ class RunLink:
         response = await self._lease(takeover=self._takeover)
         self._epoch = response.epoch
         self._queue.base = response.run.accepted_seq
+        self._released = response.run.released_seq
 
     async def _reopen(self, stale: StaleEpochError) -> None:
         """After a break. The server may have restarted and fenced everybody, or another writer has the run."""

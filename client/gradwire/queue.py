@@ -194,6 +194,14 @@ class RunQueue:
         self._on_loop(self.on_submitted)
         return future
 
+    def adopt(self, seq: int, decode_result: Decode[T]) -> Future[T]:
+        """A future of an operation that another client submitted, before this one opened the run."""
+        with self._lock:
+            entry, future = self._entry(f"operation {seq}", seq - self.base, None, decode_result)
+            self._unfinished[entry.index] = entry
+        entry.acknowledged.set()
+        return future
+
     def _build(self, build: Callable[[], Request]) -> Request | GradwireError:
         try:
             request = build()

@@ -89,6 +89,7 @@ class TrainingClient(Operations):
         self._client = client
         self._loop_thread = loop_thread
 
+    earlier_operations = _blocking(training.TrainingClient.earlier_operations)
     info = _blocking(training.TrainingClient.info)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
     share = _blocking(training.TrainingClient.share)

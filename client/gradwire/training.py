@@ -392,6 +392,15 @@ class TrainingClient(Operations):
         yield from self._link.open().__await__()
         return self
 
+    async def earlier_operations(self) -> dict[int, Future[Any]]:
+        """What clients before this one submitted and never acknowledged: number -> future of its result.
+
+        To be called before the first operation of this client. When the program that trains was killed, these are what
+        was pending: they are done, or will be, and are not to be submitted again. ``info().accepted_seq`` is the number
+        of the last.
+        """
+        return await self._link.adopt(_any_result)
+
     async def info(self) -> RunInfo:
         """The run as the server knows it now; operations in the queue do not show yet."""
         return RunInfo.from_message(
@@ -457,6 +466,17 @@ def _names(outputs: Sequence[str]) -> list[str]:
 
 def _is_rows_of_fields(batch: Any) -> bool:
     return isinstance(batch, Sequence) and bool(batch) and isinstance(batch[0], Mapping)
+
+
+def _any_result(result: pb.OperationResult, columns: Columns) -> Any:
+    """What an operation gives that is known by its result only."""
+    decoders: dict[str, Callable[[pb.OperationResult, Columns], Any]] = {
+        "loss": LossResult.from_wire,
+        "optim_step": OptimStepResult.from_wire,
+        "sample": SampleResult.from_wire,
+        "checkpoint": Checkpoint.from_wire,
+    }
+    return decoders.get(result.WhichOneof("kind") or "", _nothing)(result, columns)
 
 
 def _nothing(result: pb.OperationResult, columns: Columns) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(scope="session")
+def seed() -> int:
     seed = int(os.environ.get("GRADWIRE_SEED") or int.from_bytes(os.urandom(4), "little"))
     print(f"seed {seed} (GRADWIRE_SEED repeats it)")
     return seed
@@ -43,13 +44,11 @@ class Calm:
     state: dict[str, Any]
 
 
-MakeStage = Callable[..., Stage]
-
-
 @pytest.fixture(scope="session")
 def left_alone(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Calm]:
     """(seed, operations) -> what comes out."""
 
+    @functools.cache
     def run(seed: int, count: int) -> Calm:
         stage = Stage(tiny_model_path, tmp_path_factory.mktemp("calm")).start()
         try:
@@ -65,8 +64,8 @@ def left_alone(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-@pytest.fixture
-def stage(tiny_model_path: Path, tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tiny_model_path, tmp_path).start()
+@pytest.fixture(scope="module")
+def stage(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    stage = Stage(tiny_model_path, tmp_path_factory.mktemp("stage")).start()
     yield stage
     stage.close()

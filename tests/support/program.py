@@ -1,8 +1,8 @@
 """A training loop that may be killed at any moment and started again: python program.py ADDRESS RUN_ID SEED COUNT OUT.
 
 The loop is a list of operations, each of which is a function of the seed and its number alone. Whoever runs it opens
-the run, reads how many operations the server has, and goes on behind them, all submitted at once. What comes back is
-written down, one line an operation; whoever is killed loses the lines that it had not written, and nothing else.
+the run, awaits what was submitted before and never acknowledged, and goes on behind it, a few dozen ahead of what it
+has seen. What comes back is written down, one line an operation; a kill may cost lines, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gradwire
 import numpy as np
 
 VOCAB = 64
+PIPELINED = 30
 
 
 def submit(run: gradwire.TrainingClient, seed: int, number: int) -> gradwire.Future[Any]:
@@ -55,12 +56,17 @@ def written(number: int, result: Any) -> str:
 async def main(address: str, run_id: str, seed: int, count: int, out: Path, reconnect_timeout: float = 120.0) -> None:
     async with gradwire.connect(address, connect_timeout=120, reconnect_timeout=reconnect_timeout) as service:
         run = await service.get_training_client(run_id)
-        accepted = (await run.info()).accepted_seq
-        futures = {number: submit(run, seed, number) for number in range(accepted + 1, count + 1)}
+        futures = await run.earlier_operations()
+        submitted = (await run.info()).accepted_seq
+        number = min(futures, default=submitted + 1)
         with out.open("a") as lines:
-            for number, future in futures.items():
-                lines.write(written(number, await future) + "\n")
+            while number <= count:
+                while submitted < min(number + PIPELINED, count):
+                    submitted += 1
+                    futures[submitted] = submit(run, seed, submitted)
+                lines.write(written(number, await futures.pop(number)) + "\n")
                 lines.flush()
+                number += 1
 
 
 def read_lines(out: Path) -> dict[int, Any]:

@@ -36,6 +36,7 @@ class FakeEngine:
         self.gate.set()
         self.die_after: set[int] = set()
         self.overwrites: list[bool] = []
+        self.unreadable = False
         self.vitals = Vitals()
         self.vitals.started()
         self._up = asyncio.Event()
@@ -86,7 +87,7 @@ class FakeEngine:
             self.runs.pop(request.drop_run.run_id, None)
             reply.empty.SetInParent()
         elif kind == "verify_checkpoint":
-            if not (self._folder(request.verify_checkpoint.checkpoint) / "history").exists():
+            if self.unreadable:
                 raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, "cannot be read")
         elif kind == "operation":
             return self._operation(request.operation, payload, reply)

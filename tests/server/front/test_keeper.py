@@ -1,0 +1,236 @@
+"""Checkpoints that the server takes by itself: when, what they make superfluous, what may not be deleted then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.journal import Journal, uses
+from gradwire_server.serve import Server
+
+from tests.server.front.conftest import Client, Door, Start, error_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def checkpoints(client: Client) -> list[str]:
+    found = await client.stub.ListCheckpoints(pb.ListCheckpointsRequest(run_id=client.run_id))
+    return [one.name for one in found.checkpoints]
+
+
+async def saved(client: Client, *names: str) -> None:
+    """Waits until the run has just these checkpoints."""
+    for _ in range(200):
+        if (found := await checkpoints(client)) == list(names):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{found} instead of {names}")
+
+
+async def journal_of(server: Server, run_id: str) -> list[tuple[int, bool]]:
+    """(number, whether its payload is kept) of every operation that is still known."""
+    journal = server._journal
+    assert journal is not None
+    return [(entry.header.seq, entry.location is not None) for entry in await journal.entries(run_id, 0, 10**6)]
+
+
+async def trained(client: Client, steps: int, first: int = 1) -> int:
+    """A gradient and a step, so many times; the next number."""
+    for seq in range(first, first + 2 * steps, 2):
+        await client.fb(seq, f"g{seq}", b"payload")
+        await client.step(seq + 1)
+    await client.results(2 * steps, first)
+    return first + 2 * steps
+
+
+async def test_the_server_saves_every_few_steps_and_collects_what_lies_before_the_last_but_one(start: Start) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 2)
+        await saved(client, "auto-4")
+        assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [1, 3]
+        await trained(client, 4, first=5)
+        await saved(client, "auto-8", "auto-12")
+        assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [9, 11]
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=12))
+        await trained(client, 2, first=13)
+        await saved(client, "auto-12", "auto-16")
+        assert [seq for seq, _ in await journal_of(door.server, client.run_id)] == [13, 14, 15, 16]
+        history = door.engine.runs[client.run_id].history
+        door.engine.die()
+        door.engine.seen.clear()
+        await client.fb(17, "last")
+        await client.results(1, 17)
+        assert door.engine.seen == [(client.run_id, 17)]
+        assert door.engine.runs[client.run_id].history == [*history, "last"]
+
+
+async def test_payloads_make_a_checkpoint_due_too(start: Start) -> None:
+    async with start(checkpoint_every_bytes=100, checkpoint_every_steps=0) as door:
+        client = await (await door.client()).begin()
+        for seq in range(1, 8):
+            await client.fb(seq, "g", bytes(30))
+        await client.results(7)
+        await saved(client, "auto-4")
+
+
+@pytest.mark.parametrize("damage", ["newest", "both"])
+async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    start: Start, tmp_path: Path, damage: str
+) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 5)
+        await saved(client, "auto-4", "auto-8")
+        history = list(door.engine.runs[client.run_id].history)
+    folder = tmp_path / "runs" / client.run_id / "checkpoints"
+    for name in ["auto-8"] if damage == "newest" else ["auto-4", "auto-8"]:
+        (folder / name / "history").unlink()
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).open(client.run_id)
+        await client.fb(11, "last")
+        if damage == "newest":
+            assert await client.statuses(1, 11) == ["ok"]
+            assert door.engine.runs[client.run_id].history == [*history, "last"]
+        else:  # better no state than another one
+            assert await client.statuses(1, 11) == ["checkpoint_corrupt"]
+
+
+async def test_one_that_cannot_be_read_back_makes_nothing_superfluous(start: Start) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 4)
+        await saved(client, "auto-4", "auto-8")
+        door.engine.unreadable = True
+        await trained(client, 2, first=9)
+        await saved(client, "auto-4", "auto-8", "auto-12")
+        assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [5, 7, 9, 11]
+
+
+async def test_what_a_crash_kept_from_being_entered_is_removed(start: Start, tmp_path: Path) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 2)
+        await saved(client, "auto-4")
+    folder = tmp_path / "runs" / client.run_id / "checkpoints"
+    shutil.copytree(folder / "auto-4", folder / "auto-99")
+    async with start():
+        assert [path.name for path in folder.iterdir()] == ["auto-4"]
+
+
+async def refused(call: Any) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    error = error_of(caught)
+    assert error.code == pb.ERROR_CODE_UNSUPPORTED
+    return error.message
+
+
+async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1)
+        await client.submit(2, save_checkpoint=pb.SaveCheckpoint(name="best"))
+        await client.submit(3, load_checkpoint=pb.LoadCheckpoint(checkpoint="best"))
+        await client.results(3)
+        path = f"{client.run_id}/best"
+        delete = pb.DeleteCheckpointRequest(checkpoint=path)
+        message = await refused(client.stub.DeleteCheckpoint(delete))
+        assert path in message and "operation 3" in message
+        for seq, name in ((4, "two"), (5, "three")):
+            await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name))
+        await client.results(2, 4)
+        await saved(client, "best", "two", "three")
+        await asyncio.sleep(0.1)
+        await client.stub.DeleteCheckpoint(delete)
+        await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
+        last = pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/three")
+        assert "the only checkpoint" in await refused(client.stub.DeleteCheckpoint(last))
+
+
+async def test_a_run_whose_checkpoint_is_another_ones_reference_is_neither_deleted_nor_written_over(
+    start: Start,
+) -> None:
+    async with start() as door:
+        one, two = await (await door.client()).begin(), await (await door.client()).begin()
+        await one.submit(1, save_checkpoint=pb.SaveCheckpoint(name="ref"))
+        await one.results(1)
+        kwargs = json.dumps({"reference_model": f"{one.run_id}/ref"})
+        await two.submit(1, forward_backward=pb.LossCall(loss_fn="a", loss_kwargs_json=kwargs))
+        await two.results(1)
+        assert two.run_id in await refused(one.stub.DeleteRun(pb.DeleteRunRequest(run_id=one.run_id)))
+        await one.submit(2, save_checkpoint=pb.SaveCheckpoint(name="ref", overwrite=True))
+        assert await one.statuses(1, 2) == ["unsupported"]
+        await two.stub.DeleteRun(pb.DeleteRunRequest(run_id=two.run_id))
+        await one.stub.DeleteRun(pb.DeleteRunRequest(run_id=one.run_id))
+
+
+def test_what_an_operation_is_repeated_with() -> None:
+    def loss(**kwargs: Any) -> pb.Operation:
+        return pb.Operation(forward_backward=pb.LossCall(loss_fn="dpo", loss_kwargs_json=json.dumps(kwargs)))
+
+    assert uses(pb.Operation(load_checkpoint=pb.LoadCheckpoint(checkpoint="run-a/b"))) == ["run-a/b"]
+    assert uses(loss(reference_model="run-a/b", beta=0.1)) == ["run-a/b"]
+    assert uses(loss(reference_model="base")) == []
+    assert uses(pb.Operation(forward_backward=pb.LossCall(loss_kwargs_json="no json /"))) == []
+
+
+async def test_the_servers_own_names_are_not_for_users(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.submit(1, save_checkpoint=pb.SaveCheckpoint(name="auto-7"))
+    [(result, _)] = await client.results(1)
+    assert (result.error.code, result.error.field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "name")
+
+
+async def test_a_checkpoint_is_written_once_what_it_contains_has_results_on_disk(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the server dies between the two, and repeats on top of the checkpoint what the checkpoint contains."""
+    client = await (await door.client()).begin()
+    real, held = Journal.put_result, asyncio.Event()
+
+    def late(journal: Journal, run_id: str, result: pb.OperationResult, *rest: Any) -> Any:
+        async def put() -> None:
+            await held.wait()
+            await real(journal, run_id, result, *rest)
+
+        return asyncio.ensure_future(put()) if result.seq == 1 else real(journal, run_id, result, *rest)
+
+    monkeypatch.setattr(Journal, "put_result", late)
+    await client.fb(1)
+    await client.submit(2, save_checkpoint=pb.SaveCheckpoint(name="one", overwrite=True))
+    await asyncio.sleep(0.2)
+    assert door.engine.seen == [(client.run_id, 1)]
+    held.set()
+    assert await client.statuses(2) == ["ok", "ok"]
+
+
+async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire_server.scheduler.COLLECT_EVERY_S", 0.1)
+    async with start(result_retention_s=0.3) as door:
+        client = await (await door.client()).begin()
+        await client.fb(1)
+        await client.results(1)
+        await asyncio.sleep(1.0)
+        await client.fb(2)
+        assert await client.statuses(1, 2) == ["ok"]
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.results(1)
+        assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
+
+
+async def test_a_shutdown_says_what_it_left(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        door.engine.gate.clear()
+        for seq in (1, 2, 3):
+            await client.fb(seq)
+    assert door.server.left == {client.run_id: 3}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.server import Server
 
-SHORT = ["sft", "dpo", "reward_model", "ppo", "grpo", "importance_sampling", "custom_loss"]
+SHORT = ["sft", "dpo", "reward_model", "ppo", "grpo", "importance_sampling", "distillation", "custom_loss"]
 
 
 def execute(root: Path, *arguments: str | Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:

@@ -153,4 +153,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # taking torch apart takes seconds, and nothing is left to be saved

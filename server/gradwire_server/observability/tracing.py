@@ -8,6 +8,7 @@ phase ``engine``.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
+CLOSE_S = 2.0
 MAX_TRACEPARENT = 55
 """Characters of a W3C trace context, version 00."""
 
@@ -123,9 +125,11 @@ class Tracing:
                 raise
 
     def close(self) -> None:
-        """Sends what is left, for some seconds at most."""
+        """Sends what is left, for a moment at most: a collector that is away does not keep a process from ending."""
         if self._provider is not None:
-            self._provider.shutdown()
+            sending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+            sending.start()
+            sending.join(CLOSE_S)
 
 
 def _fail(span: Span, what: str) -> None:

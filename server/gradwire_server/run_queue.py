@@ -111,7 +111,7 @@ class RunQueue:
         record = self.record
         if epoch == record.epoch:
             return
-        if epoch <= record.rewound_epoch:
+        if 0 < epoch <= record.rewound_epoch:
             raise self.rewound()
         raise RpcError(
             pb.ERROR_CODE_STALE_EPOCH,

@@ -196,7 +196,7 @@ class RunInfo:
         run_id: its id.
         base_model: the model it trains.
         lora: rank, alpha, dropout and target_modules; None where all weights are trained.
-        head: ``""``, ``"value"`` or ``"reward"``.
+        head: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
         seed: of its generators.
         name: for people.
         tags: for people.
@@ -210,6 +210,7 @@ class RunInfo:
         forked_from: path of the checkpoint it started from; empty where it is none's fork.
         owner: the name of the key that made it; empty on a server without keys.
         readers: the names of the keys that it is shared with.
+        num_labels: of a classification head; 0 for any other.
     """
 
     run_id: str
@@ -229,6 +230,7 @@ class RunInfo:
     forked_from: str
     owner: str = ""
     readers: tuple[str, ...] = ()
+    num_labels: int = 0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -258,6 +260,7 @@ class RunInfo:
             forked_from=run.forked_from,
             owner=run.owner,
             readers=tuple(run.readers),
+            num_labels=config.num_labels,
         )
 
 
@@ -369,7 +372,7 @@ class LossInfo:
         kwargs_schema: JSON schema of ``loss_kwargs``.
         metrics: name -> what it is.
         layout: ``"rows"``, ``"pairs"`` or ``"groups"``.
-        head: the head that a run must have: ``""``, ``"value"`` or ``"reward"``.
+        head: the head that a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
     """
 
     name: str

@@ -32,6 +32,7 @@ Output = Literal[
     "entropy",
     "mean_logprobs",
     "collision",
+    "divergence",
     "values",
     "rewards",
     "token_rewards",

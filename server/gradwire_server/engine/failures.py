@@ -45,7 +45,7 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
             "gradient_checkpointing at create_run, and the server's --microbatch-tokens and --activation-budget-gib",
         )
     request_id = secrets.token_hex(6)
-    logger.error("%s failed; request id %s", what, request_id, exc_info=error)
+    logger.error("%s failed; request id %s", what, request_id, exc_info=error, extra={"request_id": request_id})
     return training_pb2.Error(
         code=training_pb2.ERROR_CODE_INTERNAL,
         message=f"a fault of the server ({type(error).__name__}); its log has the details under {request_id}",

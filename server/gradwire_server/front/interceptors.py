@@ -112,7 +112,7 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception,
         message = "the message cannot be parsed; client and server may be of different versions"
         await _abort(context, pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message))
     request_id = secrets.token_hex(8)
-    log.error("request %s of %s failed", request_id, method, exc_info=error)
+    log.error("request %s of %s failed", request_id, method, exc_info=error, extra={"request_id": request_id})
     message = f"the server made a mistake; its log has it as request {request_id}"
     await _abort(context, pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id))
     raise AssertionError("abort raises")

@@ -70,10 +70,10 @@ ARITHMETIC = Settings(
     max_tokens=40,
 )  # fmt: skip
 FILES = Settings(
-    sft_steps=400, sft_rows=32, sft_learning_rate=1e-3,
-    practice_prompts=256, practice_answers=4, reward_steps=150, reward_pairs=16, reward_learning_rate=2e-4,
-    ppo_steps=20, ppo_prompts=64, ppo_epochs=2, ppo_minibatches=2, ppo_learning_rate=5e-5, kl_coef=0.2,
-    max_tokens=160,
+    sft_steps=300, sft_rows=16, sft_learning_rate=1e-3,
+    practice_prompts=256, practice_answers=4, reward_steps=150, reward_pairs=8, reward_learning_rate=2e-4,
+    ppo_steps=16, ppo_prompts=48, ppo_epochs=2, ppo_minibatches=2, ppo_learning_rate=5e-5, kl_coef=0.2,
+    max_tokens=128,
 )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
         earlier = before.runs.get(run.run_id) if before is not None else None
         seconds = now.at - before.at if before is not None else 0.0
         table.add_row(
-            run.run_id, Text(plain(run.config.name)), Text(plain(run.config.base_model)), str(run.step),
+            Text(plain(run.run_id)), Text(plain(run.config.name)), Text(plain(run.config.base_model)), str(run.step),
             str(waiting(run)), str(run.applied_seq),
             rate(run.applied_seq, earlier and earlier.applied_seq, seconds),
             rate(run.step, earlier and earlier.step, seconds),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import grpc.aio
 import pytest
+from gradwire import tracing as client_tracing
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.observability.tracing import NO_TRACE, Tracing
@@ -142,3 +144,20 @@ def test_without_opentelemetry_the_flag_says_what_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(RuntimeError, match=r"gradwire\[otel\]"):
         Tracing.to("http://localhost:1", "gradwire-front")
+
+
+def test_a_collector_that_is_away_does_not_hold_a_shutdown_up() -> None:
+    away = Tracing.to("http://127.0.0.1:1", "gradwire-front")
+    with away.span("lost"):
+        pass
+    began = time.monotonic()
+    away.close()
+    assert time.monotonic() - began < 4
+
+
+def test_the_client_without_opentelemetry_sends_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client_tracing.start("optim_step", "run-a").traceparent == "", "nobody records here"
+    monkeypatch.setattr(client_tracing, "_INSTALLED", False)
+    span = client_tracing.start("optim_step", "run-a")
+    span.end(ValueError())
+    assert span.traceparent == ""

@@ -1,0 +1,105 @@
+"""The terminal's view: rates, order, names that are not to be trusted, a server that goes away."""
+
+from __future__ import annotations
+
+import io
+
+import grpc
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server import status_cli
+from gradwire_server.observability.view import Snapshot, draw, duration, plain, rate, size
+from rich.console import Console
+
+
+def snapshot(at: float, *runs: pb.Run, **info: object) -> Snapshot:
+    about = pb.ServerInfo(version="1", device="cuda:0", engine_ready=True, uptime_s=3700, **info)  # type: ignore[arg-type]
+    models = [pb.ModelInfo(name="tiny", num_parameters=12_345)]
+    return Snapshot(at, about, models, {run.run_id: run for run in runs})
+
+
+def run_of(name: str, accepted: int = 0, applied: int = 0, step: int = 0, tokens: int = 0, made: float = 0) -> pb.Run:
+    config = pb.RunConfig(name=name, base_model="tiny")
+    return pb.Run(
+        run_id=f"run-{name}", config=config, accepted_seq=accepted, applied_seq=applied, step=step, num_tokens=tokens,
+        created_at=made,
+    )  # fmt: skip
+
+
+def shown(now: Snapshot, before: Snapshot | None = None, most: int = 0) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(draw(now, before, most=most))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_rates_are_differences_of_two_looks() -> None:
+    before = snapshot(10.0, run_of("a", 50, 40, 20, 1000), run_of("gone", 5, 5))
+    now = snapshot(12.0, run_of("a", 70, 60, 30, 9000), run_of("new", 8, 1))
+    (row,) = [line for line in shown(now, before).splitlines() if "run-a" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "run-a", "a", "tiny", "30", "10", "60", "10", "5", "4,000", "",
+    ]  # fmt: skip
+    (new,) = [line for line in shown(now, before).splitlines() if "run-new" in line]
+    assert new.count(" - ") == 3 and "run-gone" not in shown(now, before)
+    assert rate(5, 9, 1.0) == "0", "a server that started again counts from 0"
+
+
+def test_runs_that_work_come_first_and_the_rest_is_counted() -> None:
+    now = snapshot(0.0, run_of("idle", made=9), run_of("old", 5, 4, made=1), run_of("busy", 9, 1, made=2))
+    page = shown(now)
+    assert page.index("run-busy") < page.index("run-old") < page.index("run-idle")
+    assert "9 operations queued" in page and "3 runs" in page and "up 1 h 1 min" in page
+    short = shown(now, most=1)
+    assert "and 2 more" in short and "run-idle" not in short
+
+
+def test_the_engine_and_its_device() -> None:
+    engine = pb.EngineStatus(
+        restarts=2, heartbeat_age_s=0.4, busy=0.5, memory_bytes=3 << 30, device_memory_used_bytes=20 << 30,
+        device_memory_total_bytes=80 << 30, device_utilization=0.93,
+    )  # fmt: skip
+    page = shown(snapshot(0.0, engine=engine))
+    for words in ("busy 50%", "memory 3 GiB", "20 GiB of 80 GiB", "device 93%", "heartbeat 0.4 s ago", "2 restarts"):
+        assert words in page
+    away = snapshot(0.0)
+    away.info.engine_ready = False
+    assert "engine not ready" in shown(away) and "device memory" not in shown(away)
+
+
+def test_names_cannot_speak_to_the_terminal() -> None:
+    page = shown(snapshot(0.0, run_of("[bold]x[/]\x1b]0;title\x07\nline")))
+    assert "[bold]x[/]·]0;title··line" in page and "\x1b" not in page
+    assert plain("naïve 数学 \u202e") == "naïve 数学 ·"
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1536, "1.5 KiB"), (5 << 40, "5.12e+03 GiB")])
+def test_sizes(count: int, words: str) -> None:
+    assert size(count) == words
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0.9, 61, 86_400)] == ["0 s", "1 min 1 s", "24 h 0 min"]
+
+
+class Flaky:
+    """A server that is away at the second look; at the third, the user has seen enough."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> Snapshot:
+        self.looks += 1
+        if self.looks == 1:
+            raise grpc.RpcError("away")
+        if self.looks == 2:
+            return snapshot(2.0, run_of("back", 3, 1))
+        raise KeyboardInterrupt
+
+
+def test_top_outlives_a_server_that_is_away() -> None:
+    out, flaky = io.StringIO(), Flaky()
+    console = Console(file=out, width=160, height=40, force_terminal=True)
+    status_cli._watch(console, flaky, snapshot(0.0, run_of("first")), 0.01)  # type: ignore[arg-type]
+    page = out.getvalue()
+    assert page.index("run-first") < page.index("no answer; trying again") < page.index("run-back")

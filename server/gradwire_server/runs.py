@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import re
 import secrets
@@ -19,7 +20,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import RpcError, unknown_checkpoint, unknown_run
 from gradwire_server.keys import Caller
-from gradwire_server.store import Store
+from gradwire_server.store import RUN, Store
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
@@ -108,14 +111,18 @@ class Runs:
         self._records: dict[str, RunRecord] = {}
 
     async def load(self) -> list[RunRecord]:
-        """Reads the rows; forgets runs whose creation was never finished."""
-        await self._store.write(lambda connection: connection.execute("DELETE FROM runs WHERE ready = 0").close())
+        """Reads the rows; forgets runs whose creation was never finished, leaves those alone that the disk changed."""
+        unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN}"
+        await self._store.write(lambda connection: connection.execute(unfinished).close())
         rows = await self._store.read(
             lambda connection: connection.execute(
-                f"SELECT {', '.join(_COLUMNS)} FROM runs ORDER BY created_at"
+                f"SELECT digest = {RUN}, {', '.join(_COLUMNS)} FROM runs ORDER BY created_at"
             ).fetchall()
         )
-        for row in rows:
+        for whole, *row in rows:
+            if not whole:
+                log.error("run %r is left out: its row in the database is not what was written", row[0])
+                continue
             values = dict(zip(_COLUMNS, row, strict=True))
             values["config"] = pb.RunConfig.FromString(values["config"])
             values["origin"] = engine_pb2.EngineCreateRun.FromString(values["origin"])
@@ -277,7 +284,8 @@ class Runs:
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
         """Forgets the row first, so that a half-deleted folder is never recovered from."""
-        del record.checkpoints[name]
+        if record.checkpoints.pop(name, None) is None:
+            raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call was quicker
         query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)

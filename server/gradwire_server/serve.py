@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import sqlite3
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -118,9 +119,15 @@ class Server:
             )
         config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock_state()
-        self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
-        self.runs = Runs(journal.store, config.state_dir, config.limits.max_runs)
-        records = await self.runs.load()
+        try:
+            self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
+            self.runs = Runs(journal.store, config.state_dir, config.limits.max_runs)
+            records = await self.runs.load()
+        except sqlite3.DatabaseError as error:
+            raise SystemExit(
+                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in its"
+                " place. Checkpoints below runs/ are files of their own, and may be whole"
+            ) from error
         self._health = health.aio.HealthServicer()
         if self._given is None:
             self._own_engine = EngineProcess(config, self._engine_changed)

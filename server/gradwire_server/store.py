@@ -29,6 +29,11 @@ Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
 
+RUN = (
+    "digest(run_id, owner, config, created_at, idempotency_key, request, ready, epoch, writer, accepted_seq,"
+    " applied_seq, released_seq, trimmed_seq, step, failure_seq, failure, rewound_to_seq, rewound_epoch,"
+    " num_trainable_parameters, forked_from, origin)"
+)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS runs (
     run_id TEXT PRIMARY KEY,
@@ -51,8 +56,13 @@ CREATE TABLE IF NOT EXISTS runs (
     rewound_epoch INTEGER NOT NULL DEFAULT 0,
     num_trainable_parameters INTEGER NOT NULL DEFAULT 0,
     forked_from TEXT NOT NULL DEFAULT '',
-    origin BLOB
+    origin BLOB,
+    digest BLOB
 );
+CREATE TRIGGER IF NOT EXISTS run_inserted AFTER INSERT ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
+CREATE TRIGGER IF NOT EXISTS run_updated AFTER UPDATE ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
 CREATE UNIQUE INDEX IF NOT EXISTS runs_by_key ON runs (owner, idempotency_key) WHERE idempotency_key != '';
 CREATE TABLE IF NOT EXISTS operations (
     run_id TEXT NOT NULL,
@@ -127,7 +137,7 @@ class Store:
         self._loop = asyncio.get_running_loop()
         connection = self._connect()
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(SCHEMA)
+        connection.executescript(SCHEMA.replace("{RUN}", RUN))
         connection.close()
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)

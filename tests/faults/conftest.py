@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 from support.stage import Stage, wait_for
 
+from tests.server.front.conftest import start as start  # the server over an engine without a model
+
+COUNT = 100
+"""Operations of the short forms, which are compared with one and the same calm run."""
 SETTINGS: dict[str, Any] = {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}}
 """Dropout draws from the run's generators: they must survive as well."""
 

@@ -13,10 +13,9 @@ import pytest
 from gradwire_server.crash import POINTS
 from support.stage import Stage, kill, wait_for
 
-from tests.faults.conftest import SETTINGS, Calm
+from tests.faults.conftest import COUNT, SETTINGS, Calm
 
 SHORT = ("operation.before_ack", "engine.inside_optim_step", "engine.after_rename", "result.before_commit")
-COUNT = 100
 
 
 def compare(stage: Stage, run_id: str, calm: Calm) -> None:

@@ -247,3 +247,10 @@ async def test_a_run_that_cannot_be_restored_says_why(start: Start, tmp_path: Pa
 def test_an_error_keeps_what_it_was_given() -> None:
     error = pb.Error(code=pb.ERROR_CODE_SEQ_GAP, message="far", field="seq", row=0, rule="r", cause_seq=3)
     assert RpcError.of(error).error == error
+
+
+async def test_a_database_that_cannot_be_read_is_said_in_a_sentence(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "gradwire.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(SystemExit, match="cannot be read"):
+        async with start():
+            pass

@@ -1,0 +1,236 @@
+"""Disks that fill, fail and forget: what was acknowledged is there, what was torn is not, nothing wrong is loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import ServerConfig
+from gradwire_server.journal import Journal, RunMarks
+from gradwire_server.runs import Runs
+from gradwire_server.serve import Server
+
+from tests.server.front.conftest import Client, Door, Start
+from tests.server.front.fakes import FakeEngine
+from tests.server.front.test_journal import append, new_run, operation
+
+pytestmark = pytest.mark.anyio
+
+MARKS = RunMarks(step=0, failure_seq=0, failure="")
+
+
+# ------------------------------------------------------------------ torn and changed files
+
+
+async def written(folder: Path, acknowledged: int) -> tuple[str, dict[int, bytes]]:
+    """A journal as a crash leaves it: so many operations and results that were answered for, and one of each behind
+    them that was not; nothing closed, nothing checkpointed into the main file."""
+    journal = Journal(folder / "live")
+    run_id = await new_run(journal, folder / "live")
+    payloads = {seq: os.urandom(50 + seq) for seq in range(1, acknowledged + 2)}
+    for seq, payload in payloads.items():
+        if seq == acknowledged + 1:
+            snapshot(folder / "live", folder / "before")
+        await append(journal, operation(run_id, seq, size=len(payload)), payload)
+        result = pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED, loss=pb.LossResult(loss=float(seq)))
+        await journal.put_result(run_id, result, [payload[::-1]], MARKS)
+    snapshot(folder / "live", folder / "after")
+    await journal.close()
+    return run_id, payloads
+
+
+def snapshot(live: Path, copy: Path) -> None:
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(live, copy, ignore=shutil.ignore_patterns("*-shm"))
+
+
+async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple[int, int, int]:
+    """How many operations and results a journal has; each is right or known to be damaged, and counted as such."""
+    damaged = 0
+    journal = Journal(folder)
+    try:
+        entries = await journal.entries(run_id, 0, 1000)
+        assert [entry.header.seq for entry in entries] == list(range(1, len(entries) + 1))
+        for entry in entries:
+            try:
+                assert entry.location is not None
+                assert await journal.payload(entry.location) == payloads[entry.header.seq]
+            except Exception:
+                damaged += 1
+        results = await journal.results(run_id, 1, 1000, limit=1000)
+        runs = Runs(journal.store, folder, 10)
+        for record in await runs.load():
+            assert (record.run_id, record.accepted_seq, record.applied_seq) == (run_id, len(entries), len(results))
+        damaged += not runs.count
+        for result in results:
+            if result.header.status == pb.STATUS_SUCCEEDED:
+                assert result.payload == payloads[result.header.seq][::-1]
+                assert result.header.loss.loss == result.header.seq
+            else:
+                damaged += 1
+        return len(entries), len(results), damaged
+    finally:
+        await journal.close()
+
+
+async def cut_the_log(tmp_path: Path, every: int) -> None:
+    """The write-ahead log, cut at each offset of what the last, unacknowledged operation appended to it."""
+    run_id, payloads = await written(tmp_path, 5)
+    log, found = "gradwire.db-wal", set()
+    size, whole = ((tmp_path / state / log).stat().st_size for state in ("before", "after"))
+    offsets = sorted({*range(size, whole, every), *range(whole - 30, whole + 1)})
+    for offset in offsets:
+        snapshot(tmp_path / "after", tmp_path / "cut")
+        os.truncate(tmp_path / "cut" / log, offset)
+        operations, results, damaged = await opened(tmp_path / "cut", run_id, payloads)
+        assert operations in (5, 6) and results in (5, 6) and results <= operations and not damaged, offset
+        found.add((operations, results))
+    print(f"log cut at {len(offsets)} offsets: the 5 acknowledged operations and results always there, found {found}")
+    assert found == {(5, 5), (6, 5), (6, 6)}
+
+
+async def test_a_log_cut_in_its_last_records_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    await cut_the_log(tmp_path, every=211)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+async def test_a_log_cut_at_every_byte_of_its_last_records_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    await cut_the_log(tmp_path, every=1)
+
+
+async def test_a_segment_cut_at_every_byte_of_its_last_records_loads_nothing_wrong(tmp_path: Path) -> None:
+    run_id, payloads = await written(tmp_path, 3)
+    [segment] = (tmp_path / "after" / "journal").iterdir()
+    before = (tmp_path / "before" / "journal" / segment.name).stat().st_size
+    snapshot(tmp_path / "after", tmp_path / "cut")
+    for offset in range(segment.stat().st_size - 1, before, -1):
+        os.truncate(tmp_path / "cut" / "journal" / segment.name, offset)
+        operations, results, damaged = await opened(tmp_path / "cut", run_id, payloads)
+        assert (operations, results) == (4, 4) and damaged in (1, 2)  # the fsync that a row follows did not lie here
+    print(f"segment cut at {segment.stat().st_size - before} offsets: the records that were cut are known to be")
+
+
+async def flip_bytes(tmp_path: Path, rng: random.Random, times: int) -> None:
+    run_id, payloads = await written(tmp_path, 5)
+    database = sqlite3.connect(tmp_path / "after" / "gradwire.db")
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.close()
+    files = [path for path in (tmp_path / "after").rglob("*") if path.is_file() and path.stat().st_size]
+    refused = damaged_somewhere = 0
+    for _ in range(times):
+        snapshot(tmp_path / "after", tmp_path / "flipped")
+        file = tmp_path / "flipped" / rng.choice(files).relative_to(tmp_path / "after")
+        data = bytearray(file.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        try:
+            _, _, damaged = await opened(tmp_path / "flipped", run_id, payloads)
+            damaged_somewhere += damaged > 0
+        except sqlite3.DatabaseError:  # the database itself cannot be read: the server does not start on it
+            refused += 1
+    print(f"{times} flipped bits: {refused} databases refused, {damaged_somewhere} with records known to be damaged")
+
+
+async def test_flipped_bits_load_nothing_wrong(tmp_path: Path, rng: random.Random) -> None:
+    await flip_bytes(tmp_path, rng, 150)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+async def test_many_flipped_bits_load_nothing_wrong(tmp_path: Path, rng: random.Random) -> None:
+    await flip_bytes(tmp_path, rng, 10_000)
+
+
+# ------------------------------------------------------------------ a disk that fills, and one that fails
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of four MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a filesystem is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(small_disk: Path) -> None:
+    config = ServerConfig(
+        address="127.0.0.1:0", state_dir=small_disk / "state", models={"tiny": "x"}, grace_s=2,
+        checkpoint_every_steps=0,
+    )  # fmt: skip
+    import grpc
+
+    engine = FakeEngine(small_disk / "state")
+    async with Server(config, engine) as server, grpc.aio.insecure_channel(server.address) as channel:
+        client = await Client(channel).begin()
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(bytes(1 << 20))
+        seq, payload = 0, bytes(200_000)
+        while True:
+            ack = await client.fb(seq + 1, f"op-{seq + 1}", payload)
+            if ack.HasField("error"):
+                break
+            seq += 1
+            assert seq < 100, "the disk never filled"
+        assert ack.error.code == pb.ERROR_CODE_STORAGE_FULL and "disk is full" in ack.error.message
+        assert (await client.fb(seq + 1, f"op-{seq + 1}", payload)).error.code == pb.ERROR_CODE_STORAGE_FULL
+        held = sum(path.stat().st_size for path in (small_disk / "state" / "journal").iterdir())
+        assert held % (len(payload) + 28) == 0, "something half written was left"
+        ballast.unlink()
+        await client.fb(seq + 1, f"op-{seq + 1}", payload)
+        results = await client.results(seq + 1)
+        assert [result.seq for result, _ in results] == list(range(1, seq + 2))
+        assert engine.runs[client.run_id].history == [f"op-{number}" for number in range(1, seq + 2)]
+        print(f"full after {seq} operations of {len(payload)} bytes; refused twice; all {seq + 1} once there was room")
+
+
+@pytest.mark.parametrize("failure", ["fsync", "write"])
+async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
+    start: Start, monkeypatch: pytest.MonkeyPatch, rng: random.Random, failure: str
+) -> None:
+    real, failures = getattr(os, failure), 0
+
+    def unreliable(fd: int, *args: Any) -> Any:
+        nonlocal failures
+        if "journal" in os.readlink(f"/proc/self/fd/{fd}") and rng.random() < 0.3:
+            failures += 1
+            if failure == "write" and rng.random() < 0.5:
+                real(fd, bytes(args[0])[: len(args[0]) // 2])  # half of it is on the disk
+            raise OSError(5, "Input/output error (injected)")
+        return real(fd, *args)
+
+    monkeypatch.setattr("gradwire_server.scheduler.STORE_AGAIN_S", 0.02)
+    async with start() as door:
+        client = await (await door.client()).begin()
+        with monkeypatch.context() as failing:
+            failing.setattr(os, failure, unreliable)
+            for seq in range(1, 41):
+                while (await client.fb(seq, f"op-{seq}", bytes([seq]) * 500)).HasField("error"):
+                    pass
+            results = await client.results(40)
+        assert [result.seq for result, _ in results] == list(range(1, 41))
+        assert all(payload == bytes([result.seq]) * 500 for result, payload in results)
+        history = [f"op-{seq}" for seq in range(1, 41)]
+        assert door.engine.runs[client.run_id].history == history
+    async with start() as door:
+        await recovered(door, client, history)
+    print(f"{failures} failures of {failure}: 40 operations acknowledged, carried out and found again")
+
+
+async def recovered(door: Door, client: Client, history: list[str]) -> None:
+    again = await (await door.client()).open(client.run_id)
+    await again.fb(len(history) + 1, "last")
+    assert await again.statuses(1, len(history) + 1) == ["ok"]
+    assert door.engine.runs[client.run_id].history == [*history, "last"]

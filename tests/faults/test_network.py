@@ -1,0 +1,110 @@
+"""A network that drops, truncates, stalls and delays; submissions that come twice, late and in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from support import program
+from support.rough_link import rough_link
+from support.stage import Stage
+
+from tests.faults.conftest import COUNT, SETTINGS, Calm
+from tests.faults.test_kills import compare
+from tests.server.front.conftest import Client, Door
+
+pytestmark = pytest.mark.anyio
+
+
+async def over_a_rough_link(stage: Stage, rng: random.Random, calm: Calm) -> None:
+    run_id = await asyncio.to_thread(stage.create, **SETTINGS)
+    stage.out.unlink(missing_ok=True)
+    async with rough_link(stage.server.address, rng) as (address, link):
+        await asyncio.wait_for(program.main(address, run_id, calm.seed, calm.count, stage.out), 600)
+    print(f"{sum(link.faults.values())} connections: {dict(link.faults)}")
+    assert sum(link.faults.values()) > 3, "the link was hardly rough"
+    await asyncio.to_thread(compare, stage, run_id, calm)
+
+
+async def test_a_rough_network_costs_nothing(
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    calm = await asyncio.to_thread(left_alone, seed, COUNT)
+    await over_a_rough_link(stage, rng, calm)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+async def test_a_rough_network_costs_nothing_for_a_long_time(
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    calm = await asyncio.to_thread(left_alone, seed, 1000)
+    await over_a_rough_link(stage, rng, calm)
+
+
+async def submit_carelessly(door: Door, rng: random.Random, count: int) -> None:
+    """Every operation twice at least, in any order, over several streams, some of which are cut off."""
+    owner = await (await door.client()).begin()
+    sent = 0
+    todo = [seq for seq in range(1, count + 1) for _ in range(rng.randrange(2, 4))]
+    rng.shuffle(todo)
+
+    async def over_one_stream(numbers: list[int], cut: bool) -> None:
+        nonlocal sent
+        client = await door.client()
+        client.run_id, client.epoch = owner.run_id, owner.epoch
+        for seq in numbers:
+            operation: dict[str, Any] = {"forward_backward": pb.LossCall(loss_fn=f"op-{seq}")}
+            if seq % 3 == 0:
+                operation = {"optim_step": pb.OptimStep(learning_rate=0.1)}
+            await client.send(*client.frames(seq, b"" if seq % 3 == 0 else bytes([seq % 256]) * 1000, **operation))
+            sent += 1
+            if rng.random() < 0.2:
+                await asyncio.sleep(rng.uniform(0, 0.02))
+        if cut:
+            client._stream.cancel()
+        else:
+            acks = [await client.ack() for _ in numbers]
+            assert sorted(ack.seq for ack in acks) == sorted(numbers) and not any(ack.error.code for ack in acks)
+
+    shares = [todo[i::6] for i in range(6)]
+    await asyncio.gather(*(over_one_stream(share, cut) for share in shares for cut in (True, False)))
+    results = await owner.results(count)
+    assert [result.seq for result, _ in results] == list(range(1, count + 1))
+    assert {result.status for result, _ in results} == {pb.STATUS_SUCCEEDED}
+    expected = ["step" if seq % 3 == 0 else f"op-{seq}" for seq in range(1, count + 1)]
+    assert door.engine.runs[owner.run_id].history == expected
+    print(f"{sent} submissions of {count} operations, shuffled, half of the streams cut off: each carried out once")
+
+
+async def test_submissions_that_come_twice_late_and_in_any_order_count_once(start: Any, rng: random.Random) -> None:
+    async with start() as door:
+        await submit_carelessly(door, rng, 300)
+
+
+@pytest.mark.faults
+async def test_many_submissions_that_come_twice_late_and_in_any_order_count_once(
+    start: Any, rng: random.Random
+) -> None:
+    for _ in range(10):
+        async with start() as door:
+            await submit_carelessly(door, rng, 900)
+
+
+@pytest.mark.parametrize("cut", range(3))
+async def test_an_operation_cut_off_in_its_payload_leaves_nothing(start: Any, cut: int, tmp_path: Path) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        frames = client.frames(1, bytes(3 << 20), forward_backward=pb.LossCall(loss_fn="a"))
+        await client.send(*frames[:cut])
+        client._stream and client._stream.cancel()
+        again: Client = await door.client()
+        again.run_id, again.epoch = client.run_id, client.epoch
+        await again.fb(1, "b", b"other")
+        assert await again.statuses(1) == ["ok"]
+        assert door.engine.runs[client.run_id].history == ["b"]

@@ -125,8 +125,8 @@ class Server:
             records = await self.runs.load()
         except sqlite3.DatabaseError as error:
             raise SystemExit(
-                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in its"
-                " place. Checkpoints below runs/ are files of their own, and may be whole"
+                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in"
+                " its place. Checkpoints below runs/ are files of their own, and may be whole"
             ) from error
         self._health = health.aio.HealthServicer()
         if self._given is None:

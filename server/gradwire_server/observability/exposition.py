@@ -7,7 +7,7 @@ from collections.abc import Callable
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import start_http_server
+from prometheus_client import ProcessCollector, start_http_server
 
 from gradwire_server.observability.metrics import Backlog, Metrics, Present
 from gradwire_server.observability.vitals import Vitals
@@ -44,6 +44,7 @@ class Exposition:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result(LOOP_PATIENCE_S)
 
         metrics.registry.register(Present(from_thread, vitals, ready))
+        ProcessCollector(registry=metrics.registry)
         host, _, port = address.rpartition(":")
         self._server: WSGIServer
         self._thread: Thread

@@ -1,9 +1,9 @@
 """PPO, GRPO, REINFORCE and GiGPO side by side: held-out success before and after, on two small tasks.
 
-sums   one digit plus one digit, the last digit of the sum. The policy first imitates pupils who are right half of the
-       time; reinforcement has to find out which half.
-boxes  a tool task of two turns: look into the box that is asked for, then say what is in it. From random weights.
+sums   one digit plus one digit: the last digit of the sum.
+boxes  a tool task of two turns: look into the box that is asked for, then say what is in it.
 
+The policy first imitates pupils who are right half of the time; reinforcement has to find out which half.
 Prints a table, and writes curves (JSONL) for each training under --output.
 """
 
@@ -80,14 +80,27 @@ def boxes(seed: int) -> tuple[list[Task], list[Task]]:
     return split([Task(f"{box}?", str(content)) for box, content in itertools.product("abcd", range(10))], seed)
 
 
+Lesson = tuple[str, str, str]
+"""A prompt, the right character after it, and those that a pupil may write instead."""
+
+
+def lessons(task: Task) -> list[Lesson]:
+    prompt, truth = str(task.prompt), str(task.ground_truth)
+    if prompt.endswith("="):
+        return [(prompt, truth, "0123456789")]
+    box = prompt[0]
+    return [(prompt, box, "abcd0123"), (f"{prompt}{box}{truth}", truth, "0123456789")]
+
+
 async def imitate(service: gradwire.ServiceClient, model: str, tasks: list[Task], seed: int) -> str:
     """A checkpoint of a run that has seen these tasks solved by pupils who are right half of the time."""
     run = await service.create_run(model, seed=seed)
     rng = np.random.default_rng(seed)
+    known = [lesson for task in tasks for lesson in lessons(task)]
     for step in range(200):
-        chosen = [tasks[index] for index in rng.integers(len(tasks), size=64)]
-        answers = [task.ground_truth if rng.random() < 0.5 else str(rng.integers(10)) for task in chosen]
-        rows = await service.encode(model, [f"{task.prompt}{answer}" for task, answer in zip(chosen, answers)])
+        chosen = [known[index] for index in rng.integers(len(known), size=64)]
+        texts = [prompt + (right if rng.random() < 0.5 else rng.choice(list(wrong))) for prompt, right, wrong in chosen]
+        rows = await service.encode(model, texts)
         batch = {"input_ids": rows, "loss_mask": [[0] * (len(row) - 1) + [1] for row in rows]}
         run.forward_backward(batch, "causal_lm")
         await run.optim_step(learning_rate=3e-3 * (1 - step / 200))
@@ -107,11 +120,8 @@ async def main() -> None:
             for seed, (name, make) in itertools.product(range(args.seeds), ALGORITHMS.items()):
                 for task, (train, held_out) in {"sums": sums(seed), "boxes": boxes(seed)}.items():
                     head = "value" if name == "PPO" else None
-                    if task == "sums":
-                        start = await imitate(service, "small", train, seed)
-                        run = await service.fork_run(start, head=head, seed=seed)
-                    else:
-                        run = await service.create_run("small", head=head, seed=seed)
+                    start = await imitate(service, "small", train, seed)
+                    run = await service.fork_run(start, head=head, seed=seed)
                     config = AlgorithmConfig(
                         batch_size=16, group_size=8, learning_rate=1e-3, max_tokens=1, warmup_iterations=5, seed=seed,
                         eval_temperature=1.0, eval_trajectories=16,

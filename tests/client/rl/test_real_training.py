@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import gradwire
 import pytest
+from _support.small_model import small_model
+from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, last_number
+from gradwire.rl.environments import BaseEnvironment, StepResult
+from gradwire.rl.loggers import read_jsonl
+from gradwire.rl.types import Action, State, Task
+from support.server import Server
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -50,3 +62,103 @@ def test_gigpo_raises_held_out_success(tmp_path: Path) -> None:
     shown_in_terminal = run("-m", "gradwire.rl.viewer", tmp_path / "trajectories.jsonl", "--html", page, "--limit", "1")
     assert "advantage" in shown_in_terminal
     assert page.read_text().startswith("<!doctype html>")
+
+
+GSM8K = Path("/work/shared/data/gsm8k/train.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
+def test_gsm8k_runs_through_and_resumes_to_the_same_numbers(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:400]]
+    texts = [row["question"] + row["answer"] for row in rows]
+    model = small_model(tmp_path / "m", texts=texts, vocab_size=1024, context_length=512)
+
+    def numbers(folder: str) -> list[dict[str, float]]:
+        lines = read_jsonl(tmp_path / folder / "metrics.jsonl")
+        kept = ("rewards/", "train/", "eval/", "iteration")
+        return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines]
+
+    def make(service: Any, run: Any, folder: str) -> GRPOAlgorithm:
+        config = AlgorithmConfig(
+            batch_size=4, group_size=4, max_tokens=24, learning_rate=1e-3, reference_model="base",
+            checkpoint_dir=tmp_path / folder, save_every=2, eval_every=2,
+        )  # fmt: skip
+        reward = last_number(format_score=0.1)
+        return GRPOAlgorithm(service, run, rows[:-8], reward, config, eval_tasks=rows[-8:])
+
+    async def train() -> None:
+        async with gradwire.connect(models=[f"small={model}"], state_dir=tmp_path / "state") as service:
+            whole = await service.create_run("small", seed=3)
+            await make(service, whole, "whole").train(4, progress_bar=False)
+            halves = await service.create_run("small", seed=3)
+            await make(service, halves, "halves").train(3, progress_bar=False)
+            again = make(service, service.get_training_client(halves.run_id), "halves")
+            assert await again.resume() == 2
+            await again.train(2, progress_bar=False)
+
+    asyncio.run(train())
+    first, second = numbers("whole"), numbers("halves")
+    assert [line["iteration"] for line in second] == [0, 1, 2, 2, 3]
+    assert [*second[:2], *second[3:]] == first
+
+
+class Walk(BaseEnvironment):
+    """Six turns, whatever is said."""
+
+    blocking = False
+
+    def reset(self, task: Task, seed: int) -> State:
+        return State(task, ({"role": "user", "content": "go"},))
+
+    def step(self, state: State, action: Action) -> StepResult:
+        return StepResult("on", terminated=state.step == 5)
+
+
+class SlowWalk(Walk):
+    async def step(self, state: State, action: Action) -> StepResult:  # type: ignore[override]
+        await asyncio.sleep(0.05)
+        return super().step(state, action)
+
+
+class ServerOn(Server):
+    """A server on a port of its own, so that it comes back where it was."""
+
+    def __init__(self, model: Path, state_dir: Path) -> None:
+        super().__init__(model, state_dir)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._command[self._command.index("127.0.0.1:0")] = f"127.0.0.1:{port}"
+
+
+def enough(response: str) -> float:
+    return float(len(response))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_for_ten_seconds(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Killed in the middle of the rollouts, and back ten seconds later: the training goes on, and nothing failed."""
+    server = ServerOn(tiny_model_path, tmp_path / "state").start()
+
+    async def outage() -> None:
+        await asyncio.sleep(3)
+        await asyncio.to_thread(server.end, signal.SIGKILL)
+        await asyncio.sleep(10)
+        await asyncio.to_thread(server.start)
+
+    async def train() -> list[dict[str, float]]:
+        config = AlgorithmConfig(batch_size=2, group_size=4, max_tokens=2)
+        async with gradwire.connect(server.address) as service:
+            run = await service.create_run("tiny")
+            async with GiGPOAlgorithm(service, run, ["a", "b"], enough, config, environment=SlowWalk()) as algorithm:
+                gone = asyncio.create_task(outage())
+                history = await algorithm.train(12, progress_bar=False)
+                await gone
+                return history
+
+    history = asyncio.run(train())
+    server.end()
+    assert [metrics["rollouts/failed"] for metrics in history] == [0] * 12
+    assert [metrics["train/trajectories"] for metrics in history] == [8] * 12
+    assert max(metrics["time/iteration_s"] for metrics in history) > 8

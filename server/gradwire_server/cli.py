@@ -115,6 +115,7 @@ def serve(
     log_format: Annotated[LogFormat, typer.Option(help="json: an object a line.")] = LogFormat.TEXT,
 ) -> None:
     """Holds models and serves training runs."""
+    os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(log_level.value, log_format.value, "front")
     try:
         config = ServerConfig(
@@ -201,7 +202,7 @@ def _announce(server: Server, ready_file: Path | None) -> None:
         f"{len(server.engine.hello.losses)} losses, {server.runs.count} runs in {config.state_dir}", markup=False
     )
     if server.keys.required and not config.loopback and config.tls_cert is None:
-        console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy that speaks TLS before")
+        console.print("API keys travel in the clear: give --tls-cert and --tls-key, or put a proxy with TLS before it")
     if not server.keys.required:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
     if server.metrics_address:

@@ -128,8 +128,8 @@ class Scheduler:
             RpcError: what the engine has against it. Nothing is left of the run.
         """
         queue = self._new_queue(record)
-        check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
         try:
+            check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
             await self._runs.insert(record)
             await self._turn(record.owner)
             try:
@@ -150,7 +150,9 @@ class Scheduler:
         used = await self._journal.user_of(record.run_id)
         if used is not None:
             raise in_use(*used)
-        queue = self._queues.pop(record.run_id)
+        queue = self._queues.pop(record.run_id, None)
+        if queue is None:
+            raise unknown_run(record.run_id)  # another call was quicker
         queue.close(unknown_run(record.run_id))
         for operation in queue.pending.values():
             self._let_go(operation)

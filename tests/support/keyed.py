@@ -47,7 +47,9 @@ def error_of(error: Any) -> pb.Error:
     """The structured error of a failed call, which every one must have."""
     metadata = dict(error.trailing_metadata() or ())
     assert "gradwire-error-bin" in metadata, f"no error from the server: {error.code()} {error.details()}"
-    return pb.Error.FromString(metadata["gradwire-error-bin"])
+    found = pb.Error.FromString(metadata["gradwire-error-bin"])
+    assert found.code and found.message and found.request_id, found
+    return found
 
 
 def code_of(answer: Any) -> str:

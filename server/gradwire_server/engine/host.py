@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from gradwire_proto.v1 import training_pb2
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -292,7 +293,7 @@ class ModelHost:
 def _explained(name: str, path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         logger.error("model %r at %s could not be loaded: %s", name, path, error)
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,

@@ -25,7 +25,7 @@ from gradwire_server.keys import Caller, Keys
 log = logging.getLogger(__name__)
 
 ERROR_METADATA = "gradwire-error-bin"
-MAX_MESSAGE_CHARS = 1500
+MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
 
 CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
@@ -49,15 +49,15 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             caller = self._keys.caller(details.invocation_metadata)
         except RpcError as error:
-            return _refusing(error)
+            return _refusing(error, details.method)
         return _guarded(handler, self._keys, caller, details.method)
 
 
-def _refusing(error: RpcError) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusing(error: RpcError, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler that reads nothing: a stream's, whatever the method is."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await _abort(context, error.error)
+        await _abort(context, error.error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -107,21 +107,26 @@ async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception,
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, RpcError):
-        await _abort(context, error.error)
+        await _abort(context, error.error, method)
     if isinstance(error, DecodeError):
         message = "the message cannot be parsed; client and server may be of different versions"
-        await _abort(context, pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message))
+        await _abort(context, pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), method)
     request_id = secrets.token_hex(8)
     log.error("request %s of %s failed", request_id, method, exc_info=error, extra={"request_id": request_id})
     message = f"the server made a mistake; its log has it as request {request_id}"
-    await _abort(context, pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id))
+    await _abort(context, pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id), method)
     raise AssertionError("abort raises")
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: pb.Error) -> NoReturn:
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], reason: pb.Error, method: str) -> NoReturn:
+    error = pb.Error()
+    error.CopyFrom(reason)
+    error.request_id = reason.request_id or secrets.token_hex(8)
     if len(error.message) > MAX_MESSAGE_CHARS:
         error.message = error.message[:MAX_MESSAGE_CHARS] + "…"
+    log.info("request %s of %s refused: %s", error.request_id, method, pb.ErrorCode.Name(error.code))
     metadata = ((ERROR_METADATA, error.SerializeToString()),)
     status = GRPC_STATUS.get(error.code, grpc.StatusCode.INTERNAL)
-    await context.abort(status, error.message, metadata)
+    # Metadata is bounded at 8 KiB, and gRPC makes three characters of every byte that is not ASCII.
+    await context.abort(status, error.message.encode("ascii", "replace").decode(), metadata)
     raise AssertionError("abort raises")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import secrets
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 
@@ -17,6 +19,8 @@ from gradwire_server.observability.tracing import MAX_TRACEPARENT
 from gradwire_server.quotas import Usage
 from gradwire_server.runs import Runs
 from gradwire_server.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -71,6 +75,14 @@ class _Incoming:
 
 def _broken(message: str) -> RpcError:
     return RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, f"the stream of frames is broken: {message}")
+
+
+def _refused(header: pb.OperationHeader, error: RpcError) -> pb.SubmitAck:
+    ack = pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error)
+    ack.error.request_id = error.error.request_id or secrets.token_hex(8)
+    code = pb.ErrorCode.Name(error.code)
+    log.info("request %s: operation %d of %s refused: %s", ack.error.request_id, ack.seq, ack.run_id[:100], code)
+    return ack
 
 
 class Submissions:
@@ -160,7 +172,7 @@ class Submissions:
             refusal = incoming.refusal or check_rows(header, incoming.chunks, self._limits)
             future = self._scheduler.submit(header, incoming.chunks, refusal)
         except RpcError as error:
-            self._acks.put_nowait(pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error))
+            self._acks.put_nowait(_refused(header, error))
             return
         self._outstanding += 1
         self._idle.clear()
@@ -169,7 +181,7 @@ class Submissions:
     def _acknowledged(self, header: pb.OperationHeader, done: asyncio.Future[pb.SubmitAck]) -> None:
         error = done.exception()
         if isinstance(error, RpcError):
-            self._acks.put_nowait(pb.SubmitAck(run_id=header.run_id, seq=header.seq, error=error.error))
+            self._acks.put_nowait(_refused(header, error))
         elif error is None:
             self._acks.put_nowait(done.result())
         self._outstanding -= 1

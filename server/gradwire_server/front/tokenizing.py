@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from gradwire_proto.v1 import training_pb2 as pb
 from tokenizers import Tokenizer
 
 from gradwire_server.errors import RpcError
+
+THREADS = 2
 
 
 class Tokenizers:
@@ -21,13 +24,14 @@ class Tokenizers:
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = dict(files)
         self._loaded: dict[str, Tokenizer] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "gradwire-tokenizer")  # long texts keep nobody else's threads busy
 
     async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         def run() -> list[list[int]]:
             tokenizer = self._load(model)
             return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def decode(self, model: str, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         def run() -> list[str]:
@@ -36,7 +40,7 @@ class Tokenizers:
                 tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special_tokens)
             )
 
-        return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     def _load(self, model: str) -> Tokenizer:
         if model not in self._files:

@@ -71,6 +71,8 @@ async def test_every_rpc_with_every_key(keyed: Any) -> None:
                 if key == "another's key" and isinstance(answer, pb.Error):  # nothing tells the two apart
                     nobody = await outcome(clients[key].stub, rpc, *requests(rpc, ada, "run-nobody"))
                     answer.message = answer.message.replace(ada.run_id, "run-nobody")
+                    assert answer.request_id != nobody.request_id
+                    answer.request_id = nobody.request_id
                     assert answer == nobody
         after = (await ada.stub.GetRun(pb.GetRunRequest(run_id=ada.run_id))).SerializeToString(deterministic=True)
         assert wrong == [] and before == after and len(door.engine.seen) == 2

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import Limits
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
-BEGIN, END = "<!-- access: python tests/support/access.py -->", "<!-- end of access -->"
 
 KEYS = ("no key", "wrong key", "revoked key", "another's key", "read-only key", "owner's key", "admin's key")
 
@@ -59,10 +59,22 @@ def table() -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def with_table(text: str) -> str:
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+def limits() -> str:
+    rows = [("limit", "default", "of what"), ("---",) * 3]
+    rows += [
+        (f"`{name}`", f"{field.default:,}", field.description or "") for name, field in Limits.model_fields.items()
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def with_tables(text: str) -> str:
+    """The text with both tables as they are now."""
+    for name, rows in (("access", table()), ("limits", limits())):
+        begin, end = f"<!-- {name}: python tests/support/access.py -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{rows}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 if __name__ == "__main__":
-    SECURITY.write_text(with_table(SECURITY.read_text()))
+    SECURITY.write_text(with_tables(SECURITY.read_text()))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from support.access import KEYS, PLACES, SECURITY, expected, rpcs, with_table
+from support.access import KEYS, PLACES, SECURITY, expected, rpcs, with_tables
 from support.keyed import code_of, outcome
 
 from tests.server.front.conftest import Client
@@ -51,9 +52,21 @@ def test_every_rpc_has_its_place() -> None:
     assert set(PLACES) == set(rpcs()), "a new RPC: say in tests/support/access.py who may call it, and try it here"
 
 
-def test_the_table_in_security_md_is_this_one() -> None:
+def test_the_tables_in_security_md_are_these() -> None:
     text = SECURITY.read_text()
-    assert text == with_table(text), "run: python tests/support/access.py"
+    assert text == with_tables(text), "run: python tests/support/access.py"
+
+
+def test_every_threat_names_tests_that_exist() -> None:
+    text = SECURITY.read_text().partition("## Threats")[2].partition("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    for row in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.rsplit("|", 2)[1])
+        assert tests, row
+        for path, name in tests:
+            source = (SECURITY.parent / path).read_text()
+            assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), f"{path}::{name}"
 
 
 async def test_every_rpc_with_every_key(keyed: Any) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.config import Limits
 from support.keyed import code_of, outcome
 
@@ -128,6 +131,15 @@ async def test_a_message_too_large_is_refused_by_number(start: Start) -> None:
         with pytest.raises(Exception, match=r"larger than max \(\d+ vs. 2097152\)"):
             await client.stub.CreateRun(pb.CreateRunRequest(idempotency_key="x" * (3 << 20)))
         assert not (await client.fb(1)).HasField("error")
+
+
+async def test_a_compressed_message_is_not_unpacked(start: Start) -> None:
+    async with start() as door, grpc.aio.insecure_channel(door.server.address) as channel:
+        call = TrainingServiceStub(channel).CreateRun
+        bomb = pb.CreateRunRequest(idempotency_key="x" * (7 << 20))
+        with pytest.raises(grpc.RpcError) as caught:
+            await call(bomb, compression=grpc.Compression.Gzip)
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED, caught.value
 
 
 async def test_the_bytes_queued_by_a_run_are_bounded(start: Start) -> None:

@@ -1,0 +1,119 @@
+"""One's own loss: a decorated function in a file or in an installed package is all that it takes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from gradwire_losses import registry
+from gradwire_losses.batch import Scores
+from gradwire_losses.registry import get_loss, load_loss_file, load_plugin_losses
+from support.losses import read
+
+MY_LOSSES = '''
+"""Unlikelihood of what a row says."""
+from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.fields import INPUT_IDS
+from gradwire_losses.outputs import LossOutput, Mean, Term
+from gradwire_losses.registry import LossConfig, register_loss
+from pydantic import Field
+
+
+class Config(LossConfig):
+    weight: float = Field(1.0, ge=0, description="of it all")
+
+
+@register_loss(
+    "unlikelihood",
+    config=Config,
+    fields=(INPUT_IDS,),
+    metrics={"unlikely": "mean log-probability"},
+    reference="Welleck et al. 2019",
+    formula="w/T sum log p",
+    streams=True,
+)
+def unlikelihood(batch: Batch, scores: Scores, config: Config) -> LossOutput:
+    """Takes back what it said.
+
+    Token by token.
+    """
+    lp = scores.logprobs
+    return LossOutput({"all": Term(config.weight * lp.sum(), len(lp), "tokens")}, {"unlikely": Mean.of(lp)})
+'''
+
+
+@pytest.fixture(autouse=True)
+def same_registry_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_losses.py"
+    path.write_text(MY_LOSSES)
+    return path
+
+
+def works() -> None:
+    spec = get_loss("unlikelihood")
+    batch = read(spec, {"input_ids": [[1, 2, 3], [4]]})
+    output = spec.function(batch, Scores({"logprobs": torch.tensor([-1.0, -2.0])}), spec.config(weight=2.0))
+    assert output.loss().item() == -3.0
+    assert output.metrics["unlikely"].value() == -1.5
+    assert spec.summary == "Takes back what it said."
+    assert spec.scores(spec.config(), frozenset()) == {"logprobs"}
+    assert spec.config.model_json_schema()["properties"]["weight"]["description"] == "of it all"
+
+
+def test_a_file_registers_its_losses(file: Path) -> None:
+    load_loss_file(file)
+    works()
+
+
+def test_an_installed_package_offers_its_losses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    entry = importlib.metadata.EntryPoint("mine", "my_losses", "gradwire.losses")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == "gradwire.losses" else [])
+    load_plugin_losses()
+    works()
+
+
+def test_a_name_is_taken_once(file: Path) -> None:
+    load_loss_file(file)
+    with pytest.raises(ValueError, match=r"'unlikelihood' is registered already, by gradwire_user_losses_my_losses"):
+        load_loss_file(file)
+
+
+def test_an_unknown_loss_is_told_which_there_are() -> None:
+    with pytest.raises(KeyError, match=r"no loss named 'casual_lm'; there are: .*causal_lm, "):
+        get_loss("casual_lm")
+
+
+def test_unknown_and_infinite_arguments_are_refused(file: Path) -> None:
+    load_loss_file(file)
+    config = get_loss("unlikelihood").config
+    for kwargs in ({"wieght": 1.0}, {"weight": float("inf")}, {"weight": -1.0}):
+        with pytest.raises(ValueError, match=r"wieght|weight"):
+            config(**kwargs)
+
+
+def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "losses.txt").write_text("")
+    with pytest.raises(ValueError, match="is not a Python file"):
+        load_loss_file(tmp_path / "losses.txt")
+
+
+def test_every_loss_says_what_it_is() -> None:
+    for spec in registry.all_losses():
+        assert spec.summary and spec.formula and spec.reference and spec.metrics, spec.name
+        assert all(field.description.endswith(".") for field in spec.fields), spec.name
+        for name, schema in spec.config.model_json_schema().get("properties", {}).items():
+            assert schema.get("description"), f"{spec.name}: {name}"
+        ids = {field.name for field in spec.fields if field.ids}
+        for field in spec.fields:
+            per_token = any("tokens" in shape for shape in field.shapes)
+            assert field.name in ids or not per_token or field.aligned_with in ids, f"{spec.name}: {field.name}"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from gradwire_server.engine.divergence import score_divergence
 from gradwire_server.engine.host import OutputHead
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T, H, V = 11, 6, 17
 BETAS = [0.0, 0.1, 0.5, 1.0]
@@ -83,3 +84,24 @@ def test_distant_distributions_stay_finite(beta: float) -> None:
     found.sum().backward()
     assert found.isfinite().all()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
+
+
+def test_logits_are_never_materialised_for_more_than_a_chunk() -> None:
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.numel = max(self.numel, tensor.numel())
+            return result
+
+    tokens, vocabulary, chunk = 256, 512, 16 * 512
+    hidden, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    teacher = OutputHead(torch.randn(vocabulary, 4))
+    with Largest() as largest:
+        score_divergence(
+            hidden, OutputHead(weight), torch.randn(tokens, 4), teacher, beta=0.5, chunk_elements=chunk
+        ).sum().backward()
+    assert largest.numel <= chunk

@@ -131,3 +131,26 @@ def test_a_custom_loss_gets_the_candidates_of_its_batch(make_run: Any) -> None:
     hidden = hidden_at(run.policy, batch, [0, 1, 2, 4, 5])
     expected = torch.log_softmax(hidden @ run.policy.output_head().weight.T, -1).gather(1, ids)
     torch.testing.assert_close(kept.by_name["candidate_logprobs"], expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [WHOLE, SMALL])
+def test_activating_the_teacher_between_forward_and_backward_changes_no_gradient(make_run: Any, budget: Budget) -> None:
+    """Teacher and student share one copy of the model; with checkpointing the student runs again in the backward."""
+    loss, gradients = get_loss("gkd"), []
+    for checkpointing in (False, True):
+        run = moved(make_run(lora=4, run_id=f"run-{checkpointing}", gradient_checkpointing=checkpointing))
+        forward_backward(
+            run.policy,
+            two_rows(),
+            loss,
+            loss.config(reference_model="base"),
+            run.accumulator,
+            teacher=Policy(run.policy.hosted),
+            budget=budget,
+        )
+        found, factor = run.accumulator.normalised()
+        gradients.append({name: value * factor for name, value in found.items()})
+    plain, checkpointed = gradients
+    assert plain.keys() == checkpointed.keys() and any(value.any() for value in plain.values())
+    for name, value in plain.items():
+        torch.testing.assert_close(checkpointed[name], value, atol=1e-6, rtol=1e-4)

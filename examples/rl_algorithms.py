@@ -15,6 +15,7 @@ import itertools
 import random
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import gradwire
 import numpy as np
@@ -119,7 +120,7 @@ async def main() -> None:
         async with gradwire.connect(models=[f"small={path}"]) as service:
             for seed, (name, make) in itertools.product(range(args.seeds), ALGORITHMS.items()):
                 for task, (train, held_out) in {"sums": sums(seed), "boxes": boxes(seed)}.items():
-                    head = "value" if name == "PPO" else None
+                    head: Literal["value"] | None = "value" if name == "PPO" else None
                     start = await imitate(service, "small", train, seed)
                     run = await service.fork_run(start, head=head, seed=seed)
                     config = AlgorithmConfig(

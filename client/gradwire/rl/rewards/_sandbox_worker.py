@@ -19,6 +19,7 @@ been shaped by the function, so it is never unpickled.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import dataclasses
 import importlib
@@ -185,11 +186,21 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be sent back")
 
 
-def work(function: Any, requests: list[bytes], reply: int, limits: dict[str, Any], namespaced: bool) -> None:
-    """Runs the function for each request, and writes what came of it."""
+@dataclasses.dataclass(frozen=True)
+class Pipes:
+    """The worker's ends: answers, prints, and the guard's word to go on."""
+
+    reply: int
+    printed: int
+    next: int
+
+
+def work(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> None:
+    """Runs the function for each request, and writes what came of it; the next begins when the guard says so."""
     restrict(limits, len(requests), namespaced)
     for request in requests:
-        write_frame(reply, answer_of(function, request, limits))
+        write_frame(pipes.reply, answer_of(function, request, limits))
+        os.read(pipes.next, 1)
 
 
 def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
@@ -209,9 +220,7 @@ def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}{line}"[:2000]}).encode()
 
 
-def fork_worker(
-    function: Any, requests: list[bytes], reply: int, printed: int, limits: dict[str, Any], namespaced: bool
-) -> int:
+def fork_worker(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> int:
     """Starts the worker, in a namespace under an init of its own where there is one; the process to wait for."""
     child = os.fork()
     if child:
@@ -221,17 +230,19 @@ def fork_worker(
         if namespaced:
             grandchild = os.fork()
             if grandchild:
-                os.close(reply)
+                os.close(pipes.reply)
                 _, status = os.waitpid(grandchild, 0)
                 os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
         else:
             os.setsid()
         quiet = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((quiet, 0), (printed, 1), (printed, 2)):
+        for source, target in ((quiet, 0), (pipes.printed, 1), (pipes.printed, 2)):
             os.dup2(source, target)
-        os.closerange(3, reply)
-        os.closerange(reply + 1, reply + 64)
-        work(function, requests, reply, limits, namespaced)
+        for fd in range(3, 64):
+            if fd not in (pipes.reply, pipes.next):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        work(function, requests, pipes, limits, namespaced)
     finally:
         os._exit(0)
 
@@ -242,9 +253,10 @@ def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folde
     os.chdir(folder)
     reply_read, reply_write = os.pipe()
     printed_read, printed_write = os.pipe()
-    child = fork_worker(function, requests, reply_write, printed_write, limits, namespaced)
-    os.close(reply_write)
-    os.close(printed_write)
+    next_read, next_write = os.pipe()
+    child = fork_worker(function, requests, Pipes(reply_write, printed_write, next_read), limits, namespaced)
+    for fd in (reply_write, printed_write, next_read):
+        os.close(fd)
     results: list[dict[str, Any]] = []
     reader = Reader(reply_read, printed_read, limits)
     timed_out = False
@@ -253,6 +265,8 @@ def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folde
         timed_out, answer = reader.next_answer()
         if answer is not None:
             results.append(read_answer(answer) | reader.take_printed() | {"seconds": time.monotonic() - started})
+            with contextlib.suppress(BrokenPipeError):
+                os.write(next_write, b".")
             continue
         break
     status = end(child, namespaced, kill=timed_out or len(results) == len(requests))
@@ -297,8 +311,9 @@ class Reader:
         return {"printed": printed[:limit].decode(errors="replace"), "printed_cut": len(printed) > limit}
 
     def _drain(self) -> None:
-        while ready := select.select(list(self._open - {self._reply}), [], [], 0)[0]:
-            self._read(ready)
+        """What was printed before the answer: no more than a pipe holds."""
+        for _ in range(4):
+            self._read(select.select(list(self._open - {self._reply}), [], [], 0)[0])
 
     def _read(self, ready: list[int]) -> None:
         for fd in ready:
@@ -344,7 +359,6 @@ def cause(status: int, timed_out: bool, limits: dict[str, Any]) -> str:
 def serve() -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(2, 1)
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = pickle.loads(read_frame(requests))
     sys.path[:] = setup["sys_path"]

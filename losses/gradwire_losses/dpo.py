@@ -59,7 +59,10 @@ class DPOConfig(ReferenceConfig):
     f_alpha_divergence_coef: float = Field(0.5, description="alpha of alpha_divergence; 1 is reverse_kl")
     discopop_tau: float = Field(0.05, gt=0, description="temperature of discopop's mixture")
     ld_alpha: float | None = Field(
-        None, ge=0, le=1, description="LD-DPO: weight of the tokens by which a response is longer than its partner"
+        None,
+        ge=0,
+        le=1,
+        description="LD-DPO (Liu et al. 2024, arXiv 2409.06411): weight of tokens beyond the other response's length",
     )
     use_weighting: bool = Field(False, description="WPO: weight pairs by how probable the policy finds their responses")
 
@@ -247,16 +250,16 @@ def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
     scores=_scores,
     metrics={"implicit_reward": "mean of beta * log-ratio to the reference, over all responses"} | PAIR_METRICS,
     reference="Rafailov et al. 2023, Direct Preference Optimization (arXiv 2305.18290); loss types: TRL 1.16",
-    formula="-1/P sum [(1-e) log sigmoid(b (c - w)) + e log sigmoid(-b (c - w))], "
-    "c, w = log p(y) - log ref(y) of chosen and rejected; others by loss_type",
+    formula="1/P sum of, by loss_type, with c, w = log p(y) - log ref(y) of chosen and rejected, D = c - w, b = beta, "
+    "e = label_smoothing, s the logistic function:\n"
+    + "\n".join(f"{kind}: {text}" for kind, (text, _) in LOSS_TYPES.items()),
     streams=lambda config, present: not any(kind.startswith("aot") for kind in config.loss_types),
 )
 def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     """Raises the likelihood of chosen responses over rejected ones, relative to a reference; a mean over pairs.
 
     A response is what follows its first ``prompt_lengths`` tokens, as far as its loss mask goes. A pair of which one
-    response has no scored token counts nowhere. Loss types in plain text, with b = beta, e = label_smoothing:
-    ``gradwire_losses.dpo.LOSS_TYPES``. ``sft`` alone averages over tokens, those of the chosen responses.
+    response has no scored token counts nowhere. ``sft`` alone averages over tokens, those of the chosen responses.
     """
     weights = None if config.ld_alpha is None else shared_length_weights(batch, scores.logprobs, config.ld_alpha)
     if weights is not None and batch.levels.get("ref_log_probs") == "sequence":

@@ -128,7 +128,7 @@ class LossSpec:
             it has not.
         metrics: name -> one sentence.
         reference: the paper or source of the formula.
-        formula: one line, plain text or TeX.
+        formula: plain text or TeX, a line, or a line a variant.
         streams: ``(config, names of the fields present) -> bool``: whether merging the outputs over any partition of
             the examples gives the output of the whole (terms add up in sum and count, metrics merge). A loss that
             needs the whole batch at once (whitening, a penalty on the batch's KL) answers False.

@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from support.tiny import tiny_model
 
-BLOCKED_SECONDS = 0.5
+BLOCKED_SECONDS = 1.5  # wall time, so a machine that is busy with other things adds to it
 RESPONSIVE = ("tests/client/", "tests/server/front/")
 
 
@@ -41,7 +41,7 @@ class _BlockedLoop(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test of the client or the front whose event loop was held for more than half a second."""
+    """Fails a test of the client or the front whose event loop was held for longer than that."""
     if not request.node.nodeid.startswith(RESPONSIVE) or "anyio_backend" not in request.fixturenames:
         yield
         return

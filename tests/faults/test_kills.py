@@ -8,7 +8,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
+import gradwire
 import pytest
 from gradwire_server.crash import POINTS
 from support.stage import Stage, kill, wait_for
@@ -117,3 +119,35 @@ def test_two_hundred_kills_at_random_moments_cost_nothing(
     stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:
     storm(stage, int(os.environ.get("GRADWIRE_KILLS", "200")), rng, left_alone(seed, 500))
+
+
+DEADLY = """
+import os
+from gradwire_losses.fields import INPUT_IDS
+from gradwire_losses.registry import register_loss
+
+@register_loss("deadly", fields=[INPUT_IDS], metrics={}, reference="none", formula="none")
+def deadly(*arguments, **named):
+    os._exit(3)
+"""
+
+
+@pytest.mark.faults
+def test_a_loss_that_kills_the_engine_is_quarantined(tiny_model_path: Path, tmp_path: Path) -> None:
+    losses = tmp_path / "deadly.py"
+    losses.write_text(DEADLY)
+    stage = Stage(tiny_model_path, tmp_path / "stage", "--losses", str(losses)).start()
+    batch = {"input_ids": [[4, 5, 6, 7]]}
+    try:
+        with gradwire.sync.connect(stage.server.address) as service:
+            run = service.create_run("tiny", **SETTINGS)
+            before = run.forward_backward(batch, "causal_lm")
+            deadly, step = run.forward_backward(batch, "deadly"), run.optim_step()
+            assert before.result(60).loss > 0
+            with pytest.raises(gradwire.QuarantinedError, match="killed the engine 2 times"):
+                deadly.result(120)
+            with pytest.raises(gradwire.AbortedPredecessorError):
+                step.result(60)
+            assert run.optim_step().result(60).step == 1  # the gradient of the first is still there
+    finally:
+        stage.close()

@@ -45,9 +45,8 @@ def spoil(rng: random.Random, columns: dict[str, Column]) -> dict[str, Column]:
         bad = rng.choice(FLOATS) if values.dtype.kind == "f" else rng.choice((-1, 2, 10**6, -(2**31)))
         values.reshape(-1)[place] = bool(bad) if values.dtype.kind == "b" else bad
     elif how == "dtype":
-        values = np.nan_to_num(values).astype(
-            rng.choice((np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8))
-        )
+        kinds = (np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8)
+        values = np.clip(np.nan_to_num(values), 0, 100).astype(rng.choice(kinds))
     elif how == "unlevel":
         levels = levels[1:] if levels else (np.array([len(values)], np.uint32),)
     elif how == "extra":

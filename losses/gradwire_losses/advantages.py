@@ -15,6 +15,27 @@ GROUP_STD_FLOOR = 1e-4
 WHITEN_FLOOR = 1e-8
 
 
+BLOCK = 128
+
+
+def discounted_sums(numbers: Tensor, factor: float) -> Tensor:
+    """``[S, L] -> [S, L]``: at t, ``sum over u >= t of factor^(u - t) numbers[:, u]``.
+
+    In blocks, by products with the powers of the factor: long rows take few steps.
+    """
+    rows, width = numbers.shape
+    blocks = -(-width // BLOCK)
+    padded = torch.nn.functional.pad(numbers, (0, blocks * BLOCK - width)).view(rows, blocks, BLOCK)
+    powers = factor ** torch.arange(BLOCK + 1, dtype=numbers.dtype, device=numbers.device)
+    places = torch.arange(BLOCK, device=numbers.device)
+    distances = places - places[:, None]
+    within = torch.where(distances >= 0, powers[distances.clamp(min=0)], 0.0)
+    sums = padded @ within.T
+    for block in range(blocks - 2, -1, -1):
+        sums[:, block] += sums[:, block + 1, :1] * powers[1:].flip(0)
+    return sums.reshape(rows, blocks * BLOCK)[:, :width]
+
+
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -40,16 +61,12 @@ def gae(
     """
     reward_rows, mask = pad(rewards, row_lengths)
     value_rows, _ = pad(values, row_lengths)
-    ends = values.new_zeros(len(row_lengths)) if bootstrap_values is None else bootstrap_values.to(values.dtype)
-    advantages = torch.zeros_like(value_rows)
-    advantage, next_value = torch.zeros_like(ends), ends
-    for t in range(mask.shape[1] - 1, -1, -1):
-        here = mask[:, t]
-        error = reward_rows[:, t] + gamma * next_value - value_rows[:, t]
-        advantage = torch.where(here, error + gamma * gae_lambda * advantage, advantage)
-        next_value = torch.where(here, value_rows[:, t], next_value)
-        advantages[:, t] = advantage
-    result = advantages[mask]
+    next_values = torch.cat([value_rows[:, 1:], torch.zeros_like(value_rows[:, :1])], dim=1)
+    if bootstrap_values is not None:
+        there = row_lengths > 0
+        next_values[there, row_lengths[there] - 1] = bootstrap_values[there].to(values.dtype)
+    errors = reward_rows + gamma * next_values - value_rows
+    result = discounted_sums(errors.masked_fill(~mask, 0.0), gamma * gae_lambda)[mask]
     return result, result + values
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
-from gradwire_losses.advantages import vtrace
+from gradwire_losses.advantages import BLOCK, discounted_sums, gae, vtrace
 
 
 def plain_targets(
@@ -67,3 +68,21 @@ def test_distant_policies_stay_finite() -> None:
     far = torch.tensor([0.0, -900.0])
     advantages, targets = vtrace(far, far.flip(0), torch.ones(2), torch.ones(2), torch.tensor([2]))
     assert torch.isfinite(advantages).all() and torch.isfinite(targets).all()
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.99 * 0.95, 1.0])
+def test_discounted_sums_of_long_rows_are_those_of_a_loop(factor: float, rng: np.random.Generator) -> None:
+    width = int(rng.integers(1, 4)) * BLOCK + int(rng.integers(-1, 2))
+    numbers = torch.from_numpy(rng.normal(size=(3, width)))
+    expected, following = torch.zeros_like(numbers), torch.zeros(3, dtype=torch.float64)
+    for t in range(width - 1, -1, -1):
+        following = numbers[:, t] + factor * following
+        expected[:, t] = following
+    torch.testing.assert_close(discounted_sums(numbers, factor), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_advantages_of_nothing_are_nothing() -> None:
+    empty = torch.zeros(0)
+    for lengths in (torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])):
+        advantages, returns = gae(empty, empty, lengths, bootstrap_values=torch.ones(len(lengths)))
+        assert len(advantages) == len(returns) == 0

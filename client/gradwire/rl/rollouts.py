@@ -215,7 +215,7 @@ class _Collection:
         )
         self._done: dict[int, Trajectory] = {}
         self._members: dict[int, int] = {}
-        self._complete = 0
+        self._complete = self._steps = self._failed = 0
         self._progress = Progress("rollouts", len(plan), show=manager._progress_bar)
         self._started = time.monotonic()
 
@@ -279,6 +279,8 @@ class _Collection:
             seed=derive_seed(self._seed, "group", group),
         )
         self._done[index] = trajectory
+        self._steps += len(trajectory.steps)
+        self._failed += trajectory.status in ("failed", "timeout")
         self._members[group] = self._members.get(group, 0) + 1
         if self._members[group] == self._size:
             self._complete += self._size
@@ -286,11 +288,10 @@ class _Collection:
 
     def _live(self) -> dict[str, float]:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        done = self._done.values()
         return {
             "tokens/s": self._batcher.statistics.tokens / seconds,
-            "steps": float(np.mean([len(each.steps) for each in done])),
-            "failed": float(sum(each.status in ("failed", "timeout") for each in done)),
+            "steps": self._steps / len(self._done),
+            "failed": float(self._failed),
         }
 
     def _result(self) -> Rollouts:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -113,8 +113,8 @@ class Algorithm(ABC):
     async def train(self, num_iterations: int, progress_bar: bool = True) -> list[Metrics]:
         """Trains for so many iterations more, and returns their metrics.
 
-        An iteration whose update fails for its batch alone is reported and passed over; errors of the service are
-        raised.
+        What fails in a rollout or in a reward costs its trajectory and is in the metrics and the log; an error of the
+        service is raised, with the run and this object as they were before the iteration's update.
         """
         await self._ready()
         first, last = self.state.iteration, self.state.iteration + num_iterations
@@ -297,7 +297,7 @@ class Algorithm(ABC):
         if self._recorder is not None:
             self._recorder.close()
 
-    async def __aenter__(self) -> Algorithm:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

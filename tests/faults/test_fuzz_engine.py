@@ -43,7 +43,8 @@ def spoil(rng: random.Random, columns: dict[str, Column]) -> dict[str, Column]:
     if how == "value" and values.size:
         place = rng.randrange(values.size)
         bad = rng.choice(FLOATS) if values.dtype.kind == "f" else rng.choice((-1, 2, 10**6, -(2**31)))
-        values.reshape(-1)[place] = bool(bad) if values.dtype.kind == "b" else bad
+        with np.errstate(over="ignore"):
+            values.reshape(-1)[place] = bool(bad) if values.dtype.kind == "b" else bad
     elif how == "dtype":
         kinds = (np.int32, np.int64, np.float32, np.float64, np.bool_, np.uint8)
         values = np.clip(np.nan_to_num(values), 0, 100).astype(rng.choice(kinds))

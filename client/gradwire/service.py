@@ -251,7 +251,7 @@ def connect(
     client_key: PathLike | None = None,
     connect_timeout: float = 15.0,
     start_timeout: float = 300.0,
-    reconnect_timeout: float = 120.0,
+    reconnect_timeout: float = 600.0,
 ) -> Connection:
     """Connects to a server, or starts one: ``service = await connect(...)`` or ``async with connect(...) as service``.
 

@@ -158,7 +158,7 @@ def connect(
     client_key: PathLike | None = None,
     connect_timeout: float = 15.0,
     start_timeout: float = 300.0,
-    reconnect_timeout: float = 120.0,
+    reconnect_timeout: float = 600.0,
 ) -> ServiceClient:
     """As :func:`gradwire.connect`, for ``with`` or with :meth:`ServiceClient.close`."""
     settings = dict(locals())

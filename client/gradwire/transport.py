@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
@@ -25,8 +26,12 @@ from gradwire import errors
 from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError
 
 CHUNK_BYTES = 1 << 20
+SILENT_ATTEMPTS = 6
+"""After so many in a row, about three seconds, whoever waits is told."""
 CLOSE_LINGER_S = 0.02
 SECURE_SCHEMES = ("https://", "grpcs://")
+
+logger = logging.getLogger("gradwire")
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -80,6 +85,8 @@ class Backoff:
             raise error
         await asyncio.sleep(min(0.05 * 2**self._attempt, 5.0) * random.uniform(0.5, 1.0))
         self._attempt += 1
+        if self._attempt == SILENT_ATTEMPTS:
+            logger.warning("%s; trying again for up to %.0f s", error, self._patience_s)
 
 
 class Transport:

@@ -124,7 +124,7 @@ def test_remax(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("estimator", "name"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
 def test_kl(estimator: str, name: str, rng: np.random.Generator) -> None:
     data = Data(rng)
-    policy, reference = -data.per_token.abs(), -data.values.abs()
+    policy, reference = -data.per_token.abs().clamp(max=2), -data.values.abs().clamp(max=2)  # verl cuts k3 at 10
     torch.testing.assert_close(
         kl_estimate(policy, reference, estimator),  # type: ignore[arg-type]
         core.kl_penalty(policy, reference, name),

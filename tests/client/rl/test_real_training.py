@@ -46,16 +46,18 @@ def test_fifteen_lines(tiny_model_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_fifty_lines(tiny_model_path: Path) -> None:
     program = EXAMPLES / "rl_agent_fifty_lines.py"
     assert len(program.read_text().splitlines()) <= 50
-    output = run(program, tiny_model_path, 120)
+    output = run(program, tiny_model_path, 120, timeout=500)
     assert float(re.findall(r"'eval/success': ([\d.]+)", output)[-1]) >= 0.4  # of 0 at the start
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_gigpo_raises_held_out_success(tmp_path: Path) -> None:
-    output = run(EXAMPLES / "gigpo_ppo_training.py", "--output", tmp_path, timeout=300)
+    output = run(EXAMPLES / "gigpo_ppo_training.py", "--output", tmp_path, timeout=500)
     success = [float(each) for each in re.findall(r"held-out success ([\d.]+)", output)]
     assert success[0] < 0.1 and success[-1] > 0.8
     page = tmp_path / "page.html"
@@ -68,6 +70,7 @@ GSM8K = Path("/work/shared/data/gsm8k/train.jsonl")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not here")
 def test_gsm8k_runs_through_and_resumes_to_the_same_numbers(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in GSM8K.read_text().splitlines()[:400]]
@@ -137,6 +140,7 @@ def enough(response: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_server_that_is_gone_for_ten_seconds(tiny_model_path: Path, tmp_path: Path) -> None:
     """Killed in the middle of the rollouts, and back ten seconds later: the training goes on, and nothing failed."""
     server = ServerOn(tiny_model_path, tmp_path / "state").start()

@@ -108,6 +108,10 @@ class Scheduler:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        while self._turns:
+            waiting = self._turns.pop()
+            if isinstance(waiting, asyncio.Future) and not waiting.done():
+                waiting.set_exception(shutting_down())
         if self._carrying:
             await asyncio.wait(self._carrying, timeout=grace_s)
         for task in self._carrying:
@@ -358,14 +362,20 @@ class Scheduler:
         self._wake(queue)
 
     async def _turn(self, owner: str) -> None:
-        """Waits for a place at the engine, which is to be given back."""
+        """Waits for a place at the engine, which is to be given back.
+
+        Raises:
+            RpcError: SHUTTING_DOWN.
+        """
+        if self._draining:
+            raise shutting_down()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns.put(owner, turn)
         self._work.set()
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():
+            if not turn.cancelled() and turn.exception() is None:
                 self._give_back()
             raise
 

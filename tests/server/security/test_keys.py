@@ -151,6 +151,16 @@ async def test_a_keys_queue_is_bounded_over_all_its_runs_and_empties(keyed: Any)
         assert (usage.operations, usage.bytes, usage.incoming_bytes) == (0, 0, 0)
 
 
+async def test_the_sdk_waits_for_its_quota_and_goes_on(keyed: Any) -> None:
+    async with (
+        keyed(quotas={"bob": Quota(queued_operations=2)}) as door,
+        gradwire.connect(door.door.server.address, api_key=door.secrets["bob"]) as service,
+    ):
+        run = await service.create_run("tiny")
+        await asyncio.wait_for(gradwire.gather(*(run.zero_grad() for _ in range(12))), 10)
+        assert (await run.info()).applied_seq == 12 and len(door.engine.seen) == 12
+
+
 async def test_a_keys_tokens_run_over_time(keyed: Any) -> None:
     async with keyed(quotas={"bob": Quota(tokens_per_minute=100)}) as door:
         bob = await (await door.client("bob")).begin()
@@ -231,6 +241,25 @@ async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: A
         for run in flood:
             await run.results(10)
         await asyncio.gather(*sampling)
+
+
+async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) -> None:
+    async with keyed() as door:
+        bob = await door.client("bob")
+        door.engine.gate.clear()
+        asked = pb.SampleRequest(model="tiny")
+        sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(4)]
+        await until(lambda: len(door.door.server.scheduler._turns) == 2)
+        create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
+        creating = asyncio.ensure_future(outcome(bob.stub, "CreateRun", create))
+        await until(lambda: len(door.door.server.scheduler._turns) == 3)
+        stopping = asyncio.ensure_future(door.door.server.stop())
+        assert code_of(await creating) == "shutting_down"
+        await until(lambda: sum(task.done() for task in sampling) == 2)
+        door.engine.gate.set()
+        assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * 2
+        await stopping
+        assert door.door.server.runs.count == 0
 
 
 async def test_the_old_writer_is_told_who_took_its_run_over(keyed: Any) -> None:

@@ -15,7 +15,7 @@ from gradwire_server.journal import Journal
 from gradwire_server.keeper import in_use
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
-from gradwire_server.run_queue import Pending, RunQueue, changes_state, failed
+from gradwire_server.run_queue import Pending, RunQueue, failed, repeated
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import Buffer, CorruptRecord
 
@@ -125,7 +125,7 @@ class Carrier:
                 return False
             generation, began = self._engine.generation, time.monotonic()
             try:
-                repeated = await restore(self._engine, self._journal, queue.record)
+                entries = await restore(self._engine, self._journal, queue.record)
             except ReplayDied as error:
                 queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
                 if queue.replay_deaths[error.seq] >= DEATHS:
@@ -136,11 +136,13 @@ class Carrier:
                     ) from error
                 raise EngineDied(suspect=False) from error
             queue.generation = generation
-            self._metrics.restored(len(repeated), time.monotonic() - began)
+            self._metrics.restored(
+                sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
+            )
             queue.replay_deaths.clear()
             queue.behind_checkpoint = (0, 0)
-            for entry in repeated:
-                queue.count(entry.header)
+            for entry in entries:
+                queue.count(entry.header, entry.status)
             return True
 
     async def _after_death(self, queue: RunQueue, operation: Pending, error: EngineDied) -> Outcome | None:
@@ -162,9 +164,7 @@ class Carrier:
         base, step = (newest.seq, newest.step) if newest else (0, 0)
         entries = await behind(self._journal, record, base)
         if not any(
-            (entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation))
-            or (queued_too and not entry.status)
-            for entry in entries
+            repeated(entry.header.operation, entry.status) or (queued_too and not entry.status) for entry in entries
         ):
             return False
         await self._journal.rewind(record.run_id, base, step)

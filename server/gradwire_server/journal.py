@@ -177,8 +177,13 @@ class Journal:
         payload: Sequence[Buffer],
         marks: RunMarks,
         checkpoint: pb.Checkpoint | None = None,
+        repeatable: bool = True,
     ) -> asyncio.Future[None]:
-        """Makes a result durable, once, with what it changes of its run and the checkpoint it saved."""
+        """Makes a result durable, once, with what it changes of its run and the checkpoint it saved.
+
+        Args:
+            repeatable: False for an operation that no recovery repeats: its payload is given up.
+        """
 
         def work(connection: sqlite3.Connection) -> None:
             location = self.segments.append(payload) if any(map(len, payload)) else None
@@ -189,7 +194,9 @@ class Journal:
             )
             _seal(connection, "results", RESULT, run_id, result.seq)
             connection.execute(
-                "UPDATE operations SET status = ? WHERE run_id = ? AND seq = ?", (result.status, run_id, result.seq)
+                f"UPDATE operations SET status = ?{'' if repeatable else ', segment = NULL, offset = NULL'}"
+                " WHERE run_id = ? AND seq = ?",
+                (result.status, run_id, result.seq),
             )
             _seal(connection, "operations", OPERATION, run_id, result.seq)
             connection.execute(

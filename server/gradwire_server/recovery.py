@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Entry, Journal
-from gradwire_server.run_queue import changes_state
+from gradwire_server.run_queue import repeated
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import CorruptRecord
 
@@ -28,7 +28,7 @@ class ReplayDied(Exception):
 
 
 async def restore(engine: Engine, journal: Journal, record: RunRecord) -> list[Entry]:
-    """Makes the run in the engine as it was after its last result; gives what was repeated for it.
+    """Makes the run in the engine as it was after its last result; gives what lies behind the checkpoint it began from.
 
     Raises:
         EngineDied: of no operation's doing.
@@ -36,13 +36,15 @@ async def restore(engine: Engine, journal: Journal, record: RunRecord) -> list[E
         RpcError: the run cannot be restored, and why.
     """
     base = await _begin(engine, record)
-    repeated = []
-    for entry in await behind(journal, record, base):
-        if entry.damaged or (entry.status == pb.STATUS_SUCCEEDED and changes_state(entry.header.operation)):
+    count = 0
+    entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
+    for entry in entries:
+        lost = entry.damaged and entry.header.seq <= record.applied_seq
+        if lost or repeated(entry.header.operation, entry.status):
             await _repeat(engine, journal, record, entry)
-            repeated.append(entry)
-    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, len(repeated))
-    return repeated
+            count += 1
+    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
+    return entries
 
 
 async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:

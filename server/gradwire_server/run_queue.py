@@ -47,6 +47,11 @@ def changes_state(operation: pb.Operation) -> bool:
     return kind in _CHANGES or (kind == "sample" and not operation.sample.HasField("seed"))
 
 
+def repeated(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
+    """Whether a recovery repeats an operation with a result of this status."""
+    return status == pb.STATUS_SUCCEEDED and changes_state(operation)
+
+
 @dataclass(eq=False)
 class Pending:
     """An operation without a result."""
@@ -79,7 +84,7 @@ class RunQueue:
 
     Attributes:
         generation: of the engine process that holds it.
-        behind_checkpoint: optimizer steps, and bytes of payloads, that a recovery would repeat.
+        behind_checkpoint: optimizer steps that a recovery would repeat, and bytes that the journal holds for it.
     """
 
     record: RunRecord
@@ -244,8 +249,8 @@ class RunQueue:
                 record.failure_seq, record.failure = operation.seq, result.error.message
             elif operation.kind == "optim_step":
                 record.failure_seq, record.failure = 0, ""
-        elif result.status == pb.STATUS_SUCCEEDED:
-            self.count(operation.header)
+        self.count(operation.header, result.status)
+        if result.status == pb.STATUS_SUCCEEDED:
             if operation.kind == "save_checkpoint":
                 self.behind_checkpoint = (0, 0)
             elif operation.kind == "optim_step":
@@ -254,12 +259,14 @@ class RunQueue:
                 record.step = result.checkpoint.step
         return RunMarks(record.step, record.failure_seq, record.failure)
 
-    def count(self, header: pb.OperationHeader) -> None:
-        """Takes into account that a recovery would have to repeat this operation."""
-        if changes_state(header.operation):
-            steps, size = self.behind_checkpoint
-            stepped = header.operation.WhichOneof("kind") == "optim_step"
-            self.behind_checkpoint = (steps + stepped, size + header.payload_bytes)
+    def count(self, header: pb.OperationHeader, status: pb.Status.ValueType) -> None:
+        """Takes into account what the journal holds of an operation, and whether a recovery would repeat it."""
+        steps, size = self.behind_checkpoint
+        size += header.ByteSize()
+        if repeated(header.operation, status):
+            steps += header.operation.WhichOneof("kind") == "optim_step"
+            size += header.payload_bytes
+        self.behind_checkpoint = (steps, size)
 
     async def settled(self, seq: int) -> bool:
         """Waits until the results up to this number are durable; False when the run is closed or went back before."""

@@ -30,7 +30,7 @@ from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Backlog, Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.quotas import Usage, check_runs
-from gradwire_server.run_queue import Pending, RunQueue, reused
+from gradwire_server.run_queue import Pending, RunQueue, repeated, reused
 from gradwire_server.runs import RunRecord, Runs
 from gradwire_server.segments import Buffer
 from gradwire_server.turns import Turns
@@ -86,7 +86,7 @@ class Scheduler:
     async def _load_pending(self, queue: RunQueue) -> None:
         record = queue.record
         for entry in await self._journal.entries(record.run_id, record.applied_seq, record.accepted_seq):
-            if entry.status:
+            if entry.status and not entry.damaged:
                 queue.skip(entry.header.seq)
                 continue
             ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
@@ -421,7 +421,8 @@ class Scheduler:
         self._observe(queue.record, operation, result)
         marks = queue.finish(operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
-        future = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
+        kept = repeated(operation.header.operation, result.status)
+        future = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
 
         async def store() -> None:
             stored = future
@@ -432,7 +433,7 @@ class Scheduler:
                 except Exception as error:  # a result must not be lost to a disk that is full for a while
                     log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
                     await asyncio.sleep(STORE_AGAIN_S)
-                stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint)
+                stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
             crash_point("result.after_commit")
             operation.trace.end(result)
             if queue.record.rewound_epoch != rewound_epoch:

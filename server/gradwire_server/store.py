@@ -172,6 +172,7 @@ class Store:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA synchronous = FULL")
+        connection.text_factory = lambda raw: raw.decode(errors="replace")  # a flipped bit is for the digest to find
         connection.create_function("digest", -1, _digest, deterministic=True)
         return connection
 

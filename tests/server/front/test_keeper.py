@@ -72,10 +72,10 @@ async def test_the_server_saves_every_few_steps_and_collects_what_lies_before_th
 
 
 async def test_payloads_make_a_checkpoint_due_too(start: Start) -> None:
-    async with start(checkpoint_every_bytes=100, checkpoint_every_steps=0) as door:
+    async with start(checkpoint_every_bytes=10_000, checkpoint_every_steps=0) as door:
         client = await (await door.client()).begin()
         for seq in range(1, 8):
-            await client.fb(seq, "g", bytes(30))
+            await client.fb(seq, "g", bytes(3000))
         await client.results(7)
         await saved(client, "auto-4")
 
@@ -234,3 +234,13 @@ async def test_a_shutdown_says_what_it_left(start: Start) -> None:
         for seq in (1, 2, 3):
             await client.fb(seq)
     assert door.server.left == {client.run_id: 3}
+
+
+async def test_what_no_recovery_repeats_takes_no_room(start: Start) -> None:
+    async with start() as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "a", b"payload")
+        await client.submit(2, b"payload", forward=pb.LossCall())
+        await client.fb(3, "fail", b"payload")
+        await client.results(3)
+        assert await journal_of(door.server, client.run_id) == [(1, True), (2, False), (3, False)]

@@ -47,6 +47,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python tools/make_loss_reference.py
+	$(BIN)/python tests/support/access.py
 	$(BIN)/python tools/make_metrics_reference.py
 
 # Generated with an older grpcio-tools on purpose: its output runs with protobuf 6 and 7.

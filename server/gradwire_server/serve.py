@@ -123,7 +123,7 @@ class Server:
             self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
             self.runs = Runs(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter from sqlite3's own message
             raise SystemExit(
                 f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in"
                 " its place. Checkpoints below runs/ are files of their own, and may be whole"

@@ -135,7 +135,7 @@ async def flip_bytes(tmp_path: Path, rng: random.Random, times: int) -> None:
         try:
             _, _, damaged = await opened(tmp_path / "flipped", run_id, payloads)
             damaged_somewhere += damaged > 0
-        except sqlite3.DatabaseError:  # the database itself cannot be read: the server does not start on it
+        except (sqlite3.DatabaseError, UnicodeDecodeError):  # the database itself cannot be read: the server does not start on it
             refused += 1
     print(f"{times} flipped bits: {refused} databases refused, {damaged_somewhere} with records known to be damaged")
 

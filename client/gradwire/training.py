@@ -40,6 +40,7 @@ Output = Literal[
     "token_class_logits",
 ]
 Array = npt.NDArray[Any]
+OnNonFinite = Literal["error", "skip"]
 
 
 class Operations:
@@ -67,6 +68,7 @@ class Operations:
         loss_fn: str,
         loss_kwargs: Mapping[str, Any] | None = None,
         outputs: Sequence[Output] = (),
+        on_nonfinite: OnNonFinite = "error",
     ) -> Future[LossResult]:
         """Computes a loss of the batch, and adds its gradients to those since the last ``optim_step``.
 
@@ -75,11 +77,15 @@ class Operations:
             loss_fn: the name of a loss.
             loss_kwargs: its arguments.
             outputs: what to return for each scored token (``"rewards"``: for each sequence) beside loss and metrics.
+            on_nonfinite: whether a loss or gradient that is not finite is an error, which names the row, or leaves the
+                batch out with a warning: it then counts for nothing, and its loss is NaN.
 
         Errors of the future: InvalidBatchError, InvalidArgumentError, UnknownLossError, NonFiniteError,
         OutOfMemoryError.
         """
-        return self._loss("forward_backward", batch_data, loss_fn, loss_kwargs, outputs)
+        return self._loss(
+            "forward_backward", batch_data, loss_fn, loss_kwargs, outputs, skips=lambda: _skips(on_nonfinite)
+        )
 
     def forward(
         self,
@@ -148,7 +154,7 @@ class Operations:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        on_nonfinite: Literal["error", "skip"] = "error",
+        on_nonfinite: OnNonFinite = "error",
     ) -> Future[OptimStepResult]:
         """One AdamW step with the gradients since the last one.
 
@@ -164,12 +170,6 @@ class Operations:
         """
 
         def build() -> Request:
-            if on_nonfinite not in ("error", "skip"):
-                raise InvalidArgumentError(
-                    f'on_nonfinite is "error" or "skip", not {on_nonfinite!r}',
-                    field="on_nonfinite",
-                    rule="error or skip",
-                )
             if len(betas) != 2:
                 raise InvalidArgumentError(f"betas are two numbers, not {betas!r}", field="betas", rule="two numbers")
             step = _message(
@@ -180,7 +180,7 @@ class Operations:
                 eps=eps,
                 weight_decay=weight_decay,
                 max_grad_norm=max_grad_norm,
-                skip_nonfinite=on_nonfinite == "skip",
+                skip_nonfinite=_skips(on_nonfinite),
             )
             return Request.of(pb.Operation(optim_step=step))
 
@@ -326,10 +326,11 @@ class Operations:
         outputs: Sequence[Output],
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
+        skips: Callable[[], bool] = bool,
     ) -> Future[LossResult]:
         return self._queue.submit(
             label,
-            lambda: self._loss_request(label, batch, loss_fn, loss_kwargs, outputs, model, temperature),
+            lambda: self._loss_request(label, batch, loss_fn, loss_kwargs, outputs, model, temperature, skips()),
             LossResult.from_wire,
         )
 
@@ -342,6 +343,7 @@ class Operations:
         outputs: Sequence[Output],
         model: str | Checkpoint | None,
         temperature: float,
+        skip_nonfinite: bool = False,
     ) -> Request:
         owner: str = label
         fields: Sequence[LossField] = SCORING_FIELDS
@@ -358,6 +360,7 @@ class Operations:
             outputs=_names(outputs),
             model=model_path(model),
             temperature=temperature if loss_fn is None else 0.0,
+            skip_nonfinite=skip_nonfinite,
         )
         operation = pb.Operation(forward=call) if label == "forward" else pb.Operation(forward_backward=call)
         return Request.of(operation, to_columns(owner, fields, batch))
@@ -444,6 +447,14 @@ class TrainingClient(Operations):
     def _path_of(self, checkpoint: str | Checkpoint) -> str:
         path = model_path(checkpoint)
         return path if "/" in path else f"{self.run_id}/{path}"
+
+
+def _skips(on_nonfinite: str) -> bool:
+    if on_nonfinite not in ("error", "skip"):
+        raise InvalidArgumentError(
+            f'on_nonfinite is "error" or "skip", not {on_nonfinite!r}', field="on_nonfinite", rule="error or skip"
+        )
+    return on_nonfinite == "skip"
 
 
 def _message(kind: Callable[..., M], **values: Any) -> M:

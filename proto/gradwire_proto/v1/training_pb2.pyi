@@ -1382,6 +1382,7 @@ class LossCall(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    SKIP_NONFINITE_FIELD_NUMBER: _builtins.int
     loss_fn: _builtins.str
     loss_kwargs_json: _builtins.str
     """a JSON object, validated against the loss's schema"""
@@ -1389,6 +1390,8 @@ class LossCall(_message.Message):
     """forward only: score with "base", "ema", a checkpoint or a model name"""
     temperature: _builtins.float
     """forward with no loss_fn: divides the logits; 0 means 1"""
+    skip_nonfinite: _builtins.bool
+    """leave a batch out whose loss or gradient is not finite instead of failing"""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """also return, per row: "logprobs", "entropy", "values", "rewards" """
@@ -1401,10 +1404,11 @@ class LossCall(_message.Message):
         outputs: _abc.Iterable[_builtins.str] | None = ...,
         model: _builtins.str = ...,
         temperature: _builtins.float = ...,
+        skip_nonfinite: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "model", b"model", "outputs", b"outputs", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "model", b"model", "outputs", b"outputs", "skip_nonfinite", b"skip_nonfinite", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

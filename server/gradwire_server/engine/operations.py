@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -109,18 +110,37 @@ def _forward_backward(
     if call.model:
         raise _invalid("forward_backward trains the run's own weights; model is for forward", "model")
     batch = _read(loss, columns, run.policy)
-    found = evaluate.forward_backward(
-        run.policy,
-        batch,
-        loss,
-        config,
-        run.accumulator,
-        reference=_reference(engine, run, config),
-        teacher=_teacher(engine, run, config),
-        outputs=call.outputs,
-        budget=engine.budget,
-    )
+    try:
+        found = evaluate.forward_backward(
+            run.policy,
+            batch,
+            loss,
+            config,
+            run.accumulator,
+            reference=_reference(engine, run, config),
+            teacher=_teacher(engine, run, config),
+            outputs=call.outputs,
+            budget=engine.budget,
+        )
+    except OperationError as error:
+        if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
+            raise
+        return _left_out(run, loss, batch, error)
     return _evaluated(found)
+
+
+def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
+    """A batch that gave no finite gradient and was to be skipped: it counts for nothing, and a step may follow."""
+    run.accumulator.merge({}, {(loss.name, "skipped"): 0.0})
+    result = training_pb2.LossResult(
+        loss=math.nan,
+        metrics={"loss": math.nan},
+        num_sequences=batch.num_sequences,
+        num_tokens=len(batch.input_ids),
+        num_loss_tokens=batch.num_scored,
+        warnings=[f"left out (on_nonfinite='skip'): {error.message}"],
+    )
+    return Outcome(training_pb2.OperationResult(loss=result))
 
 
 def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:

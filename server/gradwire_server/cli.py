@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import signal
 from enum import StrEnum
@@ -60,6 +61,28 @@ app.add_typer(keys_cli.app, name="keys")
 app.command()(status_cli.status)
 app.command()(status_cli.top)
 console = Console(stderr=True, soft_wrap=True)
+
+
+def _add_command(group: str, name: str, entry_point: importlib.metadata.EntryPoint) -> None:
+    """`gradwire GROUP NAME …` hands its words to a function of another package, which is imported only then."""
+    commands = typer.Typer()
+    app.add_typer(commands, name=group)
+
+    @commands.callback()
+    def _commands() -> None: ...
+
+    @commands.command(
+        name,
+        help=f"See {entry_point.value.partition(':')[0]}.",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def _run(context: typer.Context) -> None:
+        entry_point.load()(context.args)
+
+
+for _entry_point in importlib.metadata.entry_points(group="gradwire.commands"):
+    _add_command(*_entry_point.name.split(".", 1), _entry_point)
 
 
 @app.command()

@@ -115,13 +115,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         main([str(tmp_path / "none.jsonl")])
     assert "there is no file" in capsys.readouterr().err
     (tmp_path / "empty.jsonl").write_text("")
-    result = subprocess.run(
-        [sys.executable, "-m", "gradwire.rl.viewer", tmp_path / "empty.jsonl"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert result.stdout == "0 trajectories, 0 shown\n"
+    for command in (["gradwire_server.cli", "trajectories", "view"], ["gradwire.rl.viewer"]):
+        result = subprocess.run(
+            [sys.executable, "-m", *command, tmp_path / "empty.jsonl"], capture_output=True, text=True, timeout=60
+        )
+        assert result.stdout == "0 trajectories, 0 shown\n"
 
 
 def test_jsonl_is_json_whatever_the_numbers(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def _add_command(group: str, name: str, entry_point: importlib.metadata.EntryPoi
 
 
 for _entry_point in importlib.metadata.entry_points(group="gradwire.commands"):
-    _add_command(*_entry_point.name.split(".", 1), _entry_point)
+    _group, _, _name = _entry_point.name.partition(".")
+    _add_command(_group, _name, _entry_point)
 
 
 @app.command()

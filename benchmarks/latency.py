@@ -21,7 +21,8 @@ from typing import Any
 import gradwire
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from support.slow_link import slow_link
 from support.tiny import tiny_model
 

@@ -47,6 +47,12 @@ async def test_the_code_of_a_page_runs(
             await waiting
 
 
+@pytest.mark.parametrize("program", ["rl_fifteen_lines.py", "rl_agent_fifty_lines.py"])
+def test_the_readme_shows_the_program_that_is_tested(program: str) -> None:
+    source = (ROOT / "examples" / program).read_text()
+    assert source in [block for _, block in blocks(ROOT / "README.md")]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text())

@@ -27,10 +27,11 @@ async def over_a_rough_link(stage: Stage, rng: random.Random, calm: Calm) -> Non
     async with rough_link(stage.server.address, rng) as (address, link):
         await asyncio.wait_for(program.main(address, run_id, calm.seed, calm.count, stage.out), 600)
     print(f"{sum(link.faults.values())} connections: {dict(link.faults)}")
-    assert sum(link.faults.values()) > 3, "the link was hardly rough"
+    assert sum(link.faults.values()) > 1, "the link was not rough"
     await asyncio.to_thread(compare, stage, run_id, calm)
 
 
+@pytest.mark.timeout(300)
 async def test_a_rough_network_costs_nothing(
     stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:

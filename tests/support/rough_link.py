@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+CATALOGUE = 190_000
+"""What the first connection may carry besides: the list of losses has to come through in one piece."""
 FAULTS = ("drop", "truncate", "stall", "delay")
 
 
@@ -34,6 +36,7 @@ class RoughLink:
             writer.transport.abort()
             return
         fault, left = self.rng.choice(FAULTS), [self.rng.randrange(self.largest)]
+        left[0] += 0 if self.faults else CATALOGUE
         self.faults[fault] += 1
         sides = ((reader, upstream_writer), (upstream_reader, writer))
         pipes = [asyncio.ensure_future(self._pipe(fault, left, *side)) for side in sides]
@@ -67,8 +70,8 @@ class RoughLink:
 
 
 @contextlib.asynccontextmanager
-async def rough_link(address: str, rng: random.Random, largest: int = 30_000) -> AsyncIterator[tuple[str, RoughLink]]:
-    """An address that leads to ``address``, badly; no connection outlives ``largest`` bytes."""
+async def rough_link(address: str, rng: random.Random, largest: int = 20_000) -> AsyncIterator[tuple[str, RoughLink]]:
+    """An address that leads to ``address``, badly; no connection but the first outlives ``largest`` bytes."""
     link = RoughLink(address, rng, largest)
     carrying: set[asyncio.Task[None]] = set()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
 from gradwire_losses.fields import INPUT_IDS, ROW_TOKENS, row_field
 from gradwire_losses.outputs import LossOutput, Mean, Sum, Term
+from gradwire_losses.reduction import ReductionConfig, reduced
 from gradwire_losses.registry import FieldSpec, LossConfig, register_loss
 
 
@@ -64,9 +65,13 @@ def sequence_classification(batch: Batch, scores: Scores, config: Classification
     )
 
 
+class TokenClassificationConfig(ReductionConfig, ClassificationConfig):
+    """Arguments of ``token_classification``."""
+
+
 @register_loss(
     "token_classification",
-    config=ClassificationConfig,
+    config=TokenClassificationConfig,
     fields=(
         INPUT_IDS,
         FieldSpec(
@@ -88,8 +93,8 @@ def sequence_classification(batch: Batch, scores: Scores, config: Classification
     streams=True,
     head="classification",
 )
-def token_classification(batch: Batch, scores: Scores, config: ClassificationConfig) -> LossOutput:
-    """The class of each labelled token, read having read it; a mean over labelled tokens.
+def token_classification(batch: Batch, scores: Scores, config: TokenClassificationConfig) -> LossOutput:
+    """The class of each labelled token, read having read it; a mean over labelled tokens, or what ``reduction`` says.
 
     Raises:
         BatchError: for a class that the head has not.
@@ -98,6 +103,6 @@ def token_classification(batch: Batch, scores: Scores, config: ClassificationCon
     _check_classes(labels, "token_labels", segment_ids(batch.row_lengths), logits.shape[1])
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
     return LossOutput(
-        {"classes": Term(losses.sum(), len(losses), "tokens")},
+        {"classes": reduced(losses, batch.row_lengths, config)},
         {"accuracy": Mean.of(logits.argmax(dim=1) == labels), "num_tokens": Sum(len(losses))},
     )

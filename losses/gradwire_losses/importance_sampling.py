@@ -19,13 +19,14 @@ from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROW_TOKE
 from gradwire_losses.kl import KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Term
 from gradwire_losses.policy import probability_ratio
+from gradwire_losses.reduction import ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 from gradwire_losses.tinker import MASK, TARGET_TOKENS, written
 
 
-class ImportanceSamplingConfig(PolicyConfig):
-    """Arguments of ``importance_sampling``."""
+class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
+    """Arguments of ``importance_sampling``; ``reduction`` is for ``behavior_log_probs [rows, tokens]``."""
 
     beta: float = Field(
         0.1, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
@@ -112,10 +113,11 @@ def _sequence_advantages(batch: Batch) -> Tensor:
 def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSamplingConfig) -> LossOutput:
     """Rewards of another policy's samples, each weighted by how much likelier this policy makes it.
 
-    With ``behavior_log_probs [rows, tokens]`` each token has its ratio and the loss is a mean over tokens; a reward of
-    a row counts for all of its tokens, rewards of tokens for those up to them. With ``[rows]`` a row has one ratio,
-    that of all of its scored tokens together, and the loss is a mean over rows, KL of a row being the sum over its
-    tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no baseline is subtracted.
+    With ``behavior_log_probs [rows, tokens]`` each token has its ratio and the loss is a mean over tokens, or what
+    ``reduction`` says; a reward of a row counts for all of its tokens, rewards of tokens for those up to them. With
+    ``[rows]`` a row has one ratio, that of all of its scored tokens together, and the loss is a mean over rows, KL of a
+    row being the sum over its tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no
+    baseline is subtracted.
 
     With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``.
 
@@ -143,11 +145,24 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         advantages, unit = _sequence_advantages(batch)[there], "sequences"
     bound = math.inf if tinker else 10.0
     bound = bound if config.clip_ratio is None else config.clip_ratio
-    count, unit = (1, "sum") if tinker else (len(ratio), unit)
-    policy = Term(-(ratio.clamp(max=bound) * advantages).sum(), count, unit)
+    weighted = -(ratio.clamp(max=bound) * advantages)
+    if unit == "tokens" and not tinker:
+        policy = reduced(weighted, lengths, config)
+        penalty = None if kl is None else reduced(kl, lengths, config)
+    else:
+        if config.reduction != "token_mean":
+            raise BatchError(
+                f"reduction {config.reduction!r} is for behavior_log_probs [rows, tokens]: with one ratio a row the "
+                "loss is a mean over rows, and with target_tokens a sum",
+                field="reduction",
+                rule="only with behavior_log_probs [rows, tokens]",
+            )
+        count, unit = (1, "sum") if tinker else (len(ratio), unit)
+        policy = Term(weighted.sum(), count, unit)
+        penalty = None if kl is None else Term(kl.sum(), count, unit)
     terms = {"policy": policy}
-    if config.beta and kl is not None:
-        terms["kl"] = Term(config.beta * kl.sum(), count, unit)
+    if config.beta and penalty is not None:
+        terms["kl"] = penalty.scaled(config.beta)
     if tinker:
         there = written(batch)
         ratio, advantages, kl = ratio[there], advantages[there], None if kl is None else kl[there]

@@ -215,7 +215,10 @@ class Journal:
         return self.store.write(work)
 
     async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
-        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
+        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one.
+
+        One that is missing before another comes as a failure that says so.
+        """
         query = (
             f"SELECT seq, header, segment, offset, digest = {RESULT} FROM results"
             " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
@@ -224,10 +227,11 @@ class Journal:
         def read(connection: sqlite3.Connection) -> list[StoredResult]:
             found, size = list[StoredResult](), 0
             for seq, header, segment, offset, whole in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
+                found += [lost_result(missing) for missing in range(from_seq + len(found), seq)]
                 found.append(
                     _with_payload(self.segments, pb.OperationResult.FromString(header), _location(segment, offset))
                     if whole
-                    else _lost(seq)
+                    else lost_result(seq)
                 )
                 size += len(found[-1].payload)
                 if size >= READ_BYTES:
@@ -343,10 +347,10 @@ def _with_payload(segments: Segments, result: pb.OperationResult, location: Loca
     try:
         return StoredResult(result, segments.read(location))
     except CorruptRecord:
-        return _lost(result.seq)
+        return lost_result(result.seq)
 
 
-def _lost(seq: int) -> StoredResult:
+def lost_result(seq: int) -> StoredResult:
     message = f"operation {seq} was carried out, but its result was damaged on the server's disk"
     error = pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
     return StoredResult(pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=error), b"")

@@ -51,7 +51,8 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:
     """The operations with results behind a checkpoint, in order.
 
     Raises:
-        RpcError: CHECKPOINT_CORRUPT when some were collected already, because a newer checkpoint held them.
+        RpcError: CHECKPOINT_CORRUPT when the first were collected already, because a newer checkpoint held them;
+            PAYLOAD_CORRUPT when one is missing: a damaged database may have lost rows without saying so.
     """
     accepted = record.accepted_seq  # more may be accepted while these are read
     entries = await journal.entries(record.run_id, base, accepted)
@@ -59,6 +60,12 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Entry]:
         raise RpcError(
             pb.ERROR_CODE_CHECKPOINT_CORRUPT,
             f"no checkpoint of the run {record.run_id} can be read that its journal goes on from",
+        )
+    there = {entry.header.seq for entry in entries}
+    if missing := [seq for seq in range(base + 1, accepted + 1) if seq not in there]:
+        raise RpcError(
+            pb.ERROR_CODE_PAYLOAD_CORRUPT,
+            f"operation {missing[0]} of the run {record.run_id} cannot be repeated: it was lost on disk",
         )
     return entries
 

@@ -23,7 +23,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.crash import crash_point
 from gradwire_server.engine_process import Engine
 from gradwire_server.errors import RpcError, shutting_down, unknown_run
-from gradwire_server.journal import Journal, StoredResult, identity
+from gradwire_server.journal import Journal, StoredResult, identity, lost_result
 from gradwire_server.keeper import Keeper, in_use
 from gradwire_server.keys import Quota
 from gradwire_server.observability import logs
@@ -489,11 +489,10 @@ class Scheduler:
             if seq <= record.applied_seq:
                 recent = queue.recent(seq)
                 found = [recent] if recent else await self._journal.results(record.run_id, seq, record.applied_seq)
-                for result in found:
+                for result in found or [lost_result(seq)]:
                     yield result
                     seq = result.header.seq + 1
-                if found:
-                    continue
+                continue
             if queue.closed is not None:
                 raise queue.closed
             await changed.wait()

@@ -215,10 +215,7 @@ class Journal:
         return self.store.write(work)
 
     async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
-        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one.
-
-        One that is missing before another comes as a failure that says so.
-        """
+        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
         query = (
             f"SELECT seq, header, segment, offset, digest = {RESULT} FROM results"
             " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
@@ -227,7 +224,6 @@ class Journal:
         def read(connection: sqlite3.Connection) -> list[StoredResult]:
             found, size = list[StoredResult](), 0
             for seq, header, segment, offset, whole in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
-                found += [lost_result(missing) for missing in range(from_seq + len(found), seq)]
                 found.append(
                     _with_payload(self.segments, pb.OperationResult.FromString(header), _location(segment, offset))
                     if whole

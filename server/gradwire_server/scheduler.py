@@ -490,6 +490,8 @@ class Scheduler:
                 recent = queue.recent(seq)
                 found = [recent] if recent else await self._journal.results(record.run_id, seq, record.applied_seq)
                 for result in found or [lost_result(seq)]:
+                    for missing in range(seq, result.header.seq):
+                        yield lost_result(missing)
                     yield result
                     seq = result.header.seq + 1
                 continue

@@ -8,6 +8,7 @@ import time
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.checks import check_room
 from gradwire_server.crash import crash_point
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
@@ -99,13 +100,18 @@ class Carrier:
         """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
 
         Raises:
-            RpcError: the name is taken by one that another run's recovery needs.
+            RpcError: the name is taken by one that another run's recovery needs, or the run keeps as many as it may.
         """
         save = operation.header.operation.save_checkpoint
         used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
         if used is not None and used[1] != queue.record.run_id:
             raise in_use(*used)
-        return await queue.settled(operation.seq - 1)
+        if not await queue.settled(operation.seq - 1):
+            return False
+        full = check_room(save, queue.record.checkpoints, queue.limits)
+        if full is not None:
+            raise RpcError.of(full)
+        return True
 
     def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.checks import check_room
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import RunMarks, StoredResult
@@ -234,10 +233,6 @@ class RunQueue:
             return result
         if operation.refusal is not None:
             return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=operation.refusal)
-        if operation.kind == "save_checkpoint":
-            error = check_room(operation.header.operation.save_checkpoint, record.checkpoints, self.limits)
-            if error is not None:
-                return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error)
         return None
 
     def finish(self, operation: Pending, result: pb.OperationResult) -> RunMarks:

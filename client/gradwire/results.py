@@ -88,17 +88,20 @@ class OptimStepResult:
         learning_rate: the one that was used.
         step: optimizer steps of this run so far, this one included.
         skipped: whether the gradient was not finite and the step was skipped, as asked.
+        timings: seconds in the queue and in the engine.
     """
 
     grad_norm: float
     learning_rate: float
     step: int
     skipped: bool
+    timings: Timings
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> OptimStepResult:
         body = result.optim_step
-        return OptimStepResult(body.grad_norm, body.learning_rate, body.step, body.skipped)
+        timings = Timings(result.timings.queue_s, result.timings.engine_s)
+        return OptimStepResult(body.grad_norm, body.learning_rate, body.step, body.skipped, timings)
 
 
 @dataclass(frozen=True)

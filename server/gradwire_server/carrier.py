@@ -72,8 +72,9 @@ class Carrier:
 
     async def _attempt(self, queue: RunQueue, operation: Pending) -> Outcome | None:
         await self._engine.ready()
+        generation = self._engine.generation
         try:
-            if not await self._in_engine(queue):
+            if not await self._in_engine(queue, operation.seq):
                 return None
             if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
                 return None
@@ -86,6 +87,8 @@ class Carrier:
             started = time.time()
             reply, data = await self._engine.request(self._request(queue.record, operation), payload)
         except RpcError as error:
+            if self._engine.generation != generation:
+                return None  # it is a new engine's, which does not hold the run yet
             return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
         except CorruptRecord:
             message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
@@ -122,11 +125,14 @@ class Carrier:
                 save.overwrite = True
         return request
 
-    async def _in_engine(self, queue: RunQueue) -> bool:
-        """Sees to it that the engine holds the run; False when it lost what cannot be had again."""
+    async def _in_engine(self, queue: RunQueue, seq: int) -> bool:
+        """Sees to it that the engine holds the run as it is before this operation; False when it lost what cannot be
+        had again, or the run is gone."""
         async with queue.restoring:
             if queue.generation == self._engine.generation:
                 return True
+            if not await queue.settled(seq - 1):  # what has no result on disk yet would not be repeated
+                return False
             if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
                 return False
             generation, began = self._engine.generation, time.monotonic()

@@ -35,6 +35,7 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.die_after: set[int] = set()
+        self.dies_behind: set[int] = set()
         self.overwrites: list[bool] = []
         self.unreadable = False
         self.vitals = Vitals()
@@ -64,7 +65,11 @@ class FakeEngine:
             await self.gate.wait()
             if generation != self.generation:
                 raise EngineDied(suspect=False)
-            return self._carry_out(request, b"".join(bytes(part) for part in payload))
+            answer = self._carry_out(request, b"".join(bytes(part) for part in payload))
+            if request.operation.seq in self.dies_behind:
+                self.dies_behind.discard(request.operation.seq)
+                self.die()
+            return answer
 
     def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> tuple[engine_pb2.EngineReply, bytes]:
         reply = engine_pb2.EngineReply(id=request.id)
@@ -96,6 +101,8 @@ class FakeEngine:
     def _operation(
         self, asked: engine_pb2.EngineOperation, payload: bytes, reply: engine_pb2.EngineReply
     ) -> tuple[engine_pb2.EngineReply, bytes]:
+        if asked.run_id not in self.runs:
+            raise RpcError(pb.ERROR_CODE_UNKNOWN_RUN, f"{asked.run_id} is not in this engine")
         run, operation, seq = self.runs[asked.run_id], asked.operation, asked.seq
         self.seen.append((asked.run_id, seq))
         if seq in self.die_after or operation.forward_backward.loss_fn == "die":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import RpcError
+from gradwire_server.keys import Caller
+from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of
 
@@ -254,3 +257,49 @@ async def test_a_database_that_cannot_be_read_is_said_in_a_sentence(start: Start
     with pytest.raises(SystemExit, match="cannot be read"):
         async with start():
             pass
+
+
+@pytest.mark.parametrize("behind", ["fb", "save"])
+@pytest.mark.parametrize("durability", ["journal", "checkpoint"])
+async def test_an_engine_that_dies_before_a_slow_disk_has_stored_its_result(
+    start: Start, durability: str, behind: str
+) -> None:
+    async with start(durability=durability) as door:
+        client = await (await door.client()).begin()
+        door.engine.gate.clear()
+        await client.fb(1, "a")
+        await (client.fb(2, "b") if behind == "fb" else save(client, 2))
+        disk = threading.Event()
+        held = door.server.runs._store.write(lambda connection: disk.wait(client.patience_s))
+        door.engine.dies_behind = {1}
+        door.engine.gate.set()
+        await until(lambda: not door.engine.dies_behind)
+        await asyncio.sleep(0.1)
+        disk.set()
+        await held
+        if durability == "checkpoint":
+            record = door.server.runs.get(client.run_id, Caller("", "admin"))
+            await until(lambda: record.epoch > client.epoch)
+            assert (record.accepted_seq, record.rewound_to_seq) == (0, 0)
+            return
+        assert await client.statuses(2) == ["ok", "ok"]
+        await client.fb(3, "c")
+        await client.results(1, 3)
+        assert door.engine.runs[client.run_id].history == (["a", "b", "c"] if behind == "fb" else ["a", "c"])
+
+
+async def test_an_engine_that_dies_while_a_save_waits_for_a_slow_disk(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    await client.fb(1, "a")
+    await save(client, 2, "one")
+    disk = threading.Event()
+    held = door.server.runs._store.write(lambda connection: disk.wait(client.patience_s))
+    door.engine.gate.set()
+    await until(lambda: bool(door.engine.seen))
+    await asyncio.sleep(0.1)
+    door.engine.die()
+    disk.set()
+    await held
+    assert await client.statuses(2) == ["ok", "ok"]
+    assert door.engine.runs[client.run_id].history == ["a"]

@@ -1,7 +1,7 @@
 """Advantage estimators: pure functions of rewards and values, without gradient.
 
 Ragged throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number
-a sequence, cut into groups by ``group_sizes [B]``.
+a sequence, cut into groups by ``group_sizes [B]``. Lengths and sizes are on the host.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire_losses.batch import pad, segment_ids, segment_mean, segment_sum
+from gradwire_losses.batch import beside, pad, segment_ids, segment_mean, segment_sum, select, spread, unpad
 
 GROUP_STD_FLOOR = 1e-4
 WHITEN_FLOOR = 1e-8
@@ -64,9 +64,10 @@ def gae(
     next_values = torch.cat([value_rows[:, 1:], torch.zeros_like(value_rows[:, :1])], dim=1)
     if bootstrap_values is not None:
         there = row_lengths > 0
-        next_values[there, row_lengths[there] - 1] = bootstrap_values[there].to(values.dtype)
+        ends = (torch.arange(len(row_lengths)) * next_values.shape[1] + row_lengths - 1)[there]
+        next_values.view(-1)[beside(ends, values)] = select(bootstrap_values, there).to(values.dtype)
     errors = reward_rows + gamma * next_values - value_rows
-    result = discounted_sums(errors.masked_fill(~mask, 0.0), gamma * gae_lambda)[mask]
+    result = unpad(discounted_sums(errors.masked_fill(~mask, 0.0), gamma * gae_lambda), row_lengths)
     return result, result + values
 
 
@@ -109,7 +110,7 @@ def vtrace(
         targets[:, t] = value + correction
         next_target = torch.where(here, targets[:, t], next_target)
         next_value = torch.where(here, value, next_value)
-    return advantages[mask], targets[mask]
+    return unpad(advantages, row_lengths), unpad(targets, row_lengths)
 
 
 def rewards_to_go(rewards: Tensor, row_lengths: Tensor, gamma: float = 1.0) -> Tensor:
@@ -121,7 +122,7 @@ def at_last_token(numbers: Tensor, row_lengths: Tensor) -> Tensor:
     """``[S] -> [T]``: each sequence's number at its last scored token, 0 elsewhere."""
     there = row_lengths > 0
     result = numbers.new_zeros(int(row_lengths.sum()))
-    result[row_lengths.cumsum(0)[there] - 1] = numbers[there]
+    result[beside(row_lengths.cumsum(0)[there] - 1, numbers)] = select(numbers, there)
     return result
 
 
@@ -130,14 +131,15 @@ def group_spread(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor, 
 
     The deviation of a group of one, and of one whose rewards are all equal, is 0 exactly.
     """
-    groups = segment_ids(group_sizes)
+    groups = beside(segment_ids(group_sizes), rewards)
     mean = segment_mean(rewards, group_sizes)
     squares = segment_sum((rewards - mean[groups]).square(), group_sizes)
     highest, lowest = torch.zeros_like(mean), torch.zeros_like(mean)
     highest.scatter_reduce_(0, groups, rewards, "amax", include_self=False)
     lowest.scatter_reduce_(0, groups, rewards, "amin", include_self=False)
     differ = highest > lowest
-    return mean, torch.where(differ, (squares / (group_sizes - 1).clamp(min=1)).sqrt(), 0.0), differ
+    others = beside((group_sizes - 1).clamp(min=1), squares)
+    return mean, torch.where(differ, (squares / others).sqrt(), 0.0), differ
 
 
 def group_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True) -> Tensor:
@@ -147,7 +149,7 @@ def group_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True
     ``scale``, Liu et al. 2025, arXiv 2503.20783.
     """
     mean, std, differ = group_spread(rewards, group_sizes)
-    groups = segment_ids(group_sizes)
+    groups = beside(segment_ids(group_sizes), rewards)
     centred = torch.where(differ[groups], rewards - mean[groups], 0.0)
     return centred / (std[groups] + GROUP_STD_FLOOR) if scale else centred
 
@@ -166,8 +168,8 @@ def rloo_advantages(rewards: Tensor, group_sizes: Tensor) -> Tensor:
 
     Ahmadian et al. 2024, arXiv 2402.14740.
     """
-    groups = segment_ids(group_sizes)
-    others = (segment_sum(rewards, group_sizes)[groups] - rewards) / (group_sizes - 1).clamp(min=1)[groups]
+    groups, sizes = beside(segment_ids(group_sizes), rewards), beside(group_sizes, rewards)
+    others = (segment_sum(rewards, group_sizes)[groups] - rewards) / (sizes - 1).clamp(min=1)[groups]
     return torch.where(group_spread(rewards, group_sizes)[2][groups], rewards - others, 0.0)
 
 
@@ -176,7 +178,7 @@ def opo_advantages(rewards: Tensor, row_lengths: Tensor, group_sizes: Tensor) ->
 
     Hao et al. 2025, arXiv 2505.23585. A group of one, and one whose rewards are all equal, gives zeros.
     """
-    groups, lengths = segment_ids(group_sizes), row_lengths.to(rewards.dtype)
+    groups, lengths = beside(segment_ids(group_sizes), rewards), beside(row_lengths, rewards).to(rewards.dtype)
     baseline = segment_sum(lengths * rewards, group_sizes) / segment_sum(lengths, group_sizes).clamp(min=1)
     return torch.where(group_spread(rewards, group_sizes)[2][groups], rewards - baseline[groups], 0.0)
 
@@ -199,17 +201,17 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor
 
     The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
     """
-    return whiten(group_advantages(rewards, group_sizes, scale=False).repeat_interleave(row_lengths))
+    return whiten(spread(group_advantages(rewards, group_sizes, scale=False), row_lengths))
 
 
 def subgroup_advantages(numbers: Tensor, keys: Tensor, *, scale: bool = True) -> Tensor:
     """``[M], [M] int64 -> [M]``: as :func:`group_advantages`, groups being the entries of equal key, in any order.
 
-    With returns of steps for numbers, and for keys what tells apart group and anchor state, the step level of GiGPO
-    (Feng et al. 2025, arXiv 2505.10978).
+    ``keys`` are on the host. With returns of steps for numbers, and for keys what tells apart group and anchor state,
+    the step level of GiGPO (Feng et al. 2025, arXiv 2505.10978).
     """
     _, place, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
-    order = place.argsort(stable=True)
+    order = beside(place.argsort(stable=True), numbers)
     result = torch.empty_like(numbers)
     result[order] = group_advantages(numbers[order], sizes, scale=scale)
     return result

@@ -4,6 +4,10 @@ Legend: ``B`` examples (rows of the caller's batch), ``S`` sequences (one an exa
 pairs, one a sample for groups), ``N`` tokens of all sequences, ``T`` scored tokens of all sequences. Everything is
 ragged and flat: a row's entries follow one another, and lengths cut them. Masked positions are absent, not zero.
 
+Where things are: what says how a batch is cut (lengths, masks) stays on the host, what a loss computes with (scores
+and fields) is on the model's device. So sizes and selections are known without asking the device, and a loss never
+waits for it: :func:`select` by masks of the host, never by a mask on the device; figures stay 0-d tensors.
+
 Alignment: entry ``t`` of a per-token field belongs to token ``t``: its log-probability given the tokens before
 it, the reward for emitting it, the value of the state it was emitted in. The first token of a sequence has no
 log-probability and is never scored. A batch with ``target_tokens`` says itself what is predicted: there, "scored
@@ -13,7 +17,7 @@ token" ``t`` stands for the prediction made after reading tokens ``0 … t``, an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -39,28 +43,58 @@ class BatchError(ValueError):
         self.rule = rule
 
 
+def beside(host: Tensor, values: Tensor) -> Tensor:
+    """A tensor of the host on the device of ``values``; waits for nothing."""
+    return host if host.device == values.device else host.to(values.device, non_blocking=True)
+
+
+def select(values: Tensor, mask: Tensor) -> Tensor:
+    """``[T, ...], [T] bool -> [t, ...]``: the entries that a mask of the host leaves."""
+    return values if bool(mask.all()) else values[beside(mask.nonzero().squeeze(1), values)]
+
+
 def segment_ids(lengths: Tensor) -> Tensor:
     """``[S] -> [sum(lengths)]``: the segment that each entry belongs to."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
+def spread(numbers: Tensor, lengths: Tensor) -> Tensor:
+    """``[S, ...], [S] -> [T, ...]``: each segment's entry at all of its places. Differentiable."""
+    return numbers[beside(segment_ids(lengths), numbers)]
+
+
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """``[T], [S] -> [S]``: the sum of each segment; 0 for an empty one. Differentiable."""
     total = torch.zeros(len(lengths), dtype=values.dtype, device=values.device)
-    return total.index_add(0, segment_ids(lengths), values)
+    return total.index_add(0, beside(segment_ids(lengths), values), values)
 
 
 def segment_mean(values: Tensor, lengths: Tensor) -> Tensor:
     """``[T], [S] -> [S]``: the mean of each segment; 0 for an empty one. Differentiable."""
-    return segment_sum(values, lengths) / lengths.clamp(min=1)
+    return segment_sum(values, lengths) / beside(lengths.clamp(min=1), values)
 
 
 def pad(values: Tensor, lengths: Tensor, fill: float = 0.0) -> tuple[Tensor, Tensor]:
-    """``[T], [S] -> [S, longest], [S, longest]``: rows side by side, and the mask of what is real."""
+    """``[T], [S] -> [S, longest], [S, longest] bool``: rows side by side, and the mask of what is real."""
+    places, width = _padded_places(lengths)
+    padded = torch.full((len(lengths) * width,), fill, dtype=values.dtype, device=values.device)
+    mask = torch.arange(width, device=values.device) < beside(lengths, values)[:, None]
+    return padded.index_copy(0, beside(places, values), values).view(len(lengths), width), mask
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """``[S, longest], [S] -> [T]``: the way back from :func:`pad`."""
+    places, _ = _padded_places(lengths)
+    return padded.flatten()[beside(places, padded)]
+
+
+def _padded_places(lengths: Tensor) -> tuple[Tensor, int]:
     width = int(lengths.max()) if len(lengths) else 0
-    mask = torch.arange(width, device=values.device) < lengths[:, None]
-    padded = torch.full(mask.shape, fill, dtype=values.dtype, device=values.device)
-    return padded.masked_scatter(mask, values), mask
+    segments = segment_ids(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(len(segments), device=lengths.device) + (
+        torch.arange(len(lengths), device=lengths.device) * width - starts
+    )[segments], width
 
 
 @dataclass(frozen=True)
@@ -76,6 +110,8 @@ class Batch:
         levels: name -> what the entries of a field belong to.
         target_tokens: ``[T]`` int64, what is predicted after reading each scored token; None where it is the scored
             token itself, predicted from those before it.
+        origin: the batch on the host, of one that :meth:`to` moved. ``lengths``, ``scored`` and ``group_sizes`` are
+            on the host always.
     """
 
     input_ids: Tensor
@@ -85,10 +121,16 @@ class Batch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     levels: Mapping[str, Level] = field(default_factory=dict)
     target_tokens: Tensor | None = None
+    origin: Batch | None = field(default=None, repr=False)
+
+    @property
+    def host(self) -> Batch:
+        """The batch on the host: what it holds may be looked at, to check a field or to choose entries."""
+        return self if self.origin is None else self.origin
 
     @cached_property
     def row_lengths(self) -> Tensor:
-        """``[S]`` int64: scored tokens a sequence, 0 where a mask leaves none."""
+        """``[S]`` int64, on the host: scored tokens a sequence, 0 where a mask leaves none."""
         return segment_sum(self.scored.long(), self.lengths)
 
     @property
@@ -99,7 +141,7 @@ class Batch:
     def num_sequences(self) -> int:
         return len(self.lengths)
 
-    @property
+    @cached_property
     def num_scored(self) -> int:
         return int(self.scored.sum())
 
@@ -128,8 +170,8 @@ class Batch:
         """``[T, ...]``: a field with each scored token's own entry, or its sequence's or example's, repeated."""
         values, level = self.fields[name], self.levels[name]
         if level == "example":
-            values, level = values.repeat_interleave(self.group_sizes, dim=0), "sequence"
-        return values.repeat_interleave(self.row_lengths, dim=0) if level == "sequence" else values
+            values, level = spread(values, self.group_sizes), "sequence"
+        return spread(values, self.row_lengths) if level == "sequence" else values
 
     def select(self, examples: Tensor) -> Batch:
         """The batch of these examples (indices ``[b]``), in this order."""
@@ -147,16 +189,19 @@ class Batch:
             target_tokens=None if self.target_tokens is None else self.target_tokens[scored_tokens],
         )
 
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(
-            self.input_ids.to(device),
-            self.lengths.to(device),
-            self.scored.to(device),
-            self.group_sizes.to(device),
-            {name: values.to(device) for name, values in self.fields.items()},
-            self.levels,
-            None if self.target_tokens is None else self.target_tokens.to(device),
+    def to(self, device: torch.device) -> Batch:
+        """The batch whose tokens and fields are on a device; waits for nothing."""
+        if device.type == "cpu":
+            return self.host
+        moved = replace(
+            self.host,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()},
+            target_tokens=None if self.target_tokens is None else self.target_tokens.to(device, non_blocking=True),
+            origin=self.host,
         )
+        vars(moved).update(row_lengths=self.host.row_lengths, num_scored=self.host.num_scored)
+        return moved
 
 
 def _entries(lengths: Tensor, segments: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, select
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, ROW_TOKENS, row_field
 from gradwire_losses.outputs import ExpMean, LossOutput, Mean, Sum
 from gradwire_losses.reduction import ReductionConfig, reduced
@@ -73,16 +73,17 @@ def causal_lm(batch: Batch, scores: Scores, config: CausalLMConfig) -> LossOutpu
         losses = (1 - config.label_smoothing) * losses - config.label_smoothing * scores.mean_logprobs
     learned, correct = nll.detach(), scores.correct
     if weights is not None:
-        if (weights < 0).any():
-            row = int(segment_ids(lengths)[(weights < 0).nonzero()[0]])
+        given = batch.host["weights"]
+        if (given < 0).any():
+            row = int(segment_ids(lengths)[(given < 0).nonzero()[0]])
             raise BatchError(
                 f"weights, row {row}: a negative weight; to lower a token's likelihood use cross_entropy",
                 field="weights",
                 row=row,
                 rule="0 <= weight",
             )
-        learned, correct = learned[weights > 0], correct[weights > 0]
-    total, count = learned.double().sum().item(), len(learned)
+        learned, correct = select(learned, given > 0), select(correct, given > 0)
+    total, count = learned.double().sum(), len(learned)
     return LossOutput(
         terms={"nll": reduced(losses, lengths, config, weights)},
         metrics={

@@ -55,7 +55,7 @@ def sequence_classification(batch: Batch, scores: Scores, config: Classification
         BatchError: for a class that the head has not.
     """
     logits, labels = scores.class_logits, batch["label"]
-    _check_classes(labels, "label", segment_ids(batch.group_sizes), logits.shape[1])
+    _check_classes(batch.host["label"], "label", segment_ids(batch.group_sizes), logits.shape[1])
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
     if "weights" in batch.fields:
         losses = losses * batch["weights"]
@@ -100,7 +100,7 @@ def token_classification(batch: Batch, scores: Scores, config: TokenClassificati
         BatchError: for a class that the head has not.
     """
     logits, labels = scores.token_class_logits, batch["token_labels"]
-    _check_classes(labels, "token_labels", segment_ids(batch.row_lengths), logits.shape[1])
+    _check_classes(batch.host["token_labels"], "token_labels", segment_ids(batch.row_lengths), logits.shape[1])
     losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=config.label_smoothing)
     return LossOutput(
         {"classes": reduced(losses, batch.row_lengths, config)},

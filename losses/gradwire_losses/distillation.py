@@ -196,14 +196,14 @@ def top_k_distillation(batch: Batch, scores: Scores, config: TopKDistillationCon
         )
     if config.tail == "renormalise":
         teacher = F.log_softmax(teacher, dim=-1)
-    mass, student_mass = teacher.exp().sum(dim=-1), student.exp().sum(dim=-1)
-    if len(mass) and mass.max() > 1 + 1e-3:
+    elif (largest := _largest_mass(batch.host["teacher_log_probs"])) > 1 + 1e-3:
         raise BatchError(
-            f"the probabilities of a token's candidates add up to {mass.max().item():.4g}; unnormalised logits need "
+            f"the probabilities of a token's candidates add up to {largest:.4g}; unnormalised logits need "
             'tail="renormalise"',
             field="teacher_log_probs",
             rule="probabilities add up to at most 1",
         )
+    mass, student_mass = teacher.exp().sum(dim=-1), student.exp().sum(dim=-1)
     losses = (teacher.exp() * (teacher - student)).sum(dim=-1)
     if config.tail == "bucket":
         losses = losses + _rest(mass, student_mass)
@@ -217,6 +217,10 @@ def top_k_distillation(batch: Batch, scores: Scores, config: TopKDistillationCon
             "num_tokens": Sum(batch.num_scored),
         },
     )
+
+
+def _largest_mass(log_probs: Tensor) -> float:
+    return log_probs.exp().sum(dim=-1).max().item() if len(log_probs) else 0.0
 
 
 def _rest(mass: Tensor, student_mass: Tensor) -> Tensor:

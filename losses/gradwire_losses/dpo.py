@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, BatchError, Scores
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, select
 from gradwire_losses.fields import PAIR_FIELDS, PAIR_REF_LOG_PROBS
 from gradwire_losses.kl import exp_minus_one
 from gradwire_losses.outputs import LossOutput, Mean, Term
@@ -226,11 +226,10 @@ def shared_length_weights(batch: Batch, like: Tensor, ld_alpha: float) -> Tensor
     """``[T]``, of the dtype of ``like``: 1 within the length that both responses of a pair have, else ``ld_alpha``."""
     lengths = batch.row_lengths
     shared = lengths.view(-1, 2).amin(dim=1).repeat_interleave(2)
-    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    within = torch.arange(int(lengths.sum()), device=lengths.device) - starts
-    return torch.full_like(like, ld_alpha, requires_grad=False).masked_fill(
-        within < shared.repeat_interleave(lengths), 1.0
-    )
+    sequences = segment_ids(lengths)
+    within = torch.arange(len(sequences)) - (lengths.cumsum(0) - lengths)[sequences]
+    in_both = beside(within < shared[sequences], like)
+    return torch.full_like(like, ld_alpha, requires_grad=False).masked_fill(in_both, 1.0)
 
 
 def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -273,11 +272,13 @@ def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     ratios = pairs.logprobs - reference
     nll = -read_pairs(batch, scores).logprobs[:, 0]
     r = LogRatios(ratios, divergence_scores(ratios, config), pairs.logprobs, reference, pairs.lengths, nll)
-    importance = _policy_weights(batch, scores)[pairs.complete] if config.use_weighting else torch.ones_like(r.chosen)
+    importance = (
+        select(_policy_weights(batch, scores), pairs.complete) if config.use_weighting else torch.ones_like(r.chosen)
+    )
     terms: dict[str, Term] = {}
     for kind, weight in zip(config.loss_types, config.weights, strict=True):
         losses = LOSS_TYPES[kind][1](r, config) * importance
-        count, unit = (pairs.lengths[:, 0].sum().item(), "tokens") if kind == "sft" else (len(losses), "pairs")
+        count, unit = (pairs.chosen_tokens, "tokens") if kind == "sft" else (len(losses), "pairs")
         earlier = terms.get(kind)
         total = weight * losses.sum()
         terms[kind] = Term(total if earlier is None else earlier.sum + total, count, unit)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradwire_losses.advantages import at_last_token, group_advantages, rewards_to_go, subgroup_advantages
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, segment_sum
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, segment_sum, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS, SAMPLE_TOKENS, sample_field
 from gradwire_losses.grpo import GRPO_METRICS, GRPOConfig, group_objective, grpo_scores, reward_advantages
 from gradwire_losses.outputs import LossOutput, Mean
@@ -90,9 +90,9 @@ def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
 
 
 def _advantages(batch: Batch, config: GiGPOConfig, scale: bool) -> tuple[Tensor, Tensor]:
-    """``[T]`` advantages, and ``[M]`` bool, whether a step is alone in its state."""
+    """``[T]`` advantages, and ``[M]`` bool, on the host, whether a step is alone in its state."""
     lengths, rewards = batch.row_lengths, batch["rewards"]
-    episodes, steps = segment_ids(lengths), batch["step_ids"]
+    episodes, steps = segment_ids(lengths), batch.host["step_ids"]
     begins = torch.ones_like(steps, dtype=torch.bool)
     begins[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1])
     step_of_token = begins.long().cumsum(0) - 1
@@ -104,8 +104,8 @@ def _advantages(batch: Batch, config: GiGPOConfig, scale: bool) -> tuple[Tensor,
     else:
         step_rewards = at_last_token(rewards, step_counts)
     returns = rewards_to_go(step_rewards, step_counts, config.gamma)
-    states = torch.stack([segment_ids(batch.group_sizes)[step_episodes], batch["anchor_ids"][begins]], dim=1)
+    states = torch.stack([segment_ids(batch.group_sizes)[step_episodes], batch.host["anchor_ids"][begins]], dim=1)
     _, keys, sizes = torch.unique(states, dim=0, return_inverse=True, return_counts=True)
-    episode = group_advantages(rewards, batch.group_sizes, scale=scale).repeat_interleave(lengths)
+    episode = spread(group_advantages(rewards, batch.group_sizes, scale=scale), lengths)
     step = subgroup_advantages(returns, keys, scale=scale)
-    return episode + config.step_weight * step[step_of_token], sizes[keys] == 1
+    return episode + config.step_weight * step[beside(step_of_token, step)], sizes[keys] == 1

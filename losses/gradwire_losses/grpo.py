@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import group_advantages, group_spread, opo_advantages, rloo_advantages, whiten
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, segment_sum
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.kl import KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Std, Term
@@ -172,8 +172,8 @@ def reward_advantages(batch: Batch, scores: Scores, config: GRPOConfig) -> tuple
     if config.scale_rewards == "batch":
         advantages = advantages / ((rewards.std() if len(rewards) > 1 else 0.0) + STD_FLOOR)
     elif config.scale_rewards:
-        advantages = advantages / (group_spread(rewards, sizes)[1][segment_ids(sizes)] + STD_FLOOR)
-    per_token = advantages.repeat_interleave(lengths)
+        advantages = advantages / (spread(group_spread(rewards, sizes)[1], sizes) + STD_FLOOR)
+    per_token = spread(advantages, lengths)
     return (whiten(per_token) if config.whiten_advantages else per_token), advantages
 
 
@@ -194,14 +194,14 @@ def group_objective(
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
 
     mean, std, differ = group_spread(batch["rewards"], batch.group_sizes)
-    kept = _kept_sequences(batch, differ, config).repeat_interleave(lengths)
-    kept_lengths = segment_sum(kept.long(), lengths)
-    policy = reduced(surrogate[kept], kept_lengths, config)
+    counting = _kept_sequences(batch, config)
+    kept, kept_lengths = spread(counting, lengths), torch.where(counting, lengths, 0)
+    policy = reduced(select(surrogate, kept), kept_lengths, config)
     terms: dict[str, Term] = {"policy": policy}
     if config.beta and reference is not None and not config.kl_in_reward:
-        terms["kl"] = reduced(kl[kept], kept_lengths, config).scaled(config.beta)
+        terms["kl"] = reduced(select(kl, kept), kept_lengths, config).scaled(config.beta)
     if config.entropy_coef:
-        terms["entropy"] = reduced(scores.entropy[kept], kept_lengths, config).scaled(-config.entropy_coef)
+        terms["entropy"] = reduced(select(scores.entropy, kept), kept_lengths, config).scaled(-config.entropy_coef)
     return LossOutput(
         terms,
         {
@@ -257,7 +257,7 @@ def _token_surrogate(
     elif config.importance == "sequence_token":
         ratio = own_gradient_ratio(logprobs, sequence_log_ratio(logprobs, old, lengths))
     elif config.importance == "trajectory":
-        whole = segment_sum(logprobs - old, lengths)[segment_ids(lengths)]
+        whole = spread(segment_sum(logprobs - old, lengths), lengths)
         ratio = probability_ratio(whole, torch.zeros_like(whole))
     else:
         ratio = probability_ratio(logprobs, old)
@@ -282,7 +282,7 @@ def _sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | 
     level, action = config.sampler_correction.split("_")
     difference = old - sampler
     if level == "sequence":
-        difference = segment_sum(difference, batch.row_lengths)[segment_ids(batch.row_lengths)]
+        difference = spread(segment_sum(difference, batch.row_lengths), batch.row_lengths)
     weights = probability_ratio(difference, torch.zeros_like(difference))
     low, high = config.sampler_ratio_min, config.sampler_ratio_max
     if action == "truncate":
@@ -290,11 +290,12 @@ def _sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | 
     return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
-def _kept_sequences(batch: Batch, differ: Tensor, config: GRPOConfig) -> Tensor:
-    """``[S]`` bool: which responses count."""
-    kept = torch.ones(batch.num_sequences, dtype=torch.bool, device=differ.device)
+def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
+    """``[S]`` bool, on the host: which responses count."""
+    given = batch.host
+    kept = torch.ones(batch.num_sequences, dtype=torch.bool)
     if config.mask_zero_spread:
-        kept &= differ[segment_ids(batch.group_sizes)]
+        kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
     if config.mask_truncated and "truncated" in batch.fields:
-        kept &= ~batch["truncated"]
+        kept &= ~given["truncated"]
     return kept

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import rewards_to_go
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum
+from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROW_TOKENS, ROWS_OR_TOKENS, row_field
 from gradwire_losses.kl import KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Term
@@ -141,8 +141,8 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         advantages, unit = _token_advantages(batch), "tokens"
     else:
         there = lengths > 0
-        ratio = probability_ratio(segment_sum(logprobs, lengths), batch[behavior])[there]
-        advantages, unit = _sequence_advantages(batch)[there], "sequences"
+        ratio = select(probability_ratio(segment_sum(logprobs, lengths), batch[behavior]), there)
+        advantages, unit = select(_sequence_advantages(batch), there), "sequences"
     bound = math.inf if tinker else 10.0
     bound = bound if config.clip_ratio is None else config.clip_ratio
     weighted = -(ratio.clamp(max=bound) * advantages)
@@ -165,7 +165,8 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         terms["kl"] = penalty.scaled(config.beta)
     if tinker:
         there = written(batch)
-        ratio, advantages, kl = ratio[there], advantages[there], None if kl is None else kl[there]
+        ratio, advantages = select(ratio, there), select(advantages, there)
+        kl = None if kl is None else select(kl, there)
     metrics: dict[str, Metric] = {
         "policy_loss": policy.metric(),
         "is_ratio_mean": Mean.of(ratio),
@@ -174,6 +175,6 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "clipped_fraction": Mean.of(ratio > bound),
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
-        "loss:sum": Sum(sum(term.sum.detach().double().item() for term in terms.values())) if tinker else Mean(0.0, 0),
+        "loss:sum": Sum(sum(term.sum.detach().double() for term in terms.values())) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

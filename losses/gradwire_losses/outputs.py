@@ -2,18 +2,22 @@
 
 A loss never divides by the size of what it happens to see. It returns terms (a differentiable sum, and the
 count that the sum is to be averaged over) and metrics that merge, so that the engine may show it the batch in
-parts, accumulate over several calls, and divide once.
+parts, accumulate over several calls, and divide once. Figures are numbers, or 0-d tensors on the model's device, which
+:func:`settled` brings to the host all at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+Figure = float | Tensor
+"""A number, or a 0-d tensor that nobody has waited for yet."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Term:
     """
 
     sum: Tensor
-    count: float
+    count: Figure
     unit: str
 
     def scaled(self, coefficient: float) -> Term:
@@ -39,7 +43,7 @@ class Term:
 
     def metric(self) -> Metric:
         """The term's value, as a figure that merges like the term."""
-        total = self.sum.detach().double().item()
+        total = self.sum.detach().double()
         return Sum(total) if self.unit == "sum" else Mean(total, self.count)
 
 
@@ -55,38 +59,38 @@ class Metric(Protocol):
 class Mean:
     """``total / count``; NaN over nothing."""
 
-    total: float
-    count: float
+    total: Figure
+    count: Figure
 
     @classmethod
     def of(cls, values: Tensor) -> Mean:
         """The mean of all elements."""
-        return cls(values.detach().double().sum().item(), values.numel())
+        return cls(values.detach().double().sum(), values.numel())
 
     def merge(self, other: Mean) -> Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
+        return float(self.total) / float(self.count) if self.count else math.nan
 
 
 @dataclass(frozen=True)
 class Sum:
-    total: float
+    total: Figure
 
     def merge(self, other: Sum) -> Sum:
         return Sum(self.total + other.total)
 
     def value(self) -> float:
-        return self.total
+        return float(self.total)
 
 
 @dataclass(frozen=True)
 class ExpMean:
     """``exp(total / count)``, as in perplexity."""
 
-    total: float
-    count: float
+    total: Figure
+    count: Figure
 
     def merge(self, other: ExpMean) -> ExpMean:
         return ExpMean(self.total + other.total, self.count + other.count)
@@ -94,38 +98,38 @@ class ExpMean:
     def value(self) -> float:
         if not self.count:
             return math.nan
-        mean = self.total / self.count
+        mean = float(self.total) / float(self.count)
         return math.exp(mean) if mean < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class Max:
-    maximum: float
+    maximum: Figure
 
     @classmethod
     def of(cls, values: Tensor) -> Max:
-        return cls(values.detach().max().item() if values.numel() else -math.inf)
+        return cls(values.detach().max() if values.numel() else -math.inf)
 
     def merge(self, other: Max) -> Max:
         return Max(max(self.maximum, other.maximum))
 
     def value(self) -> float:
-        return self.maximum if math.isfinite(self.maximum) else math.nan
+        return float(self.maximum) if math.isfinite(self.maximum) else math.nan
 
 
 @dataclass(frozen=True)
 class Min:
-    minimum: float
+    minimum: Figure
 
     @classmethod
     def of(cls, values: Tensor) -> Min:
-        return cls(values.detach().min().item() if values.numel() else math.inf)
+        return cls(values.detach().min() if values.numel() else math.inf)
 
     def merge(self, other: Min) -> Min:
         return Min(min(self.minimum, other.minimum))
 
     def value(self) -> float:
-        return self.minimum if math.isfinite(self.minimum) else math.nan
+        return float(self.minimum) if math.isfinite(self.minimum) else math.nan
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,8 @@ class Moments:
     """Count, mean and summed squared deviation, merged without cancellation (Chan et al. 1979)."""
 
     count: float
-    mean: float
-    squares: float
+    mean: Figure
+    squares: Figure
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
@@ -142,7 +146,7 @@ class Moments:
             return cls(0, 0.0, 0.0)
         values = values.detach().double()
         mean = values.mean()
-        return cls(values.numel(), mean.item(), (values - mean).square().sum().item())
+        return cls(values.numel(), mean, (values - mean).square().sum())
 
     def merge(self, other: Moments) -> Moments:
         count = self.count + other.count
@@ -158,7 +162,7 @@ class Moments:
     @property
     def variance(self) -> float:
         """Unbiased; 0 for fewer than two values."""
-        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+        return float(self.squares) / (self.count - 1) if self.count > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -229,8 +233,9 @@ class Correlation:
         )
 
     def value(self) -> float:
-        spread = math.sqrt(self.first.squares * self.second.squares)
-        return (self.total.squares - self.first.squares - self.second.squares) / 2 / spread if spread else math.nan
+        first, second, total = (float(side.squares) for side in (self.first, self.second, self.total))
+        spread = math.sqrt(first * second)
+        return (total - first - second) / 2 / spread if spread else math.nan
 
 
 @dataclass(frozen=True)
@@ -253,3 +258,38 @@ def merge_metrics(parts: list[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def settled(figures: Any) -> Any:
+    """The same lists, dictionaries and metrics with numbers in place of 0-d tensors; waits for the device once."""
+    tensors = list(_tensors(figures))
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
+    else:
+        numbers = (tensor.item() for tensor in tensors)
+    return _filled(figures, numbers)
+
+
+def _tensors(figure: Any) -> Iterator[Tensor]:
+    if isinstance(figure, Tensor):
+        yield figure
+    elif isinstance(figure, list):
+        for one in figure:
+            yield from _tensors(one)
+    elif isinstance(figure, dict):
+        yield from _tensors(list(figure.values()))
+    elif is_dataclass(figure):
+        for one in fields(figure):
+            yield from _tensors(getattr(figure, one.name))
+
+
+def _filled(figure: Any, numbers: Iterator[float]) -> Any:
+    if isinstance(figure, Tensor):
+        return next(numbers)
+    if isinstance(figure, list):
+        return [_filled(one, numbers) for one in figure]
+    if isinstance(figure, dict):
+        return {name: _filled(one, numbers) for name, one in figure.items()}
+    if is_dataclass(figure) and not isinstance(figure, type):
+        return replace(figure, **{one.name: _filled(getattr(figure, one.name), numbers) for one in fields(figure)})
+    return figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire_losses.batch import segment_ids, segment_mean, segment_sum
+from gradwire_losses.batch import segment_mean, segment_sum, spread
 from gradwire_losses.kl import exp_minus_one
 
 
@@ -19,7 +19,7 @@ def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, row_lengths: Tensor) -> Tensor:
     """``[T], [T], [S] -> [T]``: the mean log-ratio of each token's sequence (Zheng et al. 2025, arXiv 2507.18071)."""
-    return segment_mean(logprobs - old_logprobs, row_lengths)[segment_ids(row_lengths)]
+    return spread(segment_mean(logprobs - old_logprobs, row_lengths), row_lengths)
 
 
 def own_gradient_ratio(logprobs: Tensor, log_ratio: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def weighted_surrogate(
 
 def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
     """SAPO: ``-4/tau sigmoid(tau (r - 1)) A``, tau by the sign of A (Gao et al. 2025, arXiv 2511.20347)."""
-    tau = torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(negative))
+    tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
 
@@ -54,7 +54,7 @@ def geometric_surrogate(
     """
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
     total = segment_sum(torch.where(counted, clipped, 0.0), row_lengths)
-    mean = (total / segment_sum(counted.to(total.dtype), row_lengths).clamp(min=1))[segment_ids(row_lengths)]
+    mean = spread(total / segment_sum(counted.to(total.dtype), row_lengths).clamp(min=1), row_lengths)
     return -(1 + exp_minus_one(mean)) * advantages, clipped != log_ratio
 
 

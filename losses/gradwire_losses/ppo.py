@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import at_last_token, gae, whiten
-from gradwire_losses.batch import Batch, Scores, segment_sum
+from gradwire_losses.batch import Batch, Scores, segment_sum, select
 from gradwire_losses.fields import (
     INPUT_IDS,
     LOSS_MASK,
@@ -214,7 +214,7 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     if config.beta and reference is not None and not config.kl_in_reward:
         terms["kl"] = reduced(kl, lengths, config).scaled(config.beta)
 
-    row_rewards = segment_sum(rewards, lengths)[lengths > 0]
+    row_rewards = select(segment_sum(rewards, lengths), lengths > 0)
     metrics: dict[str, Metric] = {
         "policy_loss": policy.metric(),
         "value_loss": value.metric(),
@@ -282,7 +282,7 @@ def value_only(batch: Batch, scores: Scores, config: ValueConfig) -> LossOutput:
             "explained_variance": ExplainedVariance.of(critique.baseline, critique.returns),
             "value_mean": Mean.of(critique.predicted),
             "return_mean": Mean.of(critique.returns),
-            "reward_mean": Mean.of(segment_sum(rewards, lengths)[lengths > 0]),
+            "reward_mean": Mean.of(select(segment_sum(rewards, lengths), lengths > 0)),
         },
     )
 
@@ -328,8 +328,8 @@ def conservative_ppo(batch: Batch, scores: Scores, config: ConservativePPOConfig
         dict(output.terms) | {"conservative": Term(penalty * weight, policy.count, policy.unit)},
         dict(output.metrics)
         | {
-            "kl_violation": Mean(violation.item() * len(kl), len(kl)),
-            "kl_penalty": Mean(penalty.item() * len(kl), len(kl)),
+            "kl_violation": Mean(violation.detach() * len(kl), len(kl)),
+            "kl_penalty": Mean(penalty.detach() * len(kl), len(kl)),
             "max_kl_threshold": Mean(config.max_kl_divergence, 1),
         },
     )

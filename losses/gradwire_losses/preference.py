@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, Scores, segment_mean, segment_sum
+from gradwire_losses.batch import Batch, Scores, beside, segment_mean, segment_sum, select
 from gradwire_losses.outputs import Mean, Metric, Sum
 from gradwire_losses.reference import reference_logprobs
 
@@ -23,12 +23,14 @@ class Pairs:
     Attributes:
         logprobs: ``[P, 2]``, differentiable: log-probability of each response.
         lengths: ``[P, 2]`` float: its scored tokens.
-        complete: ``[B]`` bool: which pairs of the batch these are.
+        complete: ``[B]`` bool, on the host: which pairs of the batch these are.
+        chosen_tokens: scored tokens of all chosen responses.
     """
 
     logprobs: Tensor
     lengths: Tensor
     complete: Tensor
+    chosen_tokens: int
 
     @property
     def mean_logprobs(self) -> Tensor:
@@ -41,7 +43,7 @@ class Pairs:
 
 
 def complete_pairs(batch: Batch) -> Tensor:
-    """``[B]`` bool: whether both responses have a scored token."""
+    """``[B]`` bool, on the host: whether both responses have a scored token."""
     return (batch.row_lengths.view(-1, 2) > 0).all(dim=1)
 
 
@@ -49,20 +51,23 @@ def read_pairs(batch: Batch, scores: Scores, weights: Tensor | None = None) -> P
     """The batch's pairs; ``weights [T]`` says how much each token counts in its response's log-probability."""
     complete = complete_pairs(batch)
     logprobs = scores.logprobs if weights is None else scores.logprobs * weights
+    lengths = select(batch.row_lengths.view(-1, 2), complete)
     return Pairs(
-        segment_sum(logprobs, batch.row_lengths).view(-1, 2)[complete],
-        batch.row_lengths.view(-1, 2)[complete].to(logprobs.dtype),
+        select(segment_sum(logprobs, batch.row_lengths).view(-1, 2), complete),
+        beside(lengths, logprobs).to(logprobs.dtype),
         complete,
+        int(lengths[:, 0].sum()),
     )
 
 
 def reference_pairs(batch: Batch, scores: Scores, complete: Tensor, weights: Tensor | None = None) -> Tensor:
     """``[P, 2]``: the reference's log-probability of each response, given with the batch or computed."""
     if batch.levels.get("ref_log_probs") == "sequence":
-        return batch["ref_log_probs"].view(-1, 2)[complete]
+        return select(batch["ref_log_probs"].view(-1, 2), complete)
     logprobs = reference_logprobs(batch, scores)
     assert logprobs is not None
-    return segment_sum(logprobs if weights is None else logprobs * weights, batch.row_lengths).view(-1, 2)[complete]
+    sums = segment_sum(logprobs if weights is None else logprobs * weights, batch.row_lengths)
+    return select(sums.view(-1, 2), complete)
 
 
 def sequence_means(batch: Batch, values: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import segment_sum
-from gradwire_losses.outputs import Term
+from gradwire_losses.batch import beside, segment_sum
+from gradwire_losses.outputs import Figure, Term
 from gradwire_losses.registry import LossConfig
 
 Reduction = Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "fixed", "sum"]
@@ -48,24 +48,25 @@ def reduced(losses: Tensor, row_lengths: Tensor, config: ReductionConfig, weight
 
     Args:
         losses: ``[T]``.
-        row_lengths: ``[S]``.
+        row_lengths: ``[S]``, on the host.
         config: how to average.
         weights: ``[T]``, not negative: how much each token counts, in sums as in what means are over. A token of
             weight 0 counts nowhere.
     """
     reduction = config.reduction
-    if weights is None:
-        tokens, present, weighed = row_lengths.to(losses.dtype), row_lengths > 0, losses
-    else:
-        tokens = segment_sum(weights, row_lengths)
-        present, weighed = tokens > 0, torch.where(weights > 0, losses * weights, 0.0)
+    weighed = losses if weights is None else torch.where(weights > 0, losses * weights, 0.0)
     if reduction == "token_mean":
-        return Term(weighed.sum(), len(losses) if weights is None else weights.double().sum().item(), "tokens")
+        return Term(weighed.sum(), len(losses) if weights is None else weights.double().sum(), "tokens")
     if reduction == "sum":
         return Term(weighed.sum(), 1, "sum")
-    sequences = int(present.sum())
+    if weights is None:
+        tokens = beside(row_lengths, losses).to(losses.dtype)
+        sequences: Figure = int((row_lengths > 0).sum())
+    else:
+        tokens = segment_sum(weights, row_lengths)
+        sequences = (tokens > 0).sum()
     if reduction == "sequence_mean":
-        means = segment_sum(weighed, row_lengths) / torch.where(present, tokens, 1.0)
+        means = segment_sum(weighed, row_lengths) / torch.where(tokens > 0, tokens, 1.0)
         return Term(means.sum(), sequences, "sequences")
     if reduction == "sequence_mean_token_sum":
         return Term(weighed.sum(), sequences, "sequences")

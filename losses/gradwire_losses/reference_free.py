@@ -32,7 +32,7 @@ def nll_term(pairs: Pairs, config: NLLConfig) -> Term:
     """The negative log-likelihood of the chosen responses."""
     if config.nll_reduction == "sequence_mean":
         return Term(pairs.chosen_nll().sum(), len(pairs.logprobs), "pairs")
-    return Term(-pairs.logprobs[:, 0].sum(), pairs.lengths[:, 0].sum().item(), "tokens")
+    return Term(-pairs.logprobs[:, 0].sum(), pairs.chosen_tokens, "tokens")
 
 
 class SimPOConfig(LossConfig):

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import rewards_to_go, whiten
-from gradwire_losses.batch import Batch, Scores, segment_sum
+from gradwire_losses.batch import Batch, Scores, segment_sum, select
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, ROWS_OR_TOKENS, row_field
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Std, Term
@@ -104,7 +104,7 @@ def _objective(
             "advantage_mean": Mean.of(advantages),
             "advantage_std": Std.of(advantages),
             "return_mean": Mean.of(returns),
-            "reward_mean": Mean.of(segment_sum(rewards, lengths)[lengths > 0]),
+            "reward_mean": Mean.of(select(segment_sum(rewards, lengths), lengths > 0)),
         },
     )
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, BatchError, Scores, pad, segment_ids
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, pad, segment_ids, select
 from gradwire_losses.fields import GROUP_FIELDS, INPUT_IDS, ROW_TOKENS, row_field, sample_field
 from gradwire_losses.outputs import Correlation, LossOutput, Mean, Std, Sum, Term
 from gradwire_losses.registry import LossConfig, register_loss
@@ -74,11 +74,12 @@ def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig
     """
     given, predicted = batch["scores"], scores.rewards
     if config.score_min is not None and config.score_max is not None:
-        outside = (given < config.score_min) | (given > config.score_max)
+        stated = batch.host["scores"]
+        outside = (stated < config.score_min) | (stated > config.score_max)
         if outside.any():
             row = int(outside.nonzero()[0])
             raise BatchError(
-                f"scores, row {row}: {given[row].item():g}; score_min and score_max say that there is none such",
+                f"scores, row {row}: {stated[row].item():g}; score_min and score_max say that there is none such",
                 field="scores",
                 row=row,
                 rule=f"{config.score_min:g} <= score <= {config.score_max:g}",
@@ -144,37 +145,35 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
     """
     sizes, rewards = batch.group_sizes, scores.rewards
     if "ranks" in batch.fields:
-        ranks, mask = pad(batch["ranks"], sizes, fill=torch.inf)
+        ranks, there = pad(batch.host["ranks"], sizes, fill=torch.inf)
         order = ranks.argsort(dim=1, stable=True)
         ranked = ranks.gather(1, order)
-        tied = ((ranked[:, 1:] == ranked[:, :-1]) & mask[:, 1:]).any(dim=1)
+        tied = ((ranked[:, 1:] == ranked[:, :-1]) & there[:, 1:]).any(dim=1)
         if tied.any():
             row = int(tied.nonzero()[0])
             raise BatchError(
                 f"ranks, row {row}: two responses have one rank", field="ranks", row=row, rule="ranks differ in a group"
             )
-        padded, _ = pad(rewards, sizes)
-        padded = padded.gather(1, order)
+        padded, mask = pad(rewards, sizes)
+        padded = padded.gather(1, beside(order, padded))
     else:
         padded, mask = pad(rewards, sizes)
     several = sizes > 1
-    padded, mask, sizes = padded[several] / config.temperature, mask[several], sizes[several]
+    padded, mask, sizes = select(padded, several) / config.temperature, select(mask, several), sizes[several]
     # Of the k-th place: the log of the sum over this place and all after it.
     remaining = torch.logcumsumexp(padded.masked_fill(~mask, -torch.inf).flip(1), dim=1).flip(1)
-    places = torch.arange(padded.shape[1], device=padded.device)
-    counted = mask & (places < sizes[:, None] - 1)
-    if config.top_k is not None:
-        counted = counted & (places < config.top_k)
-    losses = (remaining - padded)[counted]
+    last = (sizes - 1 if config.top_k is None else (sizes - 1).clamp(max=config.top_k))[:, None]
+    losses = select((remaining - padded).flatten(), (torch.arange(padded.shape[1]) < last).flatten())
 
+    places = torch.arange(padded.shape[1], device=padded.device)
     better = (places[:, None] < places)[None] & mask[:, :, None] & mask[:, None, :]
-    ordered = (padded[:, :, None] > padded[:, None, :])[better]
+    ordered = (padded[:, :, None] > padded[:, None, :]) & better
     best = padded.masked_fill(~mask, -torch.inf).argmax(dim=1) if padded.shape[1] else padded.new_zeros(0)
     return LossOutput(
         {"ranking": Term(losses.sum(), len(padded), "groups")},
         {
             "top_accuracy": Mean.of(best == 0),
-            "pair_accuracy": Mean.of(ordered),
+            "pair_accuracy": Mean(ordered.sum(), int((sizes * (sizes - 1)).sum()) // 2),
             "reward_mean": Mean.of(rewards),
             "reward_std": Std.of(rewards),
             "num_groups": Sum(len(padded)),
@@ -212,13 +211,13 @@ def process_reward(batch: Batch, scores: Scores, config: LossConfig) -> LossOutp
     Raises:
         BatchError: for a label below 0 or above 1 that is not -100.
     """
-    labels, logits = batch["step_labels"], scores.token_rewards
-    outside = (labels < 0) | (labels > 1)
+    labels, logits, given = batch["step_labels"], scores.token_rewards, batch.host["step_labels"]
+    outside = (given < 0) | (given > 1)
     if outside.any():
         token = int(outside.nonzero()[0])
         row = int(segment_ids(batch.row_lengths)[token])
         raise BatchError(
-            f"step_labels, row {row}: {labels[token].item():g}; a label is a probability, or -100 where no step ends",
+            f"step_labels, row {row}: {given[token].item():g}; a label is a probability, or -100 where no step ends",
             field="step_labels",
             row=row,
             rule="0 <= label <= 1, or -100",
@@ -230,7 +229,7 @@ def process_reward(batch: Batch, scores: Scores, config: LossConfig) -> LossOutp
         {"steps": Term(losses.sum(), len(losses), "tokens")},
         {
             "step_accuracy": Mean.of(right),
-            "row_accuracy": Mean.of(rows.all(dim=1)[batch.row_lengths > 0]),
+            "row_accuracy": Mean.of(select(rows.all(dim=1), batch.row_lengths > 0)),
             "step_probability": Mean.of(logits.sigmoid()),
             "num_steps": Sum(len(losses)),
         },

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids, segment_sum
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_sum, select, spread
 from gradwire_losses.fields import INPUT_IDS, ROW_TOKENS, row_field
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Sum, Term
@@ -105,24 +105,24 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
         raise BatchError(
             f"weights has {have} where target_tokens has {want}", field="weights", rule="the shape of target_tokens"
         )
-    counted = weights != 0
+    counted = (batch.host["weights"] != 0).flatten()
     # A target of no weight may have no probability either.
-    losses = -weights[counted] * logprobs[counted]
+    losses = -select(weights.flatten(), counted) * select(logprobs.flatten(), counted)
     term = Term(losses.sum(), 1, "sum")
-    total = losses.detach().double().sum().item()
+    total = losses.detach().double().sum()
     return LossOutput(
         {"cross_entropy": term},
         {
             "loss:sum": term.metric(),
-            "nll": Mean(total, weights.double().sum().item()),
+            "nll": Mean(total, weights.double().sum()),
             "num_tokens": Sum(int(counted.sum())),
         },
     )
 
 
 def written(batch: Batch) -> Tensor:
-    """``[T]`` bool: which predictions were sampled, and are no placeholders of a prompt."""
-    return (batch["advantages"] != 0) | (batch["logprobs"] != 0)
+    """``[T]`` bool, on the host: which predictions were sampled, and are no placeholders of a prompt."""
+    return (batch.host["advantages"] != 0) | (batch.host["logprobs"] != 0)
 
 
 def plain_sum(batch: Batch, scores: Scores, losses: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
@@ -130,10 +130,10 @@ def plain_sum(batch: Batch, scores: Scores, losses: Tensor, ratio: Tensor, clipp
     term, there = Term(losses.sum(), 1, "sum"), written(batch)
     metrics: dict[str, Metric] = {
         "loss:sum": term.metric(),
-        "ratio_mean": Mean.of(ratio[there]),
-        "ratio_max": Max.of(ratio[there]),
-        "clip_fraction": Mean.of(clipped[there]),
-        "approx_kl": Mean.of(kl_estimate(batch["logprobs"], scores.logprobs, "k3")[there]),
+        "ratio_mean": Mean.of(select(ratio, there)),
+        "ratio_max": Max.of(select(ratio, there)),
+        "clip_fraction": Mean.of(select(clipped, there)),
+        "approx_kl": Mean.of(select(kl_estimate(batch["logprobs"], scores.logprobs, "k3"), there)),
     }
     return LossOutput({"policy": term}, metrics)
 
@@ -222,7 +222,7 @@ def dro(batch: Batch, scores: Scores, config: DROConfig) -> LossOutput:
     old = batch["logprobs"]
     log_ratio = scores.logprobs - old
     losses = -(batch["advantages"] * scores.logprobs - 0.5 * config.beta * log_ratio.square())
-    losses = torch.where(written(batch), losses, 0.0)
+    losses = torch.where(beside(written(batch), losses), losses, 0.0)
     ratio = probability_ratio(scores.logprobs, old)
     return plain_sum(batch, scores, losses, ratio, torch.zeros_like(ratio))
 
@@ -263,9 +263,9 @@ def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
     old, lengths = batch["logprobs"], batch.row_lengths
     log_ratios = scores.logprobs.detach() - old
     mask = batch.get("sequence_ratio_mask")
-    counted = (written(batch) if mask is None else mask).to(log_ratios.dtype)
+    counted = (beside(written(batch), old) if mask is None else mask).to(log_ratios.dtype)
     mean = segment_sum(log_ratios * counted, lengths) / segment_sum(counted, lengths).clamp(min=1)
-    ratio = own_gradient_ratio(scores.logprobs, mean[segment_ids(lengths)])
+    ratio = own_gradient_ratio(scores.logprobs, spread(mean, lengths))
     losses, clipped = clipped_surrogate(
         ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )

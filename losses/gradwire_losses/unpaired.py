@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, Scores, segment_sum
+from gradwire_losses.batch import Batch, Scores, segment_sum, select
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, ROW_TOKENS, ROWS_OR_TOKENS, row_field
-from gradwire_losses.outputs import Difference, LossOutput, Mean, Metric, Term
+from gradwire_losses.outputs import Difference, Figure, LossOutput, Mean, Metric, Term
 from gradwire_losses.reference import reference_logprobs
 from gradwire_losses.registry import FieldSpec, ReferenceConfig, ScoreName, register_loss
 
@@ -77,18 +77,20 @@ class Responses:
     Attributes:
         ratios: ``[S]``, differentiable: log-ratio to the reference.
         good: ``[S]`` bool.
-        there: ``[B]`` bool, which rows these are.
+        there: ``[B]`` bool, on the host, which rows these are.
+        known_good: ``good``, on the host.
         mismatched: ``[M]``, log-ratios of the mismatched responses; no gradient.
     """
 
     ratios: Tensor
     good: Tensor
     there: Tensor
+    known_good: Tensor
     mismatched: Tensor
 
     def metrics(self, beta: float) -> dict[str, Metric]:
         rewards = beta * self.ratios.detach()
-        chosen, rejected = Mean.of(rewards[self.good]), Mean.of(rewards[~self.good])
+        chosen, rejected = Mean.of(select(rewards, self.known_good)), Mean.of(select(rewards, ~self.known_good))
         return {
             "chosen_reward": chosen,
             "rejected_reward": rejected,
@@ -117,8 +119,9 @@ def read_responses(batch: Batch, scores: Scores) -> Responses:
     sides = 1 if batch.num_sequences == batch.num_examples else 2
     ratios, counts = (logprobs - reference).view(-1, sides), lengths.view(-1, sides)
     there = counts[:, 0] > 0
-    mismatched = ratios[:, 1:][counts[:, 1:] > 0].detach()
-    return Responses(ratios[:, 0][there], batch["label"][there], there, mismatched)
+    mismatched = select(ratios[:, 1:].flatten(), counts[:, 1:].flatten() > 0).detach()
+    label, known = batch["label"], batch.host["label"]
+    return Responses(select(ratios[:, 0], there), select(label, there), there, select(known, there), mismatched)
 
 
 def _scores(config: ReferenceConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -144,8 +147,9 @@ def kto(batch: Batch, scores: Scores, config: KTOConfig) -> LossOutput:
     is 0. It is that of the whole batch.
     """
     responses = read_responses(batch, scores)
-    estimate = Mean.of(responses.mismatched)
-    z = max(0.0, estimate.value()) if estimate.count and config.loss_type == "kto" else 0.0
+    z: Figure = 0.0
+    if len(responses.mismatched) and config.loss_type == "kto":
+        z = responses.mismatched.double().mean().clamp(min=0.0)
     distance = config.beta * (responses.ratios - z)
     good = config.desirable_weight * (-distance).sigmoid()
     bad = config.undesirable_weight * distance.sigmoid()
@@ -177,12 +181,13 @@ def bco(batch: Batch, scores: Scores, config: BCOConfig) -> LossOutput:
     """Classifies responses as good or bad by their implicit reward, shifted by the mean reward."""
     responses = read_responses(batch, scores)
     rewards = config.beta * responses.ratios
-    mean = Mean.of(rewards)
-    delta = config.delta if config.delta is not None else (mean.value() if mean.count else 0.0)
+    delta: Figure = config.delta or 0.0
+    if config.delta is None and len(rewards):
+        delta = rewards.detach().double().mean()
     shifted = rewards - delta
     losses = -F.logsigmoid(torch.where(responses.good, shifted, -shifted))
     if "weights" in batch.fields:
-        losses = losses * batch["weights"][responses.there]
+        losses = losses * select(batch["weights"], responses.there)
     return LossOutput(
         {"preference": Term(losses.sum(), len(losses), "sequences")},
         responses.metrics(config.beta) | {"delta": Mean(delta * len(losses), len(losses))},

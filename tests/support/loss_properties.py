@@ -201,6 +201,18 @@ def is_accurate_in_float32(case: Case, rng: np.random.Generator) -> None:
     assert output.loss().item() == pytest.approx(drawn.output().loss().item(), rel=1e-4, abs=1e-5)
 
 
+def waits_for_no_device(case: Case, rng: np.random.Generator) -> None:
+    """On the device "meta" there are shapes and no numbers: asking for one raises, and so does what mixes devices."""
+    drawn, device = case.draw(rng), torch.device("meta")
+    scores = {name: values.detach().to(device) for name, values in drawn.scores.items()}
+    leaves = [values.requires_grad_() for name, values in scores.items() if drawn.scores[name].requires_grad]
+    output = drawn.output(drawn.batch.to(device), scores)
+    total = torch.stack([term.sum for term in output.terms.values()]).sum()
+    assert all(
+        gradient is None or gradient.is_meta for gradient in torch.autograd.grad(total, leaves, allow_unused=True)
+    )
+
+
 PROPERTIES = [
     equals_the_plain_reference,
     passes_gradcheck,
@@ -209,4 +221,5 @@ PROPERTIES = [
     counts_no_row_that_has_nothing_scored,
     is_a_differentiable_zero_over_nothing,
     is_accurate_in_float32,
+    waits_for_no_device,
 ]

@@ -292,7 +292,7 @@ def merged(parts: Sequence[LossOutput]) -> tuple[float, dict[str, float]]:
         for name, term in part.terms.items():
             entry = sums.setdefault(name, [0.0, 0.0])
             entry[0] += term.sum.item()
-            entry[1] = 1.0 if term.unit == "sum" else entry[1] + term.count
+            entry[1] = 1.0 if term.unit == "sum" else entry[1] + float(term.count)
     loss = math.fsum(total / count for total, count in sums.values() if count)
     return loss, values_of(merge_metrics([part.metrics for part in parts]))
 

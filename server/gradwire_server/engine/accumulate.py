@@ -73,12 +73,16 @@ class GradientCollector:
         else:
             buffers[name] = gradient.float()
 
+    def norm(self) -> Tensor:
+        """0-d, of all gradients. Where it is not finite, :meth:`finite` says whether they are."""
+        return get_total_norm(self._gradients())
+
     def finite(self) -> bool:
-        """Whether all gradients are; waits for the device once."""
-        gradients = [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
-        if not gradients or bool(get_total_norm(gradients).isfinite()):
-            return True
-        return bool(get_total_norm(gradients, norm_type=float("inf")).isfinite())  # squares alone may overflow
+        """Whether all gradients are; waits for the device."""
+        return bool(get_total_norm(self._gradients(), norm_type=float("inf")).isfinite())
+
+    def _gradients(self) -> list[Tensor]:
+        return [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
 
     def _park(self) -> None:
         for name, parameter in self._parameters.items():

@@ -3,6 +3,9 @@
 The loss always gives what it would give if it saw the whole batch at once. One that streams is evaluated micro-batch
 by micro-batch, each one's graph being used and freed at once. Any other is evaluated once, on the scores of the
 whole batch, and its gradient goes back through :class:`.forward.KeptScores`.
+
+Everything stays on the policy's device, and the host runs ahead of it, until the operation's end: then all figures
+come over at once, those among them that tell whether anything was not finite. Who is to blame is asked only then.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids
 from gradwire_losses.monitoring import usual_range_warnings
-from gradwire_losses.outputs import LossOutput, Metric, merge_metrics
+from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, settled
 from gradwire_losses.registry import DivergenceConfig, LossConfig, LossSpec, TemperatureConfig
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
@@ -101,9 +105,10 @@ def forward(
     sums = _LossSums(loss.name if loss else "")
     if loss is not None and config is not None:
         if "ref_logprobs" in needed:
-            scores["ref_logprobs"] = _reference_logprobs(loss, config, reference, batch)
+            scores["ref_logprobs"] = _reference_logprobs(loss, config, reference, batch, policy)
         with torch.no_grad():
-            sums.add(_call(loss, batch, {name: scores[name] for name in needed}, config))
+            sums.add(_call(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
+        sums.settle()
     return _evaluation(batch, scores, outputs, len(split(batch, budget.microbatch_tokens)), sums if loss else None)
 
 
@@ -133,10 +138,11 @@ def forward_backward(
     micros = split(batch, budget.microbatch_tokens)
     ref_logprobs = None
     if "ref_logprobs" in needed:
-        ref_logprobs = _reference_logprobs(loss, config, reference, batch)
+        ref_logprobs = _reference_logprobs(loss, config, reference, batch, policy)
     streams = loss.streams(config, frozenset(batch.fields))
-    parts = [_alone(micro) for micro in micros] if streams else [_Part(batch, micros, None, None, None)]
+    parts = [_alone(batch, micro) for micro in micros] if streams else [_Part(batch, micros)]
     sums = _LossSums(loss.name)
+    evaluated = []
     scores: dict[str, Tensor] = {}
     recomputed = False
     with GradientCollector(policy.trainable_parameters()) as collector:
@@ -153,13 +159,19 @@ def forward_backward(
             )
             used = {name: kept.by_name[name] for name in needed if name != "ref_logprobs"}
             if ref_logprobs is not None:
-                used["ref_logprobs"] = ref_logprobs if part.tokens is None else ref_logprobs[part.tokens]
-            gradients = _loss_gradients(loss, config, part, used, sums)
-            kept.backward(collector, gradients)
+                index = part.tokens
+                used["ref_logprobs"] = ref_logprobs if index is None else ref_logprobs[beside(index, ref_logprobs)]
+            evaluated.append(_evaluate(loss, config, part, used, policy.device))
+            sums.add(evaluated[-1].output)
+            kept.backward(collector, evaluated[-1].gradients)
             recomputed |= kept.recomputed
             for name in outputs:
                 part.place(batch, name, kept.by_name[name], scores)
-    if not collector.finite():
+    sums.settle([part.totals() for part in evaluated], collector.norm())
+    if not sums.finite:
+        for one in evaluated:
+            one.check_finite()
+    if not sums.finite and not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,
             f"the gradient of {loss.name} with respect to the weights is not finite, though loss and scores are; "
@@ -206,10 +218,13 @@ def custom_backward(
                 field=f"grad_{name}",
                 rule="shaped as the scores were",
             )
-    rows = torch.arange(kept.batch.num_examples)
-    _check_finite(kept.batch, gradients, rows, "the gradient that the client computed for")
+    _check_finite(
+        kept.batch, gradients, torch.arange(kept.batch.num_examples), "the gradient that the client computed for"
+    )
     with GradientCollector(kept.policy.trainable_parameters()) as collector:
-        kept.backward(collector, {CUSTOM: gradients})
+        device = kept.policy.device
+        moved = {name: gradient.to(device, non_blocking=True) for name, gradient in gradients.items()}
+        kept.backward(collector, {CUSTOM: moved})
     if not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE, "the gradient with respect to the weights is not finite"
@@ -231,9 +246,9 @@ class _Part:
 
     batch: Batch
     micros: list[MicroBatch]
-    examples: Tensor | None
-    sequences: Tensor | None
-    tokens: Tensor | None
+    examples: Tensor | None = None
+    sequences: Tensor | None = None
+    tokens: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -246,35 +261,46 @@ class _Part:
             into[name] = values
         else:
             count = whole.num_sequences if name in SEQUENCE_SCORES else whole.num_scored
-            into.setdefault(name, torch.zeros(count, *values.shape[1:], dtype=values.dtype))[index] = values
+            if name not in into:
+                into[name] = values.new_zeros(count, *values.shape[1:])
+            into[name][beside(index, values)] = values
 
 
-def _alone(micro: MicroBatch) -> _Part:
-    own = replace(
-        micro,
-        examples=torch.arange(len(micro.examples)),
-        sequences=torch.arange(len(micro.sequences)),
-        tokens=torch.arange(len(micro.tokens)),
-    )
-    return _Part(micro.batch, [own], micro.examples, micro.sequences, micro.tokens)
+def _alone(batch: Batch, micro: MicroBatch) -> _Part:
+    if micro.batch is batch:
+        return _Part(batch, [micro])
+    return _Part(micro.batch, [micro], micro.examples, micro.sequences, micro.tokens)
 
 
 class _LossSums:
-    """A loss's terms and metrics, put together from its parts."""
+    """A loss's terms and metrics, put together from its parts; numbers once they are settled.
+
+    Attributes:
+        finite: whether terms, and what else was settled with them, are; False may be an overflow of mere totals.
+    """
 
     def __init__(self, loss_name: str) -> None:
         self._loss_name = loss_name
         self._sums: dict[str, float] = {}
         self._units: dict[str, str] = {}
         self._counts: dict[str, float] = {}
+        self._terms: list[dict[str, list[Figure]]] = []
         self._metrics: list[Mapping[str, Metric]] = []
+        self.finite = True
 
     def add(self, output: LossOutput) -> None:
-        for name, term in output.terms.items():
-            self._sums[name] = self._sums.get(name, 0.0) + term.sum.item()
-            self._counts[name] = term.count if term.unit == "sum" else self._counts.get(name, 0.0) + term.count
-            self._units[name] = term.unit
-        self._metrics.append(output.metrics)
+        self._terms.append({name: [term.sum.detach(), term.count] for name, term in output.terms.items()})
+        self._units |= {name: term.unit for name, term in output.terms.items()}
+        self._metrics.append(dict(output.metrics))
+
+    def settle(self, *checks: Any) -> None:
+        """Waits for the figures of all parts, and for ``checks``: 0-d tensors, in lists, that are to be finite."""
+        terms, self._metrics, checked = settled([self._terms, self._metrics, list(checks)])
+        for part in terms:
+            for name, (total, count) in part.items():
+                self._sums[name] = self._sums.get(name, 0.0) + total
+                self._counts[name] = count if self._units[name] == "sum" else self._counts.get(name, 0.0) + count
+        self.finite = all(map(math.isfinite, [*self._sums.values(), *_flat(checked)]))
 
     @property
     def counts(self) -> dict[Key, float]:
@@ -319,23 +345,44 @@ def _call(
         raise OperationError.from_batch_error(error) from error
 
 
-def _loss_gradients(
-    loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor], sums: _LossSums
-) -> dict[Key, dict[str, Tensor]]:
-    """Evaluates the loss, adds it to the sums, and gives the gradient of each unit's sum for each score.
+@dataclass(frozen=True)
+class _Evaluated:
+    """A loss's value on a part of the batch, and the gradient of each unit's sum for each score."""
 
-    Raises:
-        OperationError: NON_FINITE, with the row, where scores, the loss or a gradient are not finite.
-    """
-    _check_finite(part.batch, scores, part.rows, "the model gave non-finite")
+    loss: LossSpec
+    config: LossConfig
+    part: _Part
+    scores: Mapping[str, Tensor]
+    output: LossOutput
+    gradients: dict[Key, dict[str, Tensor]]
+
+    def totals(self) -> list[Tensor]:
+        """0-d: not finite if any of the scores and gradients is not, or if so many numbers are too large a sum."""
+        found = [*self.scores.values(), *(one for by_name in self.gradients.values() for one in by_name.values())]
+        return [values.sum() for values in found if values.is_floating_point()]
+
+    def check_finite(self) -> None:
+        """Looks for who is to blame.
+
+        Raises:
+            OperationError: NON_FINITE, with the row, where scores, the loss or a gradient are not finite.
+        """
+        part, rows = self.part, self.part.rows
+        _check_finite(part.batch, self.scores, rows, "the model gave non-finite")
+        if not all(math.isfinite(term.sum.item()) for term in self.output.terms.values()):
+            raise _non_finite_loss(self.loss, self.config, part, self.scores)
+        for gradients in self.gradients.values():
+            _check_finite(part.batch, gradients, rows, f"{self.loss.name} has a non-finite gradient for")
+
+
+def _evaluate(
+    loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor], device: torch.device
+) -> _Evaluated:
     leaves = {
         name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
         for name, values in ((name, values.detach()) for name, values in scores.items())
     }
-    output = _call(loss, part.batch, leaves, config, part.examples)
-    if not all(math.isfinite(term.sum.item()) for term in output.terms.values()):
-        raise _non_finite_loss(loss, config, part, scores)
-    sums.add(output)
+    output = _call(loss, part.batch.to(device), leaves, config, part.examples)
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     units: dict[str, list[Tensor]] = {}
     for term in output.terms.values():
@@ -343,13 +390,16 @@ def _loss_gradients(
             units.setdefault(term.unit, []).append(term.sum)
     by_key: dict[Key, dict[str, Tensor]] = {}
     for unit, terms in units.items():
-        found = torch.autograd.grad(
-            torch.stack(terms).sum(), list(trained.values()), allow_unused=True, retain_graph=True
-        )
-        gradients = {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
-        _check_finite(part.batch, gradients, part.rows, f"{loss.name} has a non-finite gradient for")
-        by_key[loss.name, unit] = gradients
-    return by_key
+        total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+        found = torch.autograd.grad(total, list(trained.values()), allow_unused=True, retain_graph=len(units) > 1)
+        by_key[loss.name, unit] = {
+            name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None
+        }
+    return _Evaluated(loss, config, part, scores, output, by_key)
+
+
+def _flat(numbers: Any) -> list[float]:
+    return [one for part in numbers for one in _flat(part)] if isinstance(numbers, list) else [numbers]
 
 
 def _check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what: str) -> None:
@@ -371,6 +421,7 @@ def _check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what
 def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor]) -> OperationError:
     """The error that names the first row whose own loss is not finite, or no row if only the whole is so."""
     row = None
+    scores = {name: values.cpu() for name, values in scores.items()}
     sequences = segment_ids(part.batch.group_sizes)
     for example in range(part.batch.num_examples):
         of_sequence = sequences == example
@@ -390,10 +441,13 @@ def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Ma
     )
 
 
-def _reference_logprobs(loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch) -> Tensor:
+def _reference_logprobs(
+    loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch, policy: Policy
+) -> Tensor:
     if reference is None or getattr(config, "reference_model", None) is None:
         raise _no_reference(loss)
-    return reference(batch, loss_temperature(config)).detach().to("cpu", torch.float32)
+    logprobs = reference(batch, loss_temperature(config)).detach()
+    return logprobs.to(policy.device, torch.float32, non_blocking=True)
 
 
 def _teacher(loss: LossSpec, config: LossConfig, teacher: Policy | None, needed: Collection[str]) -> Teacher | None:
@@ -422,7 +476,7 @@ def _evaluation(
     return LossEvaluation(
         loss=sums.loss() if sums else None,
         metrics=metrics,
-        outputs={name: scores[name].detach().float() for name in outputs},
+        outputs={name: scores[name].detach().to("cpu", torch.float32) for name in outputs},
         row_lengths=batch.row_lengths,
         num_sequences=batch.num_sequences,
         num_tokens=len(batch.input_ids),

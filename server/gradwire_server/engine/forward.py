@@ -1,7 +1,7 @@
 """Scores of a batch under a policy, micro-batch by micro-batch, and the way back from them to the weights.
 
-Legend: ``S`` sequences, ``T`` scored tokens. Scores come out flat, in the order of the batch, float32, on the CPU,
-where losses are evaluated: they are small, and a loss reads many figures off them.
+Legend: ``S`` sequences, ``T`` scored tokens. Scores come out flat, in the order of the batch, float32, on the policy's
+device. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from gradwire_losses.batch import Batch
+from gradwire_losses.batch import Batch, beside
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -211,8 +211,11 @@ class KeptScores:
             self.policy.activate(training=True)
             parts = []
             for key, by_name in gradients.items():
-                pairs = [(scores[name], gradient[_entries(micro, name)]) for name, gradient in by_name.items()]
-                pairs = [(score, gradient) for score, gradient in pairs if score.requires_grad and gradient.any()]
+                pairs = [
+                    (scores[name], _part(self.batch, micro, name, gradient))
+                    for name, gradient in by_name.items()
+                    if scores[name].requires_grad
+                ]
                 if pairs:
                     parts.append((key, pairs))
             for number, (key, pairs) in enumerate(parts, start=1):
@@ -242,7 +245,9 @@ def _score(
         "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
     }
     if not any(len(positions) for positions in places.values()):
-        return {name: torch.zeros(_shape(policy, batch, name), dtype=_dtype(name)) for name in names}
+        return {
+            name: torch.zeros(_shape(policy, batch, name), dtype=_dtype(name), device=policy.device) for name in names
+        }
     teacher_states = None
     if "divergence" in wanted and teacher is not None:
         # Before the student's own forward, whose weights must be the active ones when its gradient comes.
@@ -303,6 +308,11 @@ def _entries(micro: MicroBatch, name: str) -> Tensor:
     return micro.sequences if name in SEQUENCE_SCORES else micro.tokens
 
 
+def _part(batch: Batch, micro: MicroBatch, name: str, whole: Tensor) -> Tensor:
+    """A micro-batch's entries of the batch's."""
+    return whole if micro.batch is batch else whole[beside(_entries(micro, name), whole)]
+
+
 def _dtype(name: str) -> torch.dtype:
     return torch.bool if name == "correct" else torch.float32
 
@@ -315,11 +325,14 @@ def _assemble(
     names: Collection[str],
 ) -> dict[str, Tensor]:
     """The scores of micro-batches in the order of the whole batch."""
+    if len(micros) == 1 and micros[0].batch is batch:
+        return {name: parts[0][name].to(policy.device, _dtype(name)) for name in names}
     whole: dict[str, Tensor] = {}
     for name in names:
-        whole[name] = torch.zeros(_shape(policy, batch, name), dtype=_dtype(name))
+        all_of_it = torch.zeros(_shape(policy, batch, name), dtype=_dtype(name), device=policy.device)
         for micro, part in zip(micros, parts, strict=True):
-            whole[name][_entries(micro, name)] = part[name].to("cpu", whole[name].dtype)
+            all_of_it[beside(_entries(micro, name), all_of_it)] = part[name].to(policy.device, all_of_it.dtype)
+        whole[name] = all_of_it
     return whole
 
 

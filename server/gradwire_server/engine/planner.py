@@ -52,6 +52,10 @@ def split(batch: Batch, microbatch_tokens: int) -> list[MicroBatch]:
     """The batch's examples in micro-batches of at most that many padded tokens."""
     if not batch.num_examples:
         return []
+    padded = batch.num_sequences * int(batch.lengths.max())
+    if padded <= microbatch_tokens:
+        whole = (torch.arange(count) for count in (batch.num_examples, batch.num_sequences, batch.num_scored))
+        return [MicroBatch(batch, *whole, padded)]
     widths = torch.zeros(batch.num_examples, dtype=torch.int64)
     widths.scatter_reduce_(0, segment_ids(batch.group_sizes), batch.lengths, "amax")
     order = torch.argsort(widths, descending=True, stable=True)

@@ -78,7 +78,8 @@ class StoredResult:
 
 @dataclass(frozen=True, slots=True)
 class RunMarks:
-    """What a result changes of its run's row, in the same transaction."""
+    """What a result changes of its run's row, in the same transaction; unless a later one was stored already, because
+    the disk had no room for this one when it came."""
 
     step: int
     failure_seq: int
@@ -200,11 +201,18 @@ class Journal:
             )
             _seal(connection, "operations", OPERATION, run_id, result.seq)
             connection.execute(
-                "UPDATE runs SET step = ?, failure_seq = ?, failure = ?, applied_seq = coalesce("
+                "UPDATE runs SET applied_seq = coalesce("
                 "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
                 " WHERE run_id = ?",
-                (marks.step, marks.failure_seq, marks.failure, run_id),
+                (run_id,),
             )
+            if result.status != pb.STATUS_CANCELLED:  # it changes none, and is stored out of order
+                connection.execute(
+                    "UPDATE runs SET step = ?, failure_seq = ?, failure = ? WHERE run_id = ? AND NOT EXISTS ("
+                    "SELECT 1 FROM results JOIN operations USING (run_id, seq)"
+                    " WHERE run_id = ? AND seq > ? AND status != ?)",
+                    (marks.step, marks.failure_seq, marks.failure, run_id, run_id, result.seq, pb.STATUS_CANCELLED),
+                )
             if checkpoint is not None:
                 connection.execute(
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",

@@ -433,6 +433,8 @@ class Scheduler:
                 except Exception as error:  # a result must not be lost to a disk that is full for a while
                     log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
                     await asyncio.sleep(STORE_AGAIN_S)
+                if queue.record.rewound_epoch != rewound_epoch:
+                    return  # its number may be another's by now
                 stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
             crash_point("result.after_commit")
             operation.trace.end(result)
@@ -489,6 +491,8 @@ class Scheduler:
             if seq <= record.applied_seq:
                 recent = queue.recent(seq)
                 found = [recent] if recent else await self._journal.results(record.run_id, seq, record.applied_seq)
+                if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
+                    continue  # while they were read
                 for result in found or [lost_result(seq)]:
                     for missing in range(seq, result.header.seq):
                         yield lost_result(missing)

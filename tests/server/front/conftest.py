@@ -32,7 +32,7 @@ class Client:
         self.stub: Any = TrainingServiceStub(channel)
         self.run_id, self.epoch = "", 0
         self.acks: dict[int, list[pb.SubmitAck]] = {}
-        self.patience_s = 5.0
+        self.patience_s = 30.0
         self._stream: Any = None
 
     async def begin(self, **config: Any) -> Client:

@@ -78,6 +78,28 @@ async def test_a_result_is_stored_once(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_the_marks_of_a_run_are_those_of_its_newest_result_in_whatever_order_the_disk_takes_them(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    for seq in range(1, 5):
+        await append(journal, operation(run_id, seq))
+    stored = [
+        (3, pb.STATUS_CANCELLED, RunMarks(0, 0, "")),
+        (2, pb.STATUS_SUCCEEDED, RunMarks(1, 0, "")),
+        (1, pb.STATUS_FAILED, RunMarks(0, 1, "no room")),
+        (3, pb.STATUS_CANCELLED, RunMarks(0, 0, "")),
+    ]
+    for seq, status, marks in stored:
+        await journal.put_result(run_id, pb.OperationResult(seq=seq, status=status), [], marks)
+    await journal.close()
+    journal = Journal(tmp_path)
+    [record] = await Runs(journal.store, tmp_path, 10).load()
+    assert (record.step, record.failure_seq, record.applied_seq) == (1, 0, 3)
+    await journal.close()
+
+
 async def test_waiting_writes_share_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs = 0
     real = os.fsync

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.journal import Journal, StoredResult
+from gradwire_server.run_queue import RECENT_BYTES
 
 from tests.server.front.conftest import Client, Door, Start, error_of
 
@@ -168,6 +171,24 @@ async def test_released_results_are_gone_and_their_numbers_stay_known(door: Door
     assert await client.statuses(1, from_seq=0) == ["ok"]  # 0: from the first that is there
     assert (await client.fb(2)).duplicate
     assert (await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))).released_seq == 2
+
+
+async def test_results_that_are_released_while_another_reads_them_are_not_called_lost(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, payload=bytes(RECENT_BYTES + 1))
+    await client.results(1)
+    read = Journal.results
+
+    async def released_first(journal: Journal, *args: Any) -> list[StoredResult]:
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))
+        return await read(journal, *args)
+
+    monkeypatch.setattr(Journal, "results", released_first)
+    with pytest.raises(grpc.RpcError) as caught:
+        await client.results(1)
+    assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
 
 
 async def test_what_has_not_started_can_be_cancelled_and_what_has_cannot(door: Door) -> None:

@@ -54,8 +54,9 @@ def split(batch: Batch, microbatch_tokens: int) -> list[MicroBatch]:
         return []
     padded = batch.num_sequences * int(batch.lengths.max())
     if padded <= microbatch_tokens:
-        examples, sequences, tokens = map(torch.arange, (batch.num_examples, batch.num_sequences, batch.num_scored))
-        return [MicroBatch(batch, examples, sequences, tokens, padded)]
+        counts = (batch.num_examples, batch.num_sequences, batch.num_scored)
+        all_examples, all_sequences, all_tokens = map(torch.arange, counts)
+        return [MicroBatch(batch, all_examples, all_sequences, all_tokens, padded)]
     widths = torch.zeros(batch.num_examples, dtype=torch.int64)
     widths.scatter_reduce_(0, segment_ids(batch.group_sizes), batch.lengths, "amax")
     order = torch.argsort(widths, descending=True, stable=True)

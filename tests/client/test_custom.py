@@ -153,11 +153,11 @@ async def test_a_loss_that_returns_something_else(returned: Any, text: str) -> N
 async def test_closing_does_not_wait_for_a_loss_that_is_being_computed() -> None:
     script, go = Script(answer=scores), threading.Event()
     async with scripted_run(script) as (run, service):
-        custom = run.forward_backward_custom(BATCH, lambda batch, given: go.wait(30) and squares(batch, given))
+        custom = run.forward_backward_custom(BATCH, lambda batch, given: go.wait(100) and squares(batch, given))
         await until(lambda: script.received)
         began = time.monotonic()
         await service.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         with pytest.raises(gradwire.ServiceClosedError):
             await custom
         go.set()

@@ -88,7 +88,7 @@ def test_importing_is_quick_and_light() -> None:
         ).stdout.split()
         assert heavy == []
         best = min(best, float(took))
-    assert best < 1.0
+    assert best < 2.0
 
 
 @pytest.mark.slow

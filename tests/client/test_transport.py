@@ -62,7 +62,7 @@ async def test_backoff_waits_longer_gives_up_and_starts_again() -> None:
             start = loop.time()
             await backoff.pause(lost)
             waits.append(loop.time() - start)
-    assert 0.3 <= loop.time() - began < 2
+    assert 0.3 <= loop.time() - began < 20
     assert waits[-1] > waits[0]
     backoff.progress()
     await backoff.pause(lost)

@@ -31,7 +31,7 @@ def import_client(python: str | Path) -> tuple[float, list[str]]:
 def test_import_is_fast_and_draws_in_nothing_heavy() -> None:
     tries = [import_client(sys.executable) for _ in range(3)]
     assert [heavy for _, heavy in tries] == [[], [], []]
-    assert min(seconds for seconds, _ in tries) < 0.8
+    assert min(seconds for seconds, _ in tries) < 2.0
 
 
 @pytest.mark.slow
@@ -42,6 +42,6 @@ def test_plain_installation_imports(tmp_path: Path) -> None:
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", ROOT], check=True)
     seconds, heavy = import_client(python)
     assert heavy == []
-    assert seconds < 1.5  # the first import also compiles
+    assert seconds < 4.0  # the first import also compiles
     there = subprocess.run([python, "-c", "import torch"], capture_output=True)
     assert there.returncode != 0, "the plain client must not bring torch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +79,8 @@ async def test_prompts_continue_what_was_sampled(rule_inference: Callable[..., A
 
 
 async def test_what_goes_wrong_in_one_episode_costs_that_one(rule_inference: Callable[..., Any]) -> None:
+    waiting = threading.Event()
+
     class Faulty(Countdown):
         blocking = True
 
@@ -87,15 +89,14 @@ async def test_what_goes_wrong_in_one_episode_costs_that_one(rule_inference: Cal
                 case "13":
                     raise RuntimeError("no such luck")
                 case "14":
-                    time.sleep(5)
+                    waiting.wait(60)
             return super().step(state, action)
 
-    manager = RolloutManager(rule_inference(digits), Faulty(), timeout_s=0.5, straggler_s=0.1, max_steps_per_rollout=6)
-    started = time.monotonic()
+    manager = RolloutManager(rule_inference(digits), Faulty(), timeout_s=2, straggler_s=0.1, max_steps_per_rollout=6)
     rollouts = await manager.collect(["2", "13", "14", "9", "3"])
-    assert time.monotonic() - started < 3
+    waiting.set()
     assert [t.status for t in rollouts.trajectories] == ["completed", "failed", "timeout", "truncated", "completed"]
-    assert rollouts.errors == {"RuntimeError: no such luck": 1, "gave up after 0.5 s": 1}
+    assert rollouts.errors == {"RuntimeError: no such luck": 1, "gave up after 2 s": 1}
     assert [t.ok for t in rollouts.trajectories] == [True, False, False, True, True]
     assert rollouts.statistics.metrics()["rollouts/timeout"] == 1
 

@@ -44,7 +44,7 @@ def misbehave(how: str) -> Any:
                     time.sleep(0.01)
         case "orphan":
             if os.fork() == 0:
-                time.sleep(30)
+                time.sleep(300)
             return "left a child"
         case "memory":
             return len(bytearray(4 << 30))
@@ -70,7 +70,7 @@ def misbehave(how: str) -> Any:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    box = Sandbox(misbehave, SandboxLimits(time_s=0.5, file_bytes=1 << 20), workers=1)
+    box = Sandbox(misbehave, SandboxLimits(time_s=2.0, file_bytes=1 << 20), workers=1)
     yield box
     box.close()
 
@@ -78,9 +78,9 @@ def sandbox() -> Iterator[Sandbox]:
 @pytest.mark.parametrize(
     ("how", "error"),
     [
-        ("hang", "took more than 0.5 s and was killed"),
+        ("hang", "took more than 2 s and was killed"),
         ("crash", "crashed: killed by SIGABRT"),
-        ("fork", "took more than 0.5 s and was killed"),
+        ("fork", "took more than 2 s and was killed"),
         ("memory", "needed more than 1073741824 bytes of memory"),
         ("network", "Network is unreachable"),
         ("write", "Read-only file system"),
@@ -96,7 +96,7 @@ async def test_each_costs_one_evaluation(sandbox: Sandbox, how: str, error: str)
     started = time.monotonic()
     outcome = await sandbox.call(how)
     assert error in outcome.error
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert (await sandbox.call("well")).value == {"sum": 42, "word": "constant"}
 
 
@@ -109,14 +109,14 @@ async def test_many_at_once_cost_what_each_does(sandbox: Sandbox) -> None:
     ways = ["well", "print", "hang", "well", "crash", "type", "well"]
     outcomes = await sandbox.map([{"how": how} for how in ways])
     errors = [outcome.error.split(":")[0] for outcome in outcomes]
-    assert errors == ["", "", "took more than 0.5 s and was killed", "", "crashed", "TypeError", ""]
+    assert errors == ["", "", "took more than 2 s and was killed", "", "crashed", "TypeError", ""]
     assert [bool(outcome.printed) for outcome in outcomes] == [False, True, False, False, False, False, False]
 
 
 async def test_what_it_forks_dies_with_it(sandbox: Sandbox) -> None:
     started = time.monotonic()
     assert (await sandbox.call("orphan")).value == "left a child"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_functions_of_a_script_travel_without_running_it(tmp_path: Path) -> None:

@@ -294,4 +294,4 @@ async def test_the_pipeline_is_quick_enough_to_pipeline(door: Door) -> None:
     for seq in range(1, 201):
         await client.send(*client.frames(seq, bytes(1000), forward_backward=pb.LossCall(loss_fn="a")))
     await client.results(200)
-    assert loop.time() - began < 5
+    assert loop.time() - began < 20

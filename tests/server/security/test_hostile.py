@@ -229,12 +229,14 @@ async def test_stop_strings_cannot_hang_and_templates_are_not_evaluated(server: 
 
 
 async def test_no_key_and_no_text_of_a_user_is_in_the_log(server: Hostile, client: Client) -> None:
-    """The last test of the module: everything before it went through this log."""
+    """Best as the last test of the module: everything before it went through this log."""
     stub = client.stub._stub
     wrong = "gw_" + "w" * 43
     assert code_of(await outcome(Keyed(stub, wrong), "ListRuns", pb.ListRunsRequest())) == "unauthenticated"
     long = pb.EncodeRequest(model="tiny", texts=[SECRETS[0] * 10, "\x00\udfff".encode("utf-8", "ignore").decode()])
     await outcome(client.stub, "Encode", long)
+    broken = pb.CreateRunRequest(config=pb.RunConfig(base_model="torn", name=SECRETS[1]))
+    assert code_of(await outcome(client.stub, "CreateRun", broken)) == "unsupported"
     await outcome(client.stub, "Decode", pb.DecodeRequest(model="tiny", sequences=[pb.TokenIds(ids=[2**32 - 1])]))
     assert not [path for path in (server.folder / "state").rglob("*") if path.stat().st_mode & 0o077]
     log = server.log

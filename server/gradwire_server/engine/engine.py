@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from gradwire_losses.registry import LossSpec, all_losses
@@ -27,6 +27,7 @@ from gradwire_server.engine.references import References
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import restore
 from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, load_tokenizer
+from gradwire_server.engine.samples import begin_outside
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.sampling.base import Sampler
@@ -74,7 +75,7 @@ class Engine:
         self.host = ModelHost(models, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
         self.store = CheckpointStore(state_dir)
         self.references = References(self.host, self.store, cache_bytes=reference_cache_bytes)
-        self.sampler: Sampler = LocalSampler()
+        self.sampler: Sampler[Any] = LocalSampler()
         self.budget = budget or Budget()
         self.tracing = tracing or Tracing()
         self.runs: dict[str, EngineRun] = {}
@@ -206,10 +207,11 @@ class Engine:
         return Answer(engine_pb2.EngineReply(result=result), [])
 
     def _sample(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
-        asked, start = request.sample, time.perf_counter()
-        policy = self.references.resolve(asked.model, field="model").policy
-        prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
-        outcome = operations.sample(self, policy, asked.call, prompts, secrets.randbits(62))
+        start = time.perf_counter()
+        started = begin_outside(self, request.sample)
+        while not started.job.done:
+            self.sampler.step()
+        outcome = started.outcome()
         specs, buffers = codec.encode(outcome.columns)
         result = _finish(outcome, specs, buffers, time.perf_counter() - start)
         return Answer(engine_pb2.EngineReply(result=result), buffers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,24 +27,14 @@ from gradwire_server.engine.exports import export_run
 from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.forward import SEQUENCE_SCORES
 from gradwire_server.engine.memory import in_smaller_pieces
+from gradwire_server.engine.outcome import Columns, Outcome
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import capture, restore
-from gradwire_server.sampling.base import Sample, SamplingParams
+from gradwire_server.engine.samples import begin_in_run
 
 if TYPE_CHECKING:
     from gradwire_server.engine.engine import Engine
-
-Columns = Mapping[str, Column]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The ``kind`` of an ``OperationResult`` set, and its tensors."""
-
-    result: training_pb2.OperationResult
-    columns: Columns = field(default_factory=dict)
-
 
 CANDIDATES = FieldSpec(
     "candidates",
@@ -79,9 +69,7 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
     kind = operation.WhichOneof("kind")
     if kind is None:
         raise _invalid("this server does not know this kind of operation; it may be older than the client", "kind")
-    for forward_seq in list(run.kept):
-        if seq > forward_seq + 1:  # its second half never came
-            del run.kept[forward_seq]
+    run.forget_kept(seq)
     carried = _OPERATIONS[kind]
     call = getattr(operation, kind)
     had_ema = run.ema is not None
@@ -298,57 +286,10 @@ def _update_reference(
 
 
 def _sample(engine: Engine, run: EngineRun, seq: int, call: training_pb2.SampleCall, columns: Columns) -> Outcome:
-    prompts = None
-    if "prompt_ids" in columns:
-        column = columns["prompt_ids"]
-        if len(column.levels) != 1 or column.values.ndim != 1 or column.values.dtype.kind not in "iu":
-            raise _invalid("prompt_ids is one row of token ids a prompt", "prompt_ids")
-        prompts = [row.tolist() for row in column.rows()]
-    seed = int(torch.randint(2**62, ()))
-    return sample(engine, run.policy, call, prompts, seed)
-
-
-def sample(
-    engine: Engine,
-    policy: Policy,
-    call: training_pb2.SampleCall,
-    prompts: Sequence[Sequence[int]] | None,
-    seed: int,
-) -> Outcome:
-    """Samples from a policy.
-
-    Args:
-        prompts: token ids of each; None or none to take those of the call, as text.
-        seed: where the call has none.
-    """
-    params = SamplingParams.from_call(call, seed)
-    tokenizer = engine.tokenizer(policy.facts.name)
-    if not prompts and call.prompts:
-        if tokenizer is None:
-            raise OperationError(
-                training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"model {policy.facts.name!r} has no tokenizer here: send token ids",
-                field="prompts",
-            )
-        prompts = tokenizer.encode(call.prompts)
-    prompts = prompts or []
-    by_prompt = engine.sampler.sample(policy, prompts, params, tokenizer)
-    samples = [one for of_prompt in by_prompt for one in of_prompt]
-    result = training_pb2.SampleResult(
-        stop_reasons=[one.stop_reason for one in samples],
-        texts=[one.text for one in samples if one.text is not None],
-        num_prompt_tokens=sum(map(len, prompts)),
-        num_sampled_tokens=sum(len(one.token_ids) for one in samples),
-    )
-    counts = np.array([len(of_prompt) for of_prompt in by_prompt], np.uint32)
-    return Outcome(training_pb2.OperationResult(sample=result), _sample_columns(samples, counts))
-
-
-def _sample_columns(samples: Sequence[Sample], counts: Any) -> Columns:
-    levels = (counts, np.array([len(one.token_ids) for one in samples], np.uint32))
-    tokens = np.array([token for one in samples for token in one.token_ids], np.int32)
-    logprobs = np.array([logprob for one in samples for logprob in one.logprobs], np.float32)
-    return {"token_ids": Column(tokens, levels), "logprobs": Column(logprobs, levels)}
+    started = begin_in_run(engine, run, call, columns)
+    while not started.job.done:
+        engine.sampler.step()
+    return started.outcome()
 
 
 # ------------------------------------------------------------------ checkpoints and exports

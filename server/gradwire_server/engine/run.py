@@ -102,6 +102,12 @@ class EngineRun:
 
     def close(self) -> None:
         """Gives back everything that the run holds."""
+    def forget_kept(self, seq: int) -> None:
+        """Drops the scores whose second half has not come when operation ``seq`` does."""
+        for forward_seq in list(self.kept):
+            if seq > forward_seq + 1:
+                del self.kept[forward_seq]
+
         self.kept.clear()
         self.drop_ema()
         self.accumulator.clear()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
@@ -101,22 +103,95 @@ class Sample:
     text: str | None
 
 
-class Sampler(Protocol):
-    """Something that generates with a policy's weights."""
+@dataclass(frozen=True)
+class Samples:
+    """All samples of a request, prompt by prompt.
 
-    def sample(
+    Legend: ``P`` prompts, ``R`` samples, ``T`` tokens of all of them.
+
+    Attributes:
+        counts: ``[P]`` samples of each prompt, uint32.
+        lengths: ``[R]`` tokens of each sample, uint32.
+        token_ids: ``[T]`` int32.
+        logprobs: ``[T]`` float32.
+        stop_reasons: of each sample.
+        texts: of each sample, or None; see :class:`Sample` for all of these.
+    """
+
+    counts: npt.NDArray[np.uint32]
+    lengths: npt.NDArray[np.uint32]
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    stop_reasons: list[StopReason]
+    texts: list[str] | None
+
+    def by_prompt(self) -> list[list[Sample]]:
+        """The samples of each prompt."""
+        ends = self.lengths.cumsum(dtype=np.int64)[:-1]
+        ids, logprobs = np.split(self.token_ids, ends), np.split(self.logprobs, ends)
+        texts: Sequence[str | None] = self.texts or [None] * len(ids)
+        rows = iter(
+            Sample(of_ids.tolist(), of_logprobs.tolist(), reason, text)
+            for of_ids, of_logprobs, reason, text in zip(ids, logprobs, self.stop_reasons, texts, strict=True)
+        )
+        return [[next(rows) for _ in range(count)] for count in self.counts]
+
+
+class Job(Protocol):
+    """A request that a sampler works on."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def samples(self) -> Samples:
+        """What came of it, once it is done.
+
+        Raises:
+            Exception: what ended it instead.
+        """
+
+
+J = TypeVar("J", bound=Job)
+
+
+class Sampler(Protocol[J]):
+    """Something that generates with policies' weights: requests begin at any time, and steps bring all of them on."""
+
+    def begin(
         self,
         policy: Policy,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         tokenizer: TextTokenizer | None = None,
-    ) -> list[list[Sample]]:
-        """``params.n`` samples of each prompt, in order.
+        *,
+        alone: bool = False,
+    ) -> J:
+        """Takes a request: ``params.n`` samples of each prompt.
+
+        The policy's weights must stay as they are until the job is done or cancelled.
 
         Args:
             prompts: token ids of each.
             tokenizer: for texts and stop strings.
+            alone: compute with no other request's rows, so that the result is the same to the last bit whatever else
+                is asked for.
 
         Raises:
             OperationError: INVALID_BATCH for a prompt, UNSUPPORTED for stop strings without a tokenizer.
+        """
+
+    def cancel(self, job: J) -> None:
+        """Forgets a job."""
+
+    def uses(self, policy: Policy) -> bool:
+        """Whether a job of this policy is under way."""
+
+    def turn(self) -> Collection[J]:
+        """The jobs that the next :meth:`step` will bring on; none when all are done."""
+
+    def step(self) -> None:
+        """Brings the jobs whose turn it is on by a token or so. What fails is told by the jobs.
+
+        Raises:
+            torch.AcceleratorError: when the device is lost.
         """

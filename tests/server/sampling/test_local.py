@@ -14,9 +14,15 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.policy import LoraPolicy, Policy
 from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer
-from gradwire_server.sampling.base import SamplingParams
-from gradwire_server.sampling.local import LocalSampler, draw
+from gradwire_server.sampling.base import Sample, SamplingParams
+from gradwire_server.sampling.draw import draw
+from gradwire_server.sampling.local import LocalSampler
 from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def draw_samples(*args: Any, sampler: LocalSampler | None = None) -> list[list[Sample]]:
+    return (sampler or LocalSampler()).sample(*args).by_prompt()
+
 
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
 
@@ -53,7 +59,7 @@ def full_logprobs(policy: Policy, prompt: list[int], tokens: list[int], temperat
 )
 def test_logprobs_are_those_of_the_whole_distribution(policy: Policy, settings: dict[str, float]) -> None:
     params = SamplingParams(max_tokens=12, seed=3, n=3, **settings)  # type: ignore[arg-type]
-    samples = LocalSampler().sample(policy, PROMPTS, params)
+    samples = draw_samples(policy, PROMPTS, params)
     assert [len(of_prompt) for of_prompt in samples] == [3] * 4
     for prompt, of_prompt in zip(PROMPTS, samples, strict=True):
         for sample in of_prompt:
@@ -62,7 +68,7 @@ def test_logprobs_are_those_of_the_whole_distribution(policy: Policy, settings: 
 
 
 def test_greedy_takes_the_most_probable_token(policy: Policy) -> None:
-    samples = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=10, seed=0, temperature=0))
+    samples = draw_samples(policy, PROMPTS, SamplingParams(max_tokens=10, seed=0, temperature=0))
     for prompt, (sample,) in zip(PROMPTS, samples, strict=True):
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
@@ -71,20 +77,20 @@ def test_greedy_takes_the_most_probable_token(policy: Policy) -> None:
 
 def test_samples_do_not_depend_on_what_they_are_batched_with(policy: Policy) -> None:
     params = SamplingParams(max_tokens=15, seed=11, n=4)
-    together = LocalSampler().sample(policy, PROMPTS, params)
-    one_by_one = LocalSampler(cache_tokens=1).sample(policy, PROMPTS, params)
+    together = draw_samples(policy, PROMPTS, params)
+    one_by_one = draw_samples(policy, PROMPTS, params, sampler=LocalSampler(cache_tokens=1))
     assert [[s.token_ids for s in of_prompt] for of_prompt in together] == [
         [s.token_ids for s in of_prompt] for of_prompt in one_by_one
     ]
     assert len({tuple(s.token_ids) for s in together[0]}) > 1
-    other = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=15, seed=12, n=4))
+    other = draw_samples(policy, PROMPTS, SamplingParams(max_tokens=15, seed=12, n=4))
     assert [s.token_ids for s in other[0]] != [s.token_ids for s in together[0]]
 
 
 def test_first_tokens_follow_the_distribution(policy: Policy) -> None:
     n = 6000
     params = SamplingParams(max_tokens=1, seed=5, n=n, temperature=1.5, top_k=12)
-    (samples,) = LocalSampler().sample(policy, [PROMPTS[0]], params)
+    (samples,) = draw_samples(policy, [PROMPTS[0]], params)
     counts = np.bincount([sample.token_ids[0] for sample in samples], minlength=policy.facts.vocab_size)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([PROMPTS[0]])).logits[0, -1].float() / 1.5
@@ -109,12 +115,12 @@ def test_draw_inverts_the_distribution_at_its_edges() -> None:
 
 
 def test_samples_end_at_end_tokens_stop_tokens_limits_and_the_context(policy: Policy) -> None:
-    free = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=30, seed=2, n=6, ignore_eos=True))
+    free = draw_samples(policy, PROMPTS, SamplingParams(max_tokens=30, seed=2, n=6, ignore_eos=True))
     assert {s.stop_reason for of in free for s in of} == {"length"}
     assert {len(s.token_ids) for of in free for s in of} == {30}
     stop = free[0][0].token_ids[7]
     params = SamplingParams(max_tokens=30, seed=2, n=6, ignore_eos=True, stop_token_ids=frozenset({stop}))
-    stopped = LocalSampler().sample(policy, PROMPTS, params)
+    stopped = draw_samples(policy, PROMPTS, params)
     for before, after in zip(chain(*free), chain(*stopped), strict=True):
         expected = before.token_ids
         if stop in expected:
@@ -122,22 +128,22 @@ def test_samples_end_at_end_tokens_stop_tokens_limits_and_the_context(policy: Po
             assert after.stop_reason == "stop"
         assert after.token_ids == expected
     eos = policy.facts.eos_token_ids[0]
-    ended = LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=120, seed=2, n=40, temperature=3.0))
+    ended = draw_samples(policy, PROMPTS, SamplingParams(max_tokens=120, seed=2, n=40, temperature=3.0))
     reasons = {(s.stop_reason, s.token_ids[-1] == eos) for of in ended for s in of}
     assert reasons == {("eos", True), ("length", False)}
     long = [7] * (policy.facts.context_length - 3)
-    ((last,),) = LocalSampler().sample(policy, [long], SamplingParams(max_tokens=50, seed=0, ignore_eos=True))
+    ((last,),) = draw_samples(policy, [long], SamplingParams(max_tokens=50, seed=0, ignore_eos=True))
     assert (len(last.token_ids), last.stop_reason) == (3, "length")
 
 
 def test_texts_end_before_the_stop_string(policy: Policy, tokenizer: TextTokenizer) -> None:
     params = SamplingParams(max_tokens=40, seed=4, n=3, ignore_eos=True)
-    free = LocalSampler().sample(policy, PROMPTS, params, tokenizer)
+    free = draw_samples(policy, PROMPTS, params, tokenizer)
     target = free[1][2].text
     assert target is not None and len(target) > 20
     stop = target[10:13]
     params = SamplingParams(max_tokens=40, seed=4, n=3, ignore_eos=True, stop=(stop, "never there"))
-    stopped = LocalSampler().sample(policy, PROMPTS, params, tokenizer)
+    stopped = draw_samples(policy, PROMPTS, params, tokenizer)
     sample = stopped[1][2]
     assert sample.text == target[: target.index(stop)]
     assert sample.stop_reason == "stop"
@@ -153,7 +159,7 @@ def test_an_adapter_is_sampled_as_it_is_scored(tiny_model_path: Path) -> None:
             for master in policy.masters().values():
                 master.normal_(std=0.5, generator=torch.Generator().manual_seed(number))
     params = SamplingParams(max_tokens=10, seed=1)
-    samples = [LocalSampler().sample(p, PROMPTS, params) for p in (*policies, Policy(hosted))]
+    samples = [draw_samples(p, PROMPTS, params) for p in (*policies, Policy(hosted))]
     assert len({tuple(sample[0][0].token_ids) for sample in samples}) == 3
     for policy, of_policy in zip(policies, samples, strict=False):
         for prompt, (sample,) in zip(PROMPTS, of_policy, strict=True):
@@ -169,13 +175,13 @@ def test_an_adapter_is_sampled_as_it_is_scored(tiny_model_path: Path) -> None:
 )
 def test_bad_prompts_are_named(policy: Policy, prompts: list[list[int]], row: int | None, words: str) -> None:
     with pytest.raises(OperationError, match=words) as caught:
-        LocalSampler().sample(policy, prompts, SamplingParams(max_tokens=1, seed=0))
+        draw_samples(policy, prompts, SamplingParams(max_tokens=1, seed=0))
     assert (caught.value.field, caught.value.row) == ("prompts", row)
 
 
 def test_stop_strings_need_a_tokenizer(policy: Policy) -> None:
     with pytest.raises(OperationError, match="stop_token_ids"):
-        LocalSampler().sample(policy, PROMPTS, SamplingParams(max_tokens=1, seed=0, stop=("x",)))
+        draw_samples(policy, PROMPTS, SamplingParams(max_tokens=1, seed=0, stop=("x",)))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,9 @@ def test_padding_and_windows_of_other_architectures(tmp_path: Path, kind: str, s
     policy = Policy(ModelHost({"model": str(tmp_path)}).load("model"))
     prompts = [[1, 5], list(range(3, 22)), [9, 8, 7, 6, 5, 4, 3], list(range(10, 19))]
     for of_prompt, prompt in zip(
-        LocalSampler().sample(policy, prompts, SamplingParams(max_tokens=14, seed=1, n=2)), prompts, strict=True
+        draw_samples(policy, prompts, SamplingParams(max_tokens=14, seed=1, n=2)),
+        prompts,
+        strict=True,
     ):
         for sample in of_prompt:
             expected = full_logprobs(policy, prompt, sample.token_ids)

@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from gradwire_server.engine.attention import LAYOUT
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.packing import Layout, Padded
+from gradwire_server.engine.packing_check import choose_packing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -78,6 +81,8 @@ class HostedModel:
         model: the transformers model; frozen where it is a shared base.
         trunk: the part of it that ends in hidden states.
         adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
+        packing: the form that it may be given ragged sequences in.
+        has_dropout: whether the model itself, adapters aside, drops anything in training mode.
     """
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel) -> None:
@@ -89,8 +94,10 @@ class HostedModel:
         self._adapter: str | None = None
         self._training = False
         self._checkpointing = False
+        self.has_dropout = _has_dropout(model)
         model.eval()
         check_split(self)
+        self.packing = choose_packing(self)
 
     @property
     def device(self) -> torch.device:
@@ -99,6 +106,22 @@ class HostedModel:
     @property
     def dtype(self) -> torch.dtype:
         return cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+
+    def states(self, sequences: Layout | Padded) -> Tensor:
+        """``[M, H]`` final hidden states of everything that is computed, in one forward of the trunk."""
+        if isinstance(sequences, Padded):
+            rows = sequences.input_ids.to(self.device, non_blocking=True)
+            padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
+            return padded.flatten(0, 1)
+        packed: Tensor = self.trunk(
+            input_ids=sequences.input_ids[None].to(self.device, non_blocking=True),
+            position_ids=sequences.position_ids[None].to(self.device, non_blocking=True),
+            # A mask of four dimensions is passed on as it is; with a layout nobody looks at it.
+            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+            use_cache=False,
+            **{LAYOUT: sequences},
+        ).last_hidden_state
+        return packed[0]
 
     def output_head(self) -> OutputHead:
         """The output head with the weights that the model has now."""
@@ -138,6 +161,13 @@ class HostedModel:
         if checkpointing != self._checkpointing:
             _set_checkpointing(self.model, checkpointing)
             self._checkpointing = checkpointing
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
+        return True
+    rates = vars(model.config) | vars(model.config.get_text_config())
+    return any(isinstance(rate, float) and rate > 0 for name, rate in rates.items() if "drop" in name)
 
 
 def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

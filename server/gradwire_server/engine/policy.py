@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from gradwire_losses.batch import segment_ids
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.heads import Head, make_head
 from gradwire_server.engine.host import HostedModel, ModelFacts, ModelHost, OutputHead, preserved_rng
+from gradwire_server.engine.packing import Packing, arrange
 
 HEAD_PREFIX = "head."
 
@@ -61,34 +61,43 @@ class Policy:
         """Puts these weights and the mode (dropout, gradient checkpointing) in place. Free when they are already."""
         self.hosted.activate(self.adapter, training=training, checkpointing=training and self.gradient_checkpointing)
 
+    def packing(self, *, training: bool = False) -> Packing:
+        """The form that sequences take through the model. Dropout is drawn for each sequence of its own."""
+        if training and self.has_dropout:
+            return min(self.hosted.packing, Packing.PACKED)
+        return self.hosted.packing
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a forward in training mode draws random numbers."""
+        return self.hosted.has_dropout
+
     def hidden(
-        self, input_ids: Tensor, lengths: Tensor, positions: Tensor | None = None, *, training: bool = False
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        positions: Tensor | None = None,
+        *,
+        group_sizes: Tensor | None = None,
+        training: bool = False,
     ) -> Tensor:
         """Final hidden states of ragged sequences, in one forward of the trunk.
-
-        Sequences are padded on the right to the longest. No mask is needed for that: attention is causal, so no
-        real token sees the padding behind it (checked when the model was loaded).
 
         Args:
             input_ids: ``[N]``, on the CPU.
             lengths: ``[S]``, on the CPU.
             positions: ``[P]`` indices into the tokens; all of them by default.
+            group_sizes: ``[B]`` sequences an example, which may begin alike: that is then computed once.
             training: with dropout and gradient checkpointing, where the run has them.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
         """
         self.activate(training=training)
-        width = int(lengths.max())
-        starts = lengths.cumsum(0) - lengths
-        sequences = segment_ids(lengths)
-        places = torch.arange(len(input_ids)) - starts[sequences] + sequences * width
-        padded = torch.zeros(len(lengths) * width, dtype=torch.int64)
-        padded[places] = input_ids
-        padded = padded.view(len(lengths), width).to(self.device, non_blocking=True)
-        states: Tensor = self.hosted.trunk(input_ids=padded, use_cache=False).last_hidden_state
-        wanted = places if positions is None else places[positions]
-        return states.flatten(0, 1).index_select(0, wanted.to(states.device, non_blocking=True))
+        arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
+        states = self.hosted.states(arranged)
+        wanted = arranged.places if positions is None else arranged.places[positions]
+        return states.index_select(0, wanted.to(states.device, non_blocking=True))
 
     def output_head(self) -> OutputHead:
         return self.hosted.output_head()
@@ -187,6 +196,7 @@ class LoraPolicy(Policy):
     ) -> None:
         super().__init__(hosted, head=head, gradient_checkpointing=gradient_checkpointing)
         self._adapter = adapter
+        self._dropout = settings.dropout
         self._add(_lora_config(hosted, settings), seed)
         parameters = {
             ".".join(part for part in name.split(".") if part != adapter): parameter
@@ -198,6 +208,10 @@ class LoraPolicy(Policy):
     @property
     def adapter(self) -> str:
         return self._adapter
+
+    @property
+    def has_dropout(self) -> bool:
+        return self._dropout > 0 or self.hosted.has_dropout
 
     def close(self) -> None:
         peft_model = self.hosted.adapters

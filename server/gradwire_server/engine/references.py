@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,7 @@ class References:
         store: the checkpoints.
         cache_bytes: of weights kept beside what runs hold. The one in use is kept whatever its size.
         logprob_bytes: of log-probabilities kept.
+        in_use: whether a policy is sampled from at the moment; such a one is not dropped.
 
     Attributes:
         computed_sequences: how many sequences went through a reference model.
@@ -73,10 +75,12 @@ class References:
         *,
         cache_bytes: int = 8 << 30,
         logprob_bytes: int = 256 << 20,
+        in_use: Callable[[Policy], bool] = lambda policy: False,
     ) -> None:
         self._host = host
         self._store = store
         self._cache_bytes = cache_bytes
+        self._in_use = in_use
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._logprobs = LogprobCache(logprob_bytes)
         self._adapter_names = (f"reference-{number}" for number in itertools.count())
@@ -203,7 +207,7 @@ class References:
             if sum(map(self._bytes, self._loaded.values())) + needed <= self._cache_bytes:
                 return
             entry = self._loaded[identity]
-            if identity == keep or not self._bytes(entry):
+            if identity == keep or not self._bytes(entry) or self._in_use(entry.reference.policy):
                 continue
             logger.info("dropping reference %s from the cache", identity)
             del self._loaded[identity]

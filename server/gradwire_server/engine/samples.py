@@ -47,7 +47,7 @@ class Started:
 
 
 def begin_in_run(engine: Engine, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
-    """Begins a run's own ``sample``, within :meth:`.run.EngineRun.rng`: it draws one number, whatever the call says.
+    """Begins a run's own ``sample``, within :meth:`.run.EngineRun.rng`: without a seed of its own it draws one.
 
     On a CPU it is computed alone, so that a run's numbers are the same to the last bit whoever else is there.
 
@@ -64,8 +64,13 @@ def begin_in_run(engine: Engine, run: EngineRun, call: training_pb2.SampleCall, 
                 field="prompt_ids",
             )
         prompts = [row.tolist() for row in column.rows()]
-    seed = int(torch.randint(2**62, ()))
+    seed = call.seed if call.HasField("seed") else draw_seed()
     return _begin(engine, run.policy, call, prompts, seed, alone=engine.host.device.type == "cpu")
+
+
+def draw_seed() -> int:
+    """One number of torch's generator. A replay passes over samples with a seed of their own, so these draw none."""
+    return int(torch.randint(2**62, ()))
 
 
 def begin_outside(engine: Engine, asked: training_pb2.SampleRequest) -> Started:

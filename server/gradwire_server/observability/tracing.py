@@ -110,6 +110,15 @@ class Tracing:
         """A span around a block, inside the one that ``traceparent`` names, or else the block around this one."""
         return self._span(name, traceparent, about) if self._tracer is not None else nullcontext()
 
+    def record(self, name: str, traceparent: str, seconds: float, **about: str | int) -> None:
+        """A span that ends now and began so long ago, inside the one that ``traceparent`` names."""
+        if self._tracer is not None:
+            now = time.time_ns()
+            attributes: Any = {f"gradwire.{key}": value for key, value in about.items()}
+            context = _context(traceparent) if traceparent else None
+            began = now - int(seconds * 1e9)
+            self._tracer.start_span(name, context, attributes=attributes, start_time=began).end(now)
+
     @contextmanager
     def _span(self, name: str, traceparent: str, about: dict[str, str | int]) -> Iterator[None]:
         assert self._tracer is not None

@@ -231,7 +231,7 @@ class Together:
 
 def _is_plain(layer: Any) -> bool:
     """A layer that shares another's keys, say, is not."""
-    return type(layer) is DynamicLayer and layer.is_initialized and layer.keys.ndim == 4
+    return type(layer) is DynamicLayer and layer.keys is not None and layer.keys.ndim == 4
 
 
 @torch.no_grad()

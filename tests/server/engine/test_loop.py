@@ -1,0 +1,140 @@
+"""The engine's loop: who is next, and who waits for whom. The engine here is a list of what it was asked."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.engine import Answer
+from gradwire_server.engine.loop import Loop, Request
+from gradwire_server.engine.outcome import Columns
+
+
+class Stage:
+    """An engine whose samples take as many steps as their ``max_tokens``; ``log`` is what happened, in order."""
+
+    def __init__(self) -> None:
+        self.requests: queue.Queue[Request] = queue.Queue()
+        self.log: list[str] = []
+        self.arrivals: dict[int, list[Request]] = {}
+        self.under_way: list[tuple[engine_pb2.EngineRequest, list[int]]] = []
+        self.worked_on: list[list[int]] = []
+        self.steps = 0
+
+    # the engine
+
+    def answer(
+        self, request: engine_pb2.EngineRequest, columns: Columns, decode_error: codec.CodecError | None = None
+    ) -> Answer:
+        self.log.append(f"do {request.id}")
+        return Answer(engine_pb2.EngineReply(id=request.id), [])
+
+    # its samples
+
+    def __len__(self) -> int:
+        return len(self.under_way)
+
+    def of(self, run_id: str) -> bool:
+        return any(message.operation.run_id == run_id for message, _ in self.under_way)
+
+    def begin(self, message: engine_pb2.EngineRequest, columns: Columns, error: codec.CodecError | None) -> None:
+        self.log.append(f"begin {message.id}")
+        call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
+        self.under_way.append((message, [call.max_tokens]))
+
+    def turn(self) -> list[int]:
+        return [message.id for message, _ in self.under_way]
+
+    def step(self) -> None:
+        self.log.append("step")
+        self.steps += 1
+        for _, left in self.under_way:
+            left[0] -= 1
+        for request in self.arrivals.pop(self.steps, []):
+            self.requests.put(request)
+
+    def finished(self) -> list[Answer]:
+        ended = [message for message, left in self.under_way if left[0] <= 0]
+        self.under_way = [entry for entry in self.under_way if entry[1][0] > 0]
+        return [Answer(engine_pb2.EngineReply(id=message.id), []) for message in ended]
+
+    # the loop
+
+    @contextmanager
+    def working(self, request_ids: Sequence[int]) -> Iterator[None]:
+        self.worked_on.append(list(request_ids))
+        yield
+
+    def run(self, *requests: Request) -> list[str]:
+        for request in requests:
+            self.requests.put(request)
+        Loop(self, self, self.requests, lambda answer: self.log.append(f"told {answer.reply.id}"), self.working).run()
+        return self.log
+
+
+def ask(number: int, **kind: Any) -> Request:
+    return Request(engine_pb2.EngineRequest(id=number, **kind), {}, None)
+
+
+def operation(number: int, run_id: str, **kind: Any) -> Request:
+    return ask(number, operation=engine_pb2.EngineOperation(run_id=run_id, seq=number, operation=pb.Operation(**kind)))
+
+
+def step(number: int, run_id: str) -> Request:
+    return operation(number, run_id, optim_step=pb.OptimStep())
+
+
+def sample(number: int, run_id: str = "", tokens: int = 3) -> Request:
+    call = pb.SampleCall(max_tokens=tokens)
+    return operation(number, run_id, sample=call) if run_id else ask(number, sample=pb.SampleRequest(call=call))
+
+
+END = ask(99, shutdown=engine_pb2.EngineShutdown())
+
+
+def test_without_samples_requests_go_one_after_another() -> None:
+    log = Stage().run(step(1, "a"), step(2, "b"), step(3, "a"), END)
+    assert log == [f"{what} {number}" for number in (1, 2, 3, 99) for what in ("do", "told")]
+
+
+def test_steps_of_samples_alternate_with_other_runs() -> None:
+    log = Stage().run(sample(1, "a", tokens=3), step(2, "b"), step(3, "b"), step(4, "b"), step(5, "b"), END)
+    assert log == [
+        "begin 1", "step", "do 2", "told 2", "step", "do 3", "told 3", "step", "told 1", "do 4", "told 4",
+        "do 5", "told 5", "do 99", "told 99",
+    ]  # fmt: skip
+
+
+def test_a_run_waits_for_its_samples_and_others_do_not() -> None:
+    stage = Stage()
+    log = stage.run(step(1, "a"), sample(2, "a", tokens=2), sample(3, "a", tokens=3), step(4, "a"), step(5, "b"), END)
+    assert log.index("told 1") < log.index("begin 2") < log.index("begin 3") < log.index("told 5")
+    assert log.index("told 5") < log.index("told 3") < log.index("do 4") < log.index("do 99")
+
+
+def test_a_sample_behind_another_operation_of_its_run_waits_for_it() -> None:
+    log = Stage().run(sample(1, "a", tokens=1), step(2, "a"), sample(3, "a"), sample(4, "b"), END)
+    assert log.index("begin 4") < log.index("do 2") < log.index("begin 3")
+
+
+def test_samples_join_those_under_way() -> None:
+    stage = Stage()
+    stage.arrivals = {2: [sample(2, "b", tokens=1), sample(3, tokens=9)], 4: [END]}
+    log = stage.run(sample(1, tokens=4))
+    assert log[:7] == ["begin 1", "step", "step", "begin 2", "begin 3", "step", "told 2"]
+    assert log[-3:] == ["told 3", "do 99", "told 99"]
+    assert stage.worked_on[:3] == [[1], [1], [1]]
+    assert [1, 2, 3] in stage.worked_on
+
+
+def test_runs_are_made_and_dropped_in_their_order() -> None:
+    drop = ask(3, drop_run=engine_pb2.EngineDropRun(run_id="a"))
+    make = ask(4, create_run=engine_pb2.EngineCreateRun(run_id="a"))
+    log = Stage().run(sample(1, "a", tokens=2), sample(2, "a", tokens=4), drop, make, step(5, "a"), step(6, "b"), END)
+    order = [log.index(what) for what in ("told 6", "told 2", "do 3", "do 4", "do 5", "do 99")]
+    assert order == sorted(order)

@@ -1,0 +1,187 @@
+"""A run's samples under way: their order, their random numbers, and what a failure among them undoes."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.engine import Answer
+from gradwire_server.engine.loop import Loop, Request
+from gradwire_server.engine.underway import SamplesUnderway
+from support.engine import LocalEngine, token_rows
+
+PROMPTS = token_rows([[1, 20, 30], [1, 5]], "prompt_ids")
+ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8]])
+
+
+class Looped(LocalEngine):
+    """An engine driven by its loop: everything is handed to it at once."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._numbers = itertools.count(1000)
+        self._given: queue.Queue[Request] = queue.Queue()
+
+    def give(self, run_id: str, columns: Any = None, *, unless_failed: int = 0, **kind: Any) -> int:
+        """Queues an operation of a run, or a SampleRequest where the run is ""; its id."""
+        number = next(self._numbers)
+        message = engine_pb2.EngineRequest(id=number)
+        if run_id:
+            self.seqs[run_id] += 1
+            message.operation.CopyFrom(
+                engine_pb2.EngineOperation(
+                    run_id=run_id, seq=self.seqs[run_id], operation=pb.Operation(**kind), unless_failed=unless_failed
+                )
+            )
+        else:
+            message.sample.CopyFrom(kind["sample"])
+        self._given.put(Request(message, columns or {}, None))
+        return number
+
+    def work(self) -> dict[int, Answer]:
+        """Answers by id, in the order in which they came."""
+        self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
+        answers: dict[int, Answer] = {}
+        Loop(
+            self.engine,
+            SamplesUnderway(self.engine),
+            self._given,
+            lambda answer: answers.__setitem__(answer.reply.id, answer),
+            lambda request_ids: nullcontext(),
+        ).run()
+        return answers
+
+
+@pytest.fixture
+def engine(tiny_model_path: Path, tmp_path: Path) -> Iterator[Looped]:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path)
+    engine.create("run-a", seed=1, lora={"rank": 4, "dropout": 0.2})
+    engine.create("run-b", seed=2, lora={"rank": 4})
+    yield engine
+
+
+def call(tokens: int = 6, **settings: Any) -> pb.SampleCall:
+    return pb.SampleCall(**{"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True} | settings)
+
+
+def told(answer: Answer) -> list[list[float]]:
+    payload = b"".join(answer.buffers)
+    columns = codec.decode(list(answer.reply.result.tensors), payload)
+    return [columns[name].values.tolist() for name in ("token_ids", "logprobs")]
+
+
+def generator(engine: LocalEngine, run_id: str) -> torch.Tensor:
+    return engine.engine.runs[run_id].rng_tensors()["cpu"]
+
+
+def test_samples_among_others_are_what_they_are_alone(engine: Looped) -> None:
+    alone = [engine.do("run-a", PROMPTS, sample=call(tokens)) for tokens in (9, 4, 12)]
+    before = generator(engine, "run-a")
+    engine.create("run-a", seed=1, lora={"rank": 4, "dropout": 0.2})
+    ids = [engine.give("run-a", PROMPTS, sample=call(tokens)) for tokens in (9, 4, 12)]
+    step = engine.give("run-a", zero_grad=pb.ZeroGrad())
+    for _ in range(4):
+        engine.give("run-b", ROWS, forward_backward=pb.LossCall(loss_fn="causal_lm"))
+    engine.give("", sample=pb.SampleRequest(model="tiny", call=call(20), prompt_ids=[pb.TokenIds(ids=[1, 2])]))
+    answers = engine.work()
+    assert {answer.reply.result.status for answer in list(answers.values())[:-1]} == {pb.STATUS_SUCCEEDED}
+    assert [told(answers[number]) for number in ids] == [
+        [result.columns[name].values.tolist() for name in ("token_ids", "logprobs")] for result in alone
+    ]
+    assert [number for number in answers if number in ids or number == step] == [*ids, step]
+    assert torch.equal(generator(engine, "run-a"), before)
+
+
+def test_samples_outside_runs_share_their_steps(engine: Looped) -> None:
+    asked = [
+        pb.SampleRequest(model="tiny", call=call(tokens, seed=tokens), prompt_ids=[pb.TokenIds(ids=[1, tokens])])
+        for tokens in (5, 9, 7)
+    ]
+    steps = []
+    sampler = engine.engine.sampler
+    step = sampler.step
+    sampler.step = lambda: (steps.append(len(sampler.turn())), step())  # type: ignore[method-assign]
+    ids = [engine.give("", sample=request) for request in asked]
+    answers = engine.work()
+    assert steps == [3] * 4 + [2] * 2 + [1] * 2  # the first step is a prompt's and gives two tokens
+    sampler.step = step  # type: ignore[method-assign]
+    for number, request in zip(ids, asked, strict=True):
+        reply, payload = engine.request(sample=request)
+        alone = codec.decode(list(reply.result.tensors), payload)
+        tokens, logprobs = told(answers[number])
+        assert alone["token_ids"].values.tolist() == tokens
+        assert alone["logprobs"].values.tolist() == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_checkpoint_that_is_sampled_from_stays_in_memory(tiny_model_path: Path, tmp_path: Path) -> None:
+    engine = Looped({"tiny": tiny_model_path}, tmp_path, reference_cache_bytes=1)
+    requests = []
+    for run_id in ("run-a", "run-b"):
+        engine.create(run_id, seed=1, lora={"rank": 4})
+        engine.train(run_id, ROWS)
+        engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="now"))
+        prompt = [pb.TokenIds(ids=[1, 2, 3])]
+        requests.append(pb.SampleRequest(model=f"{run_id}/now", call=call(8, seed=3), prompt_ids=prompt))
+    alone = []
+    for request in requests:
+        reply, payload = engine.request(sample=request)
+        alone.append(codec.decode(list(reply.result.tensors), payload)["token_ids"].values.tolist())
+    ids = [engine.give("", sample=request) for request in requests]
+    answers = engine.work()
+    assert [told(answers[number])[0] for number in ids] == alone
+
+
+def test_only_samples_that_succeed_without_a_seed_move_the_generator(engine: Looped) -> None:
+    engine.do("run-a", PROMPTS, sample=call())
+    third = engine.do("run-a", PROMPTS, sample=call())
+    expected = generator(engine, "run-a")
+    engine.create("run-a", seed=1, lora={"rank": 4, "dropout": 0.2})
+    ids = [
+        engine.give("run-a", PROMPTS, sample=call(9)),
+        engine.give("run-a", token_rows([[1, 9999]], "prompt_ids"), sample=call()),
+        engine.give("run-a", PROMPTS, sample=call(3, seed=5)),
+        engine.give("run-a", PROMPTS, sample=call()),
+    ]
+    answers = engine.work()
+    statuses = [answers[number].reply.result.status for number in ids]
+    assert statuses == [pb.STATUS_SUCCEEDED, pb.STATUS_FAILED, pb.STATUS_SUCCEEDED, pb.STATUS_SUCCEEDED]
+    assert [number for number in answers if number in ids] == ids
+    assert told(answers[ids[3]])[0] == third.columns["token_ids"].values.tolist()
+    assert torch.equal(generator(engine, "run-a"), expected)
+
+
+def test_a_failure_takes_back_what_was_not_to_begin_then(engine: Looped, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.do("run-a", PROMPTS, sample=call())
+    expected = generator(engine, "run-a")
+    engine.create("run-a", seed=1, lora={"rank": 4, "dropout": 0.2})
+    begin = engine.engine.sampler.begin
+    count = itertools.count(1)
+
+    def second_breaks(*args: Any, **kwargs: Any) -> Any:
+        job = begin(*args, **kwargs)
+        if next(count) == 2:
+            job.prompts = [()]  # the prefill cannot take an empty prompt
+        return job
+
+    monkeypatch.setattr(engine.engine.sampler, "begin", second_breaks)
+    first = engine.give("run-a", PROMPTS, sample=call())
+    broken = engine.give("run-a", token_rows([[1, 2]], "prompt_ids"), sample=call())
+    dependent = engine.give("run-a", PROMPTS, unless_failed=1, sample=call())
+    regardless = engine.give("run-a", PROMPTS, sample=call(seed=1))
+    also_dependent = engine.give("run-a", unless_failed=2, zero_grad=pb.ZeroGrad())
+    answers = engine.work()
+    assert answers[first].reply.result.status == pb.STATUS_SUCCEEDED
+    assert answers[broken].reply.result.status == pb.STATUS_FAILED
+    assert answers[dependent].reply.HasField("not_started")
+    assert answers[regardless].reply.result.status == pb.STATUS_SUCCEEDED
+    assert answers[also_dependent].reply.HasField("not_started")
+    assert torch.equal(generator(engine, "run-a"), expected)

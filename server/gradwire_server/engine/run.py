@@ -34,6 +34,7 @@ class EngineRun:
         optimizer: AdamW and its moments.
         step: optimizer steps taken.
         seq: the newest operation applied.
+        failed_seq: the newest one that failed here.
         kept: the scores of a KeptForward whose Backward has not come, by the forward's number.
         ema: the moving average of the weights, without head, once something has asked for it.
         ema_version: another number, in this process, for each set of weights that an ``ema`` has held.
@@ -47,6 +48,7 @@ class EngineRun:
         self.optimizer = Optimizer(self.policy)
         self.step = 0
         self.seq = 0
+        self.failed_seq = 0
         self.kept: dict[int, KeptScores] = {}
         self.ema: Policy | None = None
         self.ema_version = -1
@@ -100,14 +102,14 @@ class EngineRun:
             self.ema.close()
             self.ema = None
 
-    def close(self) -> None:
-        """Gives back everything that the run holds."""
     def forget_kept(self, seq: int) -> None:
         """Drops the scores whose second half has not come when operation ``seq`` does."""
         for forward_seq in list(self.kept):
             if seq > forward_seq + 1:
                 del self.kept[forward_seq]
 
+    def close(self) -> None:
+        """Gives back everything that the run holds."""
         self.kept.clear()
         self.drop_ema()
         self.accumulator.clear()

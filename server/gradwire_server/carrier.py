@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -10,14 +11,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checks import check_room
 from gradwire_server.crash import crash_point
-from gradwire_server.engine_process import Engine, EngineDied
+from gradwire_server.engine_process import Answer, Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Journal
 from gradwire_server.keeper import in_use
 from gradwire_server.observability.metrics import Metrics
+from gradwire_server.pending import Pending, failed, repeated
 from gradwire_server.recovery import ReplayDied, behind, operation_request, restore
-from gradwire_server.run_queue import Pending, RunQueue, failed, repeated
-from gradwire_server.runs import RunRecord
+from gradwire_server.run_queue import RunQueue
 from gradwire_server.segments import Buffer, CorruptRecord
 
 log = logging.getLogger(__name__)
@@ -72,32 +73,53 @@ class Carrier:
 
     async def _attempt(self, queue: RunQueue, operation: Pending) -> Outcome | None:
         await self._engine.ready()
-        generation = self._engine.generation
         try:
-            if not await self._in_engine(queue, operation.seq):
+            async with queue.handing:
+                answer = operation.answer = await self._hand_over(queue, operation)
+            if answer is None:
                 return None
-            if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
-                return None
-            crash_point("operation.before_engine")
-            payload = operation.payload
-            if payload is None:
-                if operation.location is None:
-                    raise CorruptRecord("the journal has no payload of it")
-                payload = [await self._journal.payload(operation.location)]
-            started = time.time()
-            reply, data = await self._engine.request(self._request(queue.record, operation), payload)
+            reply, data = await answer
         except RpcError as error:
-            if self._engine.generation != generation:
-                return None  # it is a new engine's, which does not hold the run yet
             return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
-        except CorruptRecord:
-            message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
-            return failed(operation.seq, pb.ERROR_CODE_PAYLOAD_CORRUPT, message), b""
-        result = reply.result
-        result.timings.queue_s = max(started - operation.accepted_at, 0.0)
-        if not result.timings.engine_s:
-            result.timings.engine_s = max(time.time() - started, 0.0)
+        if reply.HasField("not_started"):
+            return None
+        result, taken = reply.result, time.time() - operation.accepted_at
+        result.timings.queue_s = max(taken - result.timings.engine_s, 0.0)
         return result, data
+
+    async def _hand_over(self, queue: RunQueue, operation: Pending) -> asyncio.Future[Answer] | None:
+        """Sends an operation to the engine; None when it is not its turn after all, or it is void.
+
+        Raises:
+            RpcError: why it cannot be. It is the first without a result then.
+            EngineDied: while the run was restored.
+        """
+        if not queue.is_next(operation):
+            return None
+        if queue.generation != self._engine.generation and not (
+            queue.is_first(operation) and await self._restored(queue, operation.seq)
+        ):
+            return None
+        if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
+            return None
+        crash_point("operation.before_engine")
+        payload = operation.payload
+        if payload is None:
+            try:
+                payload = [await self._payload(operation)]
+            except CorruptRecord as error:
+                if not queue.is_first(operation):
+                    return None
+                message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
+                raise RpcError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
+        if queue.generation != self._engine.generation or not queue.is_next(operation):
+            return None  # the engine died, or the operation was cancelled, meanwhile
+        return self._engine.request(self._request(queue, operation), payload)
+
+    async def _payload(self, operation: Pending) -> Buffer:
+        if operation.location is None:
+            raise CorruptRecord("the journal has no payload of it")
+        return await self._journal.payload(operation.location)
 
     async def _may_save(self, queue: RunQueue, operation: Pending) -> bool:
         """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
@@ -116,46 +138,45 @@ class Carrier:
             raise RpcError.of(full)
         return True
 
-    def _request(self, record: RunRecord, operation: Pending) -> engine_pb2.EngineRequest:
+    def _request(self, queue: RunQueue, operation: Pending) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header)
         request.operation.traceparent = operation.trace.traceparent
+        before = next(iter(queue.sent), operation.seq)
+        request.operation.unless_failed = before if before < operation.seq else 0
         if operation.retried and operation.kind == "save_checkpoint":
             save = request.operation.operation.save_checkpoint
-            if save.name not in record.checkpoints:  # its first attempt may have left a folder that no row knows
+            if save.name not in queue.record.checkpoints:  # its first attempt may have left a folder that no row knows
                 save.overwrite = True
         return request
 
-    async def _in_engine(self, queue: RunQueue, seq: int) -> bool:
-        """Sees to it that the engine holds the run as it is before this operation; False when it lost what cannot be
-        had again, or the run is gone."""
-        async with queue.restoring:
-            if queue.generation == self._engine.generation:
-                return True
-            if not await queue.settled(seq - 1):  # what has no result on disk yet would not be repeated
-                return False
-            if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
-                return False
-            generation, began = self._engine.generation, time.monotonic()
-            try:
-                entries = await restore(self._engine, self._journal, queue.record)
-            except ReplayDied as error:
-                queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
-                if queue.replay_deaths[error.seq] >= DEATHS:
-                    raise RpcError(
-                        pb.ERROR_CODE_QUARANTINED,
-                        f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
-                        f" {DEATHS} times; fork it from a checkpoint before that one",
-                    ) from error
-                raise EngineDied(suspect=False) from error
-            queue.generation = generation
-            self._metrics.restored(
-                sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
-            )
-            queue.replay_deaths.clear()
-            queue.behind_checkpoint = (0, 0)
-            for entry in entries:
-                queue.count(entry.header, entry.status)
-            return True
+    async def _restored(self, queue: RunQueue, seq: int) -> bool:
+        """Gives the engine the run as it is before this operation; False when what was lost cannot be had again, or
+        the run is gone."""
+        if not await queue.settled(seq - 1):  # what has no result on disk yet would not be repeated
+            return False
+        if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
+            return False
+        generation, began = self._engine.generation, time.monotonic()
+        try:
+            entries = await restore(self._engine, self._journal, queue.record)
+        except ReplayDied as error:
+            queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
+            if queue.replay_deaths[error.seq] >= DEATHS:
+                raise RpcError(
+                    pb.ERROR_CODE_QUARANTINED,
+                    f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
+                    f" {DEATHS} times; fork it from a checkpoint before that one",
+                ) from error
+            raise EngineDied(suspect=False) from error
+        queue.generation = generation
+        self._metrics.restored(
+            sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
+        )
+        queue.replay_deaths.clear()
+        queue.behind_checkpoint = (0, 0)
+        for entry in entries:
+            queue.count(entry.header, entry.status)
+        return True
 
     async def _after_death(self, queue: RunQueue, operation: Pending, error: EngineDied) -> Outcome | None:
         """What becomes of an operation whose engine died: another attempt, or, the second time, quarantine."""

@@ -1,4 +1,4 @@
-"""The engine as the front sees it: a child process that answers in order, and is started again when it dies."""
+"""The engine as the front sees it: a child process that answers requests, and is started again when it dies."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine.link import AsyncEngineLink, Buffer, LinkClosed
+from gradwire_server.engine.marks import Marks
 from gradwire_server.errors import RpcError
 from gradwire_server.observability.vitals import BEAT_S, Vitals
 
@@ -27,8 +28,11 @@ RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
 
 
+Answer = tuple[engine_pb2.EngineReply, Buffer]
+
+
 class EngineDied(Exception):
-    """The engine ended before it answered. `suspect`: it was carrying out this request."""
+    """The engine ended before it answered. `suspect`: it was carrying out this request, among others perhaps."""
 
     def __init__(self, suspect: bool) -> None:
         super().__init__("the engine died")
@@ -54,18 +58,19 @@ class Engine(Protocol):
     async def ready(self) -> None:
         """Waits until there is an engine."""
 
-    async def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
-    ) -> tuple[engine_pb2.EngineReply, Buffer]:
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()) -> asyncio.Future[Answer]:
         """Sends a request, in the order of the calls.
 
-        Raises:
+        Raises (through the future):
             EngineDied: it may or may not have been carried out.
             RpcError: the engine refused it.
         """
 
+    def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
+        """Takes a request back: its answer is ``not_started`` at once. False when it was begun already."""
 
-def command(config: ServerConfig, fd: int) -> list[str]:
+
+def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
     """How the engine is started."""
     flags: dict[str, object] = {
         "--device": config.device or None,
@@ -79,6 +84,7 @@ def command(config: ServerConfig, fd: int) -> list[str]:
         "--traces": config.traces or None,
     }
     words = [sys.executable, "-m", "gradwire_server.engine", "--fd", str(fd), "--state-dir", str(config.state_dir)]
+    words += ["--marks", str(marks_fd)]
     for name, path in config.models.items():
         words += ["--model", f"{name}={path}"]
     for losses in config.losses:
@@ -92,11 +98,25 @@ def command(config: ServerConfig, fd: int) -> list[str]:
 class _Connection:
     """One engine process: its link, and the requests that it has not answered."""
 
-    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process, vitals: Vitals) -> None:
-        self.link, self.process, self._vitals = link, process, vitals
-        self.waiting: dict[int, asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]]] = {}
+    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process, vitals: Vitals, marks: Marks):
+        self.link, self.process, self._vitals, self._marks = link, process, vitals, marks
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._ids: dict[asyncio.Future[Answer], int] = {}
         self.outgoing: asyncio.Queue[tuple[engine_pb2.EngineRequest, Sequence[Buffer]]] = asyncio.Queue()
         self.worked = False
+
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer]) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = answer
+        self._ids[answer] = request.id
+        self.outgoing.put_nowait((request, payload))
+        return answer
+
+    def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
+        if answer not in self._ids or not self._marks.withdraw(self._ids[answer]):
+            return False
+        self._settle(answer, (engine_pb2.EngineReply(not_started=pb.Empty()), b""))
+        return True
 
     async def send(self) -> None:
         while True:
@@ -108,16 +128,30 @@ class _Connection:
             if reply.HasField("heartbeat"):
                 self._vitals.take(reply.heartbeat)
                 continue
-            answer = self.waiting.pop(reply.id, None)
-            if answer is not None and not answer.done():
-                answer.set_result((reply, payload))
+            self._marks.answered(reply.id)
+            answer = self._waiting.pop(reply.id, None)
+            if answer is not None:
+                self._settle(answer, (reply, payload))
                 self.worked = True
 
     def lost(self) -> None:
-        for position, answer in enumerate(self.waiting.values()):
-            if not answer.done():
-                answer.set_exception(EngineDied(suspect=position == 0))
-        self.waiting.clear()
+        """Fails what has no answer. Where the engine marked nothing, it was carrying out the first."""
+        suspects = self._marks.begun or set(list(self._waiting)[:1])
+        for request_id, answer in self._waiting.items():
+            self._settle(answer, EngineDied(suspect=request_id in suspects))
+        self._waiting.clear()
+        self._marks.close()
+
+    def _settle(self, answer: asyncio.Future[Answer], outcome: Answer | EngineDied) -> None:
+        self._ids.pop(answer, None)
+        if answer.done():
+            return
+        if isinstance(outcome, EngineDied):
+            answer.set_exception(outcome)
+        elif outcome[0].HasField("error"):
+            answer.set_exception(RpcError.of(outcome[0].error))
+        else:
+            answer.set_result(outcome)
 
 
 class EngineProcess:
@@ -157,20 +191,16 @@ class EngineProcess:
         await started
         return self.hello
 
-    async def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
-    ) -> tuple[engine_pb2.EngineReply, Buffer]:
-        connection = self._connection
-        if connection is None:
-            raise EngineDied(suspect=False)
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()) -> asyncio.Future[Answer]:
+        if self._connection is None:
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            answer.set_exception(EngineDied(suspect=False))
+            return answer
         request.id = next(self._ids)
-        answer: asyncio.Future[tuple[engine_pb2.EngineReply, Buffer]] = asyncio.get_running_loop().create_future()
-        connection.waiting[request.id] = answer
-        connection.outgoing.put_nowait((request, payload))
-        reply, data = await answer
-        if reply.HasField("error"):
-            raise RpcError.of(reply.error)
-        return reply, data
+        return self._connection.request(request, payload)
+
+    def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
+        return self._connection is not None and self._connection.withdraw(answer)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engine finish what it does, for so long, and ends it."""
@@ -208,19 +238,20 @@ class EngineProcess:
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
         ours, theirs = socket.socketpair()
+        marks = Marks()
         with theirs:
-            words = command(self._config, theirs.fileno())
+            words = command(self._config, theirs.fileno(), marks.fd)
             # OpenMP threads that spin while they wait slow the engine several times over on a machine with other work.
             env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = await asyncio.create_subprocess_exec(
                 *words,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), marks.fd],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
                 env=env,
                 start_new_session=True,
             )
-        connection = _Connection(AsyncEngineLink(ours), process, self.vitals)
+        connection = _Connection(AsyncEngineLink(ours), process, self.vitals, marks)
         tasks = []
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)

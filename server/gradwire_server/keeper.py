@@ -20,7 +20,7 @@ from gradwire_server.crash import crash_point
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Journal
-from gradwire_server.run_queue import Pending, RunQueue
+from gradwire_server.run_queue import RunQueue
 from gradwire_server.runs import AUTOMATIC, RunRecord, Runs
 
 log = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ class Keeper:
 
         await asyncio.to_thread(remove)
 
-    def due(self, queue: RunQueue, operation: Pending) -> bool:
-        """Whether to save behind this operation. The graph that a kept forward leaves is in no checkpoint."""
+    def due(self, queue: RunQueue) -> bool:
+        """Whether to save a run once nothing of it is in the engine."""
         steps, size = queue.behind_checkpoint
         due = 0 < self._every_steps <= steps or 0 < self._every_bytes <= size
-        return due and operation.kind != "kept_forward" and queue.generation == self._engine.generation
+        return due and queue.generation == self._engine.generation
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Saves the run as it is behind this operation, which is the last that the engine carried out."""

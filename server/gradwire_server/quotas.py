@@ -82,10 +82,10 @@ def check_runs(count: int, quota: Quota, limits: Limits) -> None:
         raise _exceeded(f"has {count} runs", "runs", most, "delete one, then make this one")
 
 
-def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec]) -> int:
+def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
     """Tokens that an operation sends through a model: those of its batch, and those it may sample."""
     given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)
-    if operation.WhichOneof("kind") != "sample":
+    if not sampled or operation.WhichOneof("kind") != "sample":
         return given
     call = operation.sample
     prompts = len(call.prompts) or next((spec.level_sizes[0] for spec in tensors if spec.level_sizes), 0)

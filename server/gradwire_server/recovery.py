@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine_process import Engine, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Entry, Journal
-from gradwire_server.run_queue import repeated
+from gradwire_server.pending import repeated
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import CorruptRecord
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -20,68 +19,24 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import RunMarks, StoredResult
-from gradwire_server.observability.tracing import NO_TRACE, Trace
+from gradwire_server.pending import Pending, failed, repeated
 from gradwire_server.quotas import Usage, tokens_of
 from gradwire_server.runs import RunRecord
-from gradwire_server.segments import Buffer, Location
 
 RECENT_RESULTS = 64
 RECENT_BYTES = 64 << 10
 """Results no larger than this are handed to their readers from memory."""
 
-_CHANGES = (
-    "forward_backward",
-    "kept_forward",
-    "backward",
-    "optim_step",
-    "zero_grad",
-    "load_checkpoint",
-    "update_reference",
-)
-
-
-def changes_state(operation: pb.Operation) -> bool:
-    """Whether a recovery must repeat it. A sample without a seed of its own moves the run's generator."""
-    kind = operation.WhichOneof("kind")
-    return kind in _CHANGES or (kind == "sample" and not operation.sample.HasField("seed"))
-
-
-def repeated(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
-    """Whether a recovery repeats an operation with a result of this status."""
-    return status == pb.STATUS_SUCCEEDED and changes_state(operation)
-
-
-@dataclass(eq=False)
-class Pending:
-    """An operation without a result."""
-
-    header: pb.OperationHeader
-    content: bytes
-    payload: Sequence[Buffer] | None
-    accepted_at: float
-    ack: asyncio.Future[pb.SubmitAck]
-    refusal: pb.Error | None = None
-    location: Location | None = None
-    durable: bool = False
-    cancelled: bool = False
-    retried: bool = False
-    deaths: int = 0
-    trace: Trace = NO_TRACE
-
-    @property
-    def seq(self) -> int:
-        return self.header.seq
-
-    @property
-    def kind(self) -> str:
-        return self.header.operation.WhichOneof("kind") or ""
-
 
 @dataclass(eq=False)
 class RunQueue:
-    """What the scheduler keeps of a run.
+    """What the front keeps of a run.
 
     Attributes:
+        sent: the operations that are being carried out, in order: those that were handed to the engine, or are about
+            to be.
+        apart: whether nothing may be sent behind them now.
+        handing: held while one of them is handed to the engine, in their order.
         generation: of the engine process that holds it.
         behind_checkpoint: optimizer steps that a recovery would repeat, and bytes that the journal holds for it.
     """
@@ -91,9 +46,10 @@ class RunQueue:
     usage: Usage
     window: dict[int, Pending] = field(default_factory=dict)
     pending: OrderedDict[int, Pending] = field(default_factory=OrderedDict)  # a dict's front is slow to find again
-    running: Pending | None = None
+    sent: dict[int, Pending] = field(default_factory=dict)
+    apart: bool = False
+    handing: asyncio.Lock = field(default_factory=asyncio.Lock)
     generation: int = 0
-    restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     replay_deaths: dict[int, int] = field(default_factory=dict)
     behind_checkpoint: tuple[int, int] = (0, 0)
     closed: RpcError | None = None
@@ -207,15 +163,44 @@ class RunQueue:
                 except RpcError as error:
                     operation.ack.set_exception(error)
 
-    # ---- going out ----
+    # ---- carrying out ----
 
     @property
     def head(self) -> Pending | None:
-        """The next operation to carry out, if it can be now."""
-        if self.running is not None or self.closed is not None:
+        """The next operation to carry out, if it can be now or behind those that are being."""
+        if self.closed is not None:
             return None
-        head = next((operation for operation in self.pending.values() if not operation.cancelled), None)
+        waiting = (each for each in self.pending.values() if not each.cancelled and each.seq not in self.sent)
+        head = next(waiting, None)
         return head if head is not None and head.durable else None
+
+    def may_follow(self, operation: Pending) -> bool:
+        """Whether an operation may be sent although others before it have no results yet."""
+        return not (self.apart or self.record.failure_seq or operation.refusal or operation.apart)
+
+    def send(self, operation: Pending) -> None:
+        self.sent[operation.seq] = operation
+        self.apart = operation.apart
+
+    def back(self, operation: Pending) -> None:
+        """It has its result, or is to be sent again."""
+        operation.answer = None
+        if self.sent.get(operation.seq) is operation:
+            del self.sent[operation.seq]
+        self.apart = self.apart and bool(self.sent)
+
+    def is_next(self, operation: Pending) -> bool:
+        """Whether every operation before this one was handed to the engine, or needs not be."""
+        for each in self.pending.values():
+            if each is operation:
+                return self.record.failure_seq == 0 and not operation.cancelled
+            if each.answer is None and not each.cancelled:
+                return False
+        return False
+
+    def is_first(self, operation: Pending) -> bool:
+        """Whether every operation before this one has a result."""
+        return next(iter(self.pending.values()), None) is operation
 
     def verdict(self, operation: Pending) -> pb.OperationResult | None:
         """The result of an operation that is not to be carried out; None for one that is."""
@@ -340,10 +325,6 @@ class RunQueue:
     def changed(self) -> asyncio.Event:
         """Set at the next change; take it before looking."""
         return self._changed
-
-
-def failed(seq: int, code: pb.ErrorCode.ValueType, message: str) -> pb.OperationResult:
-    return pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=pb.Error(code=code, message=message))
 
 
 def reused(seq: int) -> RpcError:

@@ -219,7 +219,7 @@ async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
             raise OSError(5, "Input/output error (injected)")
         return real(fd, *args)
 
-    monkeypatch.setattr("gradwire_server.scheduler.STORE_AGAIN_S", 0.02)
+    monkeypatch.setattr("gradwire_server.outcomes.STORE_AGAIN_S", 0.02)
     async with start() as door:
         client = await (await door.client()).begin()
         with monkeypatch.context() as failing:

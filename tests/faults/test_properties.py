@@ -17,8 +17,9 @@ from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal import Journal, RunMarks, identity
 from gradwire_server.keys import Quota
+from gradwire_server.pending import Pending
 from gradwire_server.quotas import Usage
-from gradwire_server.run_queue import Pending, RunQueue
+from gradwire_server.run_queue import RunQueue
 from gradwire_server.runs import RunRecord
 from gradwire_server.segments import Segments
 from hypothesis import HealthCheck, given, settings

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.engine_process import Answer
 from gradwire_server.serve import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -35,12 +35,12 @@ class LoadEngine(FakeEngine):
         self.hello.losses.append(LOSS)
         self._hold = folder / "hold"
 
-    async def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()
-    ) -> tuple[engine_pb2.EngineReply, bytes]:
+    async def work(self, request: engine_pb2.EngineRequest) -> None:
         while self._hold.exists():  # noqa: ASYNC110  a file sets no event
             await asyncio.sleep(0.05)
-        reply, data = await super().request(request, payload)
+
+    def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> Answer:
+        reply, data = super()._carry_out(request, payload)
         return reply, data if request.operation.operation.HasField("forward") else b""
 
 

@@ -4,10 +4,13 @@ isort:skip_file
 What the front and the engine say to each other on one machine, over a socket pair.
 
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
-EngineRequest or EngineReply, the payload. Requests are carried out in the order they come; replies carry
-the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error that stopped
-it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
+EngineRequest or EngineReply, the payload. Requests of one run are carried out, and answered, in the order they
+come; replies carry the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error
+that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
 requests is all that an engine of many ranks needs: rank 0 reads it and broadcasts.
+
+Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
+and those that the front takes back before it has begun them.
 """
 
 from collections import abc as _abc
@@ -136,10 +139,15 @@ class EngineOperation(_message.Message):
     OPERATION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    UNLESS_FAILED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     traceparent: _builtins.str
     """of the front's span"""
+    unless_failed: _builtins.int
+    """Not to be carried out when an operation of this run, in this process, with a number from this one to its own
+    failed: it was sent before it was known whether it may be. 0: whatever became of others.
+    """
     @_builtins.property
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property
@@ -152,10 +160,11 @@ class EngineOperation(_message.Message):
         operation: _training_pb2.Operation | None = ...,
         tensors: _abc.Iterable[_training_pb2.TensorSpec] | None = ...,
         traceparent: _builtins.str = ...,
+        unless_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,6 +215,7 @@ class EngineReply(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    NOT_STARTED_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _training_pb2.Error:
@@ -221,6 +231,10 @@ class EngineReply(_message.Message):
     def empty(self) -> _training_pb2.Empty: ...
     @_builtins.property
     def heartbeat(self) -> Global___EngineHeartbeat: ...
+    @_builtins.property
+    def not_started(self) -> _training_pb2.Empty:
+        """of an operation: one before it failed, or it was taken back; nothing was done"""
+
     def __init__(
         self,
         *,
@@ -231,12 +245,13 @@ class EngineReply(_message.Message):
         result: _training_pb2.OperationResult | None = ...,
         empty: _training_pb2.Empty | None = ...,
         heartbeat: Global___EngineHeartbeat | None = ...,
+        not_started: _training_pb2.Empty | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "not_started"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

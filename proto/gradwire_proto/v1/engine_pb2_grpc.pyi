@@ -4,10 +4,13 @@ isort:skip_file
 What the front and the engine say to each other on one machine, over a socket pair.
 
 A frame is: uint32 header length, uint64 payload length (both little-endian), the serialized
-EngineRequest or EngineReply, the payload. Requests are carried out in the order they come; replies carry
-the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error that stopped
-it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
+EngineRequest or EngineReply, the payload. Requests of one run are carried out, and answered, in the order they
+come; replies carry the request's id. On start the engine sends one reply of id 0: its EngineHello, or the error
+that stopped it. Then it sends an EngineHeartbeat of id 0 every second, between its replies. One stream of ordered
 requests is all that an engine of many ranks needs: rank 0 reads it and broadcasts.
+
+Beside the stream both ends share a page of marks (engine/marks.py): the requests that the engine is carrying out,
+and those that the front takes back before it has begun them.
 """
 
 from collections import abc as _abc

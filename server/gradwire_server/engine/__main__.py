@@ -27,6 +27,7 @@ from gradwire_server.engine.engine import Engine
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.heartbeat import Heartbeat
 from gradwire_server.engine.link import EngineLink, LinkClosed
+from gradwire_server.engine.marks import Marks
 from gradwire_server.engine.operations import Columns
 from gradwire_server.engine.planner import Budget
 from gradwire_server.observability import logs
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
         engine = _start(options, tracing)
+        engine.marks = None if options.marks is None else Marks(options.marks)
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
@@ -137,6 +139,7 @@ def _model(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gradwire_server.engine", description="Started by gradwire serve.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--model", type=_model, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")

@@ -21,6 +21,7 @@ from gradwire_server.engine.checkpoints import CheckpointStore
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.marks import Marks
 from gradwire_server.engine.operations import Columns, Outcome
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.references import References
@@ -59,6 +60,7 @@ class Engine:
     Attributes:
         host, store, references, sampler, budget, tracing: its parts, for the operations.
         runs: by id.
+        marks: where it says what it has begun; None without a front.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         self.budget = budget or Budget()
         self.tracing = tracing or Tracing()
         self.runs: dict[str, EngineRun] = {}
+        self.marks: Marks | None = None
         self._tokenizer_files = {name: file for name, path in models.items() if (file := find_tokenizer(path))}
         self._handlers: Mapping[str, Callable[[engine_pb2.EngineRequest, Columns], Answer]] = {
             "create_run": self._create_run,
@@ -126,7 +129,9 @@ class Engine:
         try:
             if kind not in self._handlers:
                 raise ValueError(f"a request of unknown kind {kind!r}")
-            if decode_error is not None:
+            if not self.begins(request):
+                answer = _plain(not_started=training_pb2.Empty())
+            elif decode_error is not None:
                 answer = self._failed(request.operation, decode_error, 0.0)
             else:
                 with logs.about(request.operation.run_id, request.operation.seq):
@@ -137,6 +142,15 @@ class Engine:
             answer = Answer(engine_pb2.EngineReply(error=to_error(error, f"request {kind}")), [])
         answer.reply.id = request.id
         return answer
+
+    def begins(self, request: engine_pb2.EngineRequest) -> bool:
+        """Whether a request is to be carried out, now: its turn has come. It is marked as begun then; otherwise the
+        answer is ``not_started``."""
+        run = self.runs.get(request.operation.run_id)
+        unless_failed = request.operation.unless_failed
+        if unless_failed and run is not None and run.failed_seq >= unless_failed:
+            return False
+        return self.marks is None or self.marks.begin(request.id)
 
     # -------------------------------------------------------------- requests
 
@@ -197,6 +211,8 @@ class Engine:
         return Answer(engine_pb2.EngineReply(result=result), buffers)
 
     def _failed(self, asked: engine_pb2.EngineOperation, error: Exception, seconds: float) -> Answer:
+        if asked.run_id in self.runs:
+            self.runs[asked.run_id].failed_seq = asked.seq
         what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"
         result = training_pb2.OperationResult(
             seq=asked.seq,

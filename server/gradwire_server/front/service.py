@@ -138,17 +138,19 @@ class TrainingService(TrainingServiceServicer):
 
     async def Results(self, request: pb.ResultsRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
         record = self._run(request.run_id)
-        async for result in self._scheduler.results(record, request.from_seq):
+        async for result in self._scheduler.outcomes.results(self._scheduler.queue(record), request.from_seq):
             self._run(request.run_id)  # it may be shared no longer
             for frame in _frames(result.header, result.payload):
                 yield frame
 
     async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
-        await self._scheduler.release(self._run(request.run_id, write=True), request.up_to_seq)
+        queue = self._scheduler.queue(self._run(request.run_id, write=True))
+        await self._scheduler.outcomes.release(queue, request.up_to_seq)
         return pb.AckResultsResponse()
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        cancelled = await self._scheduler.cancel(self._run(request.run_id, write=True), request.seq, request.epoch)
+        queue = self._scheduler.queue(self._run(request.run_id, write=True))
+        cancelled = await self._scheduler.intake.cancel(queue, request.seq, request.epoch)
         return pb.CancelResponse(cancelled=cancelled)
 
     # ---- sampling outside a run ----
@@ -164,7 +166,8 @@ class TrainingService(TrainingServiceServicer):
         else:
             self._runs.checkpoint(request.model, CALLER.get())
         try:
-            reply, payload = await self._scheduler.sample(asked, CALLER.get().name)
+            usage = self._scheduler.usage(CALLER.get().name)
+            reply, payload = await self._scheduler.pipeline.sample(asked, usage)
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error

@@ -152,7 +152,7 @@ class Submissions:
         incoming = _Incoming(header)
         try:
             record = self._runs.get(header.run_id, self._caller, write=True)
-            incoming.refusal = self._scheduler.refusal(record, header)
+            incoming.refusal = self._scheduler.intake.refusal(record, header)
             if incoming.refusal is None:
                 usage = self._scheduler.usage(record.owner)
                 usage.receive(header.payload_bytes)
@@ -170,7 +170,7 @@ class Submissions:
             self._runs.get(header.run_id, self._caller, write=True)
             incoming.check_digest()
             refusal = incoming.refusal or check_rows(header, incoming.chunks, self._limits)
-            future = self._scheduler.submit(header, incoming.chunks, refusal)
+            future = self._scheduler.intake.submit(header, incoming.chunks, refusal)
         except RpcError as error:
             self._acks.put_nowait(_refused(header, error))
             return

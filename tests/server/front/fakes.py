@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine_process import EngineDied
+from gradwire_server.engine_process import Answer, EngineDied
 from gradwire_server.errors import RpcError
 from gradwire_server.observability.vitals import Vitals
 
@@ -21,6 +21,7 @@ class FakeRun:
 
     history: list[str] = field(default_factory=list)
     step: int = 0
+    failed_seq: int = 0
 
 
 class FakeEngine:
@@ -43,6 +44,9 @@ class FakeEngine:
         self._up = asyncio.Event()
         self._up.set()
         self._turn = asyncio.Lock()
+        self._unanswered: dict[asyncio.Future[Answer], asyncio.Task[None]] = {}
+        self._begun: asyncio.Future[Answer] | None = None
+        self.most_in_pipe = 0
         self.hello = engine_pb2.EngineHello(device="fake", models=[pb.ModelInfo(name="tiny", vocab_size=64)])
 
     @property
@@ -57,19 +61,48 @@ class FakeEngine:
         self.generation += 1
         self.runs.clear()
 
-    async def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()
-    ) -> tuple[engine_pb2.EngineReply, bytes]:
-        generation = self.generation
-        async with self._turn:
-            await self.gate.wait()
-            if generation != self.generation:
-                raise EngineDied(suspect=False)
-            answer = self._carry_out(request, b"".join(bytes(part) for part in payload))
-            if request.operation.seq in self.dies_behind:
-                self.dies_behind.discard(request.operation.seq)
-                self.die()
-            return answer
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()) -> asyncio.Future[Answer]:
+        answer = asyncio.get_running_loop().create_future()
+        self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.generation))
+        self.most_in_pipe = max(self.most_in_pipe, len(self._unanswered))
+        return answer
+
+    def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
+        if answer is self._begun or answer not in self._unanswered:
+            return False
+        self._unanswered.pop(answer).cancel()
+        answer.set_result((engine_pb2.EngineReply(not_started=pb.Empty()), b""))
+        return True
+
+    async def _answer(
+        self,
+        answer: asyncio.Future[Answer],
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[bytes],
+        generation: int,
+    ) -> None:
+        try:
+            async with self._turn:
+                if generation != self.generation:
+                    raise EngineDied(suspect=False)
+                self._begun = answer
+                await self.work(request)
+                if generation != self.generation:
+                    raise EngineDied(suspect=False)
+                outcome = self._carry_out(request, b"".join(bytes(part) for part in payload))
+                if request.operation.seq in self.dies_behind:
+                    self.dies_behind.discard(request.operation.seq)
+                    self.die()
+        except (EngineDied, RpcError) as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(outcome)
+        finally:
+            self._unanswered.pop(answer, None)
+
+    async def work(self, request: engine_pb2.EngineRequest) -> None:
+        """What it takes to carry a request out."""
+        await self.gate.wait()
 
     def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> tuple[engine_pb2.EngineReply, bytes]:
         reply = engine_pb2.EngineReply(id=request.id)
@@ -104,6 +137,9 @@ class FakeEngine:
         if asked.run_id not in self.runs:
             raise RpcError(pb.ERROR_CODE_UNKNOWN_RUN, f"{asked.run_id} is not in this engine")
         run, operation, seq = self.runs[asked.run_id], asked.operation, asked.seq
+        if asked.unless_failed and run.failed_seq >= asked.unless_failed:
+            reply.not_started.SetInParent()
+            return reply, b""
         self.seen.append((asked.run_id, seq))
         if seq in self.die_after or operation.forward_backward.loss_fn == "die":
             self.die_after.discard(seq)
@@ -115,7 +151,7 @@ class FakeEngine:
         if kind == "forward_backward":
             loss_fn = operation.forward_backward.loss_fn
             if loss_fn == "fail":
-                result.status = pb.STATUS_FAILED
+                run.failed_seq, result.status = seq, pb.STATUS_FAILED
                 result.error.code, result.error.message = pb.ERROR_CODE_INVALID_BATCH, "id 99999 is outside"
                 return reply, b""
             run.history.append(loss_fn)

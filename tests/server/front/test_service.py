@@ -39,7 +39,7 @@ async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatc
     async def broken(*_: Any) -> None:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr(door.server.scheduler, "release", broken)
+    monkeypatch.setattr(door.server.scheduler.outcomes, "release", broken)
     client = await (await door.client()).begin()
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))

@@ -14,7 +14,7 @@ from gradwire_server.cli import app
 from gradwire_server.config import ServerConfig
 from gradwire_server.keys import KeyFile, Quota
 from gradwire_server.serve import Server
-from gradwire_server.turns import ALONE, SHARED, SHARED_S, Turns
+from gradwire_server.turns import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, Turns
 from support.keyed import Keyed, code_of, outcome
 from support.scripted import until
 from typer.testing import CliRunner
@@ -200,16 +200,49 @@ def test_owners_take_turns_and_each_owners_runs_do() -> None:
     assert [turns.pop() for _ in range(len(turns))] == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+def given(turns: Turns[str], tokens: int) -> list[str]:
+    """What goes to the engine before it has answered anything; the owner is the first letter."""
+    sent = []
+    while (item := turns.pop()) is not None:
+        turns.enter(item[0], tokens)
+        sent.append(item)
+    return sent
+
+
 def test_nothing_is_sent_ahead_while_keys_share_the_server() -> None:
     now = 0.0
-    turns = Turns[str](lambda: now)
-    turns.put("a", "a1")
-    assert turns.pipe == ALONE
-    turns.put("b", "b1")
-    assert turns.pipe == SHARED
+    turns = Turns[str](clock=lambda: now)
+    for item in ("a1", "a2", "b1", "b2"):
+        turns.put(item[0], item)
+    assert given(turns, 1) == ["a1", "b1"]
+    turns.leave("a", 1)
+    assert given(turns, 1) == ["a2"]
     now = SHARED_S + 1
-    turns.put("a", "a2")
-    assert turns.pipe == ALONE
+    turns.put("b", "b3")
+    assert given(turns, 1) == ["b2", "b3"]
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(PIPE_TOKENS, AHEAD), (PIPE_TOKENS // 8, 8), (1, SMALL_AHEAD)])
+def test_what_is_sent_ahead_is_bounded_by_its_tokens(tokens: int, count: int) -> None:
+    turns = Turns[str]()
+    for number in range(40):
+        turns.put("a", f"a{number}")
+    assert len(given(turns, tokens)) == count
+    turns.leave("a", tokens)
+    assert len(given(turns, tokens)) == 1
+
+
+def test_a_suspect_goes_alone() -> None:
+    turns = Turns[str](lambda item: item == "a2")
+    for item in ("a1", "a2", "a3"):
+        turns.put("a", item)
+    assert given(turns, 1) == ["a1"]
+    turns.leave("a", 1)
+    assert turns.pop() == "a2"
+    turns.enter("a", 1, alone=True)
+    assert given(turns, 1) == []
+    turns.leave("a", 1)
+    assert given(turns, 1) == ["a3"]
 
 
 async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: Any) -> None:
@@ -248,16 +281,17 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         bob = await door.client("bob")
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")
-        sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(4)]
-        await until(lambda: len(door.door.server.scheduler._turns) == 2)
+        sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(SMALL_AHEAD + 2)]
+        turns = door.door.server.scheduler.pipeline.turns
+        await until(lambda: len(turns) == 2)
         create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
         creating = asyncio.ensure_future(outcome(bob.stub, "CreateRun", create))
-        await until(lambda: len(door.door.server.scheduler._turns) == 3)
+        await until(lambda: len(turns) == 3)
         stopping = asyncio.ensure_future(door.door.server.stop())
         assert code_of(await creating) == "shutting_down"
         await until(lambda: sum(task.done() for task in sampling) == 2)
         door.engine.gate.set()
-        assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * 2
+        assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * SMALL_AHEAD
         await stopping
         assert door.door.server.runs.count == 0
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from gradwire_losses.registry import load_builtin_losses, load_loss_file, load_plugin_losses
@@ -29,7 +30,6 @@ from gradwire_server.engine.heartbeat import Heartbeat
 from gradwire_server.engine.link import EngineLink, LinkClosed
 from gradwire_server.engine.marks import Marks
 from gradwire_server.engine.operations import Columns
-from gradwire_server.engine.planner import Budget
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 
@@ -38,6 +38,7 @@ logger = logging.getLogger("gradwire_server.engine")
 READ_AHEAD = 4
 GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
+D = TypeVar("D", int, None)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -83,16 +84,13 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
     load_plugin_losses()
     for file in options.losses:
         load_loss_file(file)
-    defaults = Budget()
     return Engine(
         dict(options.model),
         options.state_dir,
         device=options.device,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
-        budget=Budget(
-            microbatch_tokens=options.microbatch_tokens or defaults.microbatch_tokens,
-            activation_bytes=_bytes(options.activation_budget_gib, defaults.activation_bytes),
-        ),
+        microbatch_tokens=options.microbatch_tokens,
+        activation_bytes=_bytes(options.activation_budget_gib, None),
         reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
         tracing=tracing,
     )
@@ -127,7 +125,7 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[_Request]) -> None:
             return
 
 
-def _bytes(gib: float | None, default: int) -> int:
+def _bytes(gib: float | None, default: D) -> int | D:
     return default if gib is None else int(gib * GIB)
 
 

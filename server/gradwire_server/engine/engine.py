@@ -22,8 +22,8 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.marks import Marks
+from gradwire_server.engine.memory import Memory
 from gradwire_server.engine.operations import Columns, Outcome
-from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.references import References
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import restore
@@ -53,12 +53,13 @@ class Engine:
         state_dir: where checkpoints and exports are.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
         dtype: of the weights; by default bfloat16 on CUDA, float32 on CPU.
-        budget: what an operation may hold.
+        microbatch_tokens, activation_bytes: what an operation may hold; found out where None (see :mod:`.memory`).
         reference_cache_bytes: of reference models beside what runs hold.
         tracing: where the spans of operations go; nowhere by default.
 
     Attributes:
-        host, store, references, sampler, budget, tracing: its parts, for the operations.
+        host, store, references, sampler, memory, tracing: its parts, for the operations.
+        budget: of the operation that is carried out.
         runs: by id.
         marks: where it says what it has begun; None without a front.
     """
@@ -70,7 +71,8 @@ class Engine:
         *,
         device: str | None = None,
         dtype: torch.dtype | None = None,
-        budget: Budget | None = None,
+        microbatch_tokens: int | None = None,
+        activation_bytes: int | None = None,
         reference_cache_bytes: int = 8 << 30,
         tracing: Tracing | None = None,
     ) -> None:
@@ -78,7 +80,8 @@ class Engine:
         self.store = CheckpointStore(state_dir)
         self.references = References(self.host, self.store, cache_bytes=reference_cache_bytes)
         self.sampler: Sampler[Any] = LocalSampler()
-        self.budget = budget or Budget()
+        self.memory = Memory(self.host.device, microbatch_tokens, activation_bytes)
+        self.budget = self.memory.most
         self.tracing = tracing or Tracing()
         self.runs: dict[str, EngineRun] = {}
         self.marks: Marks | None = None

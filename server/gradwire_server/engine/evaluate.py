@@ -11,6 +11,7 @@ come over at once, those among them that tell whether anything was not finite. W
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +34,7 @@ from gradwire_server.engine.forward import (
     check_scores,
     score_batch,
 )
-from gradwire_server.engine.planner import Budget, MicroBatch, split
+from gradwire_server.engine.planner import Budget, MicroBatch, divided, split
 from gradwire_server.engine.policy import Policy
 
 Reference = Callable[[Batch, float], Tensor]
@@ -56,6 +57,7 @@ class LossEvaluation:
         num_loss_tokens: that were scored.
         num_microbatches: forwards of the trunk, those computed again not counted.
         recomputed: whether the activation budget was exceeded and part was computed twice.
+        out_of_memory: whether memory ran out, and smaller micro-batches had to do.
         warnings: for the person.
     """
 
@@ -68,6 +70,7 @@ class LossEvaluation:
     num_loss_tokens: int
     num_microbatches: int
     recomputed: bool = False
+    out_of_memory: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -109,7 +112,8 @@ def forward(
         with torch.no_grad():
             sums.add(_call(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
         sums.settle()
-    return _evaluation(batch, scores, outputs, len(split(batch, budget.microbatch_tokens)), sums if loss else None)
+    num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing()))
+    return _evaluation(batch, scores, outputs, num_microbatches, sums if loss else None)
 
 
 def forward_backward(
@@ -135,18 +139,20 @@ def forward_backward(
     check_scores(policy, outputs, compared)
     check_scores(policy, names, compared, field="loss_fn")
     temperature = loss_temperature(config)
-    micros = split(batch, budget.microbatch_tokens)
+    packing = policy.packing(training=True)
+    micros = split(batch, budget.microbatch_tokens, packing)
     ref_logprobs = None
     if "ref_logprobs" in needed:
         ref_logprobs = _reference_logprobs(loss, config, reference, batch, policy)
     streams = loss.streams(config, frozenset(batch.fields))
-    parts = [_alone(batch, micro) for micro in micros] if streams else [_Part(batch, micros)]
+    waiting = deque([_alone(batch, micro) for micro in micros] if streams else [_Part(batch, micros)])
     sums = _LossSums(loss.name)
     evaluated = []
     scores: dict[str, Tensor] = {}
-    recomputed = False
+    recomputed, num_microbatches = False, 0
     with GradientCollector(policy.trainable_parameters()) as collector:
-        for part in parts:
+        while waiting:
+            part = waiting.popleft()
             kept = KeptScores(
                 policy,
                 part.batch,
@@ -165,8 +171,16 @@ def forward_backward(
             sums.add(evaluated[-1].output)
             kept.backward(collector, evaluated[-1].gradients)
             recomputed |= kept.recomputed
+            num_microbatches += kept.num_microbatches
             for name in outputs:
                 part.place(batch, name, kept.by_name[name], scores)
+            if waiting and kept.num_microbatches > 1:  # memory ran out, and would again
+                left = [
+                    micro
+                    for each in waiting
+                    for micro in divided(each.whole or each.micros[0], kept.largest_microbatch, packing)
+                ]
+                waiting = deque(_alone(batch, micro) for micro in left)
     sums.settle([part.totals() for part in evaluated], collector.norm())
     if not sums.finite:
         for one in evaluated:
@@ -178,7 +192,8 @@ def forward_backward(
             "nothing was accumulated. A lower learning rate, or float32 weights, may help",
         )
     accumulator.merge(collector.by_key, sums.counts)
-    return replace(_evaluation(batch, scores, outputs, len(micros), sums), recomputed=recomputed)
+    found = _evaluation(batch, scores, outputs, num_microbatches, sums)
+    return replace(found, recomputed=recomputed, out_of_memory=num_microbatches > len(micros))
 
 
 def kept_forward(
@@ -242,24 +257,34 @@ def loss_temperature(config: LossConfig) -> float:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a loss is shown at a time: the whole batch (indices None), or one micro-batch of it."""
+    """What a loss is shown at a time, and as which micro-batches it is computed.
+
+    Attributes:
+        whole: the one micro-batch that it is, with indices into the whole batch; None where it is the whole batch.
+    """
 
     batch: Batch
     micros: list[MicroBatch]
-    examples: Tensor | None = None
-    sequences: Tensor | None = None
-    tokens: Tensor | None = None
+    whole: MicroBatch | None = None
+
+    @property
+    def examples(self) -> Tensor | None:
+        return None if self.whole is None else self.whole.examples
+
+    @property
+    def tokens(self) -> Tensor | None:
+        return None if self.whole is None else self.whole.tokens
 
     @property
     def rows(self) -> Tensor:
-        return torch.arange(self.batch.num_examples) if self.examples is None else self.examples
+        return torch.arange(self.batch.num_examples) if self.whole is None else self.whole.examples
 
     def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
         """Puts this part's scores where they belong in those of the whole batch."""
-        index = self.sequences if name in SEQUENCE_SCORES else self.tokens
-        if index is None:
+        if self.whole is None:
             into[name] = values
         else:
+            index = self.whole.sequences if name in SEQUENCE_SCORES else self.whole.tokens
             count = whole.num_sequences if name in SEQUENCE_SCORES else whole.num_scored
             if name not in into:
                 into[name] = values.new_zeros(count, *values.shape[1:])
@@ -269,7 +294,9 @@ class _Part:
 def _alone(batch: Batch, micro: MicroBatch) -> _Part:
     if micro.batch is batch:
         return _Part(batch, [micro])
-    return _Part(micro.batch, [micro], micro.examples, micro.sequences, micro.tokens)
+    examples, sequences, tokens = (torch.arange(len(each)) for each in (micro.examples, micro.sequences, micro.tokens))
+    own = replace(micro, examples=examples, sequences=sequences, tokens=tokens)
+    return _Part(micro.batch, [own], micro)
 
 
 class _LossSums:

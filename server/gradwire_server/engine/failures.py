@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from gradwire_losses.batch import BatchError
@@ -18,6 +19,7 @@ from gradwire_server.engine.errors import OperationError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -63,6 +65,24 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, the device's or the machine's; an attempt at less may succeed."""
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def unless_out_of_memory(attempt: Callable[[], T], *, alone: bool = False) -> T | None:
+    """The attempt's outcome; None where memory ran out, and what the attempt held is free again.
+
+    Args:
+        alone: there is nothing smaller to attempt: lack of memory is an error.
+    """
+    try:
+        return attempt()
+    except Exception as error:
+        if alone or not is_out_of_memory(error):
+            raise
+    # Outside the handler: the error's traceback keeps what was computed alive.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
 
 
 def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:

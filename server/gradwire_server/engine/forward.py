@@ -6,8 +6,12 @@ device. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from gradwire_losses.batch import Batch, beside
@@ -17,10 +21,16 @@ from torch import Tensor
 from gradwire_server.engine.accumulate import GradientCollector, Key
 from gradwire_server.engine.divergence import score_divergence
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.host import generator_states, preserved_rng, set_generator_states
-from gradwire_server.engine.planner import Budget, MicroBatch, split
+from gradwire_server.engine.packing import Packing
+from gradwire_server.engine.planner import Budget, MicroBatch, divided, split
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.scoring import score_tokens
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 VOCABULARY_SCORES = frozenset({"logprobs", "entropy", "correct", "candidate_logprobs", "mean_logprobs", "collision"})
 """Those that need the logits."""
@@ -119,10 +129,42 @@ def score_batch(
     """
     check_scores(policy, names, teacher)
     _check_candidates(batch, names)
-    micros = split(batch, budget.microbatch_tokens)
-    with torch.no_grad():
-        parts = [_score(policy, micro.batch, names, temperature, teacher, budget, training=False) for micro in micros]
-    return _assemble(policy, batch, micros, parts, names)
+    micros = split(batch, budget.microbatch_tokens, policy.packing())
+
+    def compute(micro: MicroBatch) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return _score(policy, micro.batch, names, temperature, teacher, budget, training=False)
+
+    found = list(in_pieces(micros, compute, policy.packing()))
+    return _assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
+
+
+def in_pieces(
+    micros: Sequence[MicroBatch],
+    compute: Callable[[MicroBatch], T],
+    packing: Packing,
+    make_room: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[MicroBatch, T]]:
+    """Each micro-batch and what was computed of it. One that memory does not suffice for is divided, as are those
+    that follow it; what was computed before stays.
+
+    Args:
+        compute: leaves everything as it was where it raises.
+        make_room: gives something up, once memory has run out, and says whether there was something.
+    """
+    waiting = deque(micros)
+    while waiting:
+        micro = waiting.popleft()
+        found = unless_out_of_memory(partial(compute, micro), alone=len(micro.examples) == 1)
+        if found is not None:
+            yield micro, found
+            del found  # a graph that is given up meanwhile is to be free
+        elif make_room():
+            waiting.appendleft(micro)
+        else:
+            tokens = micro.computed_tokens // 2
+            logger.warning("out of memory: going on with micro-batches of %d tokens", tokens)
+            waiting = deque(part for each in (micro, *waiting) for part in divided(each, tokens, packing))
 
 
 class KeptScores:
@@ -162,10 +204,11 @@ class KeptScores:
         self._temperature = temperature
         self._teacher = teacher
         self._budget = budget
-        self._micros = split(batch, budget.microbatch_tokens) if micros is None else micros
+        planned = micros or split(batch, budget.microbatch_tokens, policy.packing(training=True))
+        self._micros: list[MicroBatch] = []
         self._graphs: list[dict[str, Tensor] | None] = []
         self._rng: list[dict[str, Tensor]] = []
-        parts = self._forward(unmeasured=keep_single and len(self._micros) == 1)
+        parts = self._forward(planned, unmeasured=keep_single and len(planned) == 1)
         self.by_name = _assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
 
@@ -173,26 +216,47 @@ class KeptScores:
     def num_microbatches(self) -> int:
         return len(self._micros)
 
-    def _forward(self, *, unmeasured: bool) -> list[dict[str, Tensor]]:
+    @property
+    def largest_microbatch(self) -> int:
+        """In tokens computed."""
+        return max(micro.computed_tokens for micro in self._micros)
+
+    def _forward(self, planned: Sequence[MicroBatch], *, unmeasured: bool) -> list[dict[str, Tensor]]:
         budget, kept_bytes, bytes_per_token = self._budget.activation_bytes, 0, 0.0
-        parts = []
-        for micro in self._micros:
-            self._rng.append(generator_states())
-            keep = unmeasured or kept_bytes + bytes_per_token * micro.padded_tokens <= budget
+
+        def compute(micro: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+            nonlocal kept_bytes, bytes_per_token
+            states = generator_states()
+            keep = unmeasured or kept_bytes + bytes_per_token * micro.computed_tokens <= budget
             if unmeasured:
                 scores = self._score(micro)
             elif keep:
-                meter = _ActivationMeter(self.policy)
+                meter = ActivationMeter(self.policy)
                 with meter:
                     scores = self._score(micro)
-                bytes_per_token = max(bytes_per_token, meter.bytes / max(1, micro.padded_tokens))
+                bytes_per_token = max(bytes_per_token, meter.bytes / max(1, micro.computed_tokens))
                 keep = kept_bytes + meter.bytes <= budget
                 kept_bytes += meter.bytes if keep else 0
             else:
                 with torch.no_grad():
                     scores = self._score(micro)
+            return states, scores, keep
+
+        def give_graphs_up() -> bool:
+            nonlocal budget, unmeasured
+            held, budget, unmeasured = any(graph is not None for graph in self._graphs), -1, False
+            self._graphs = [None] * len(self._graphs)
+            return held
+
+        parts = []
+        for micro, (states, scores, keep) in in_pieces(
+            planned, compute, self.policy.packing(training=True), give_graphs_up
+        ):
+            self._micros.append(micro)
+            self._rng.append(states)
             self._graphs.append(scores if keep else None)
             parts.append({name: values.detach() for name, values in scores.items()})
+            del scores
         return parts
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -252,8 +316,11 @@ def _score(
     if "divergence" in wanted and teacher is not None:
         # Before the student's own forward, whose weights must be the active ones when its gradient comes.
         with torch.no_grad():
-            teacher_states = teacher.policy.hidden(batch.input_ids, batch.lengths, places["read"])
-    hidden = policy.hidden(batch.input_ids, batch.lengths, torch.cat(list(places.values())), training=training)
+            teacher_states = teacher.policy.hidden(
+                batch.input_ids, batch.lengths, places["read"], group_sizes=batch.group_sizes
+            )
+    positions = torch.cat(list(places.values()))
+    hidden = policy.hidden(batch.input_ids, batch.lengths, positions, group_sizes=batch.group_sizes, training=training)
     read, own, last = hidden.split([len(positions) for positions in places.values()])
     scores: dict[str, Tensor] = {}
     if wanted & VOCABULARY_SCORES:
@@ -336,7 +403,7 @@ def _assemble(
     return whole
 
 
-class _ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
+class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
     """Counts the bytes that autograd saves within, weights and buffers of the model not among them."""
 
     def __init__(self, policy: Policy) -> None:

@@ -1,29 +1,176 @@
-"""What an operation that does not fit into memory is given: another attempt, in smaller pieces."""
+"""What an operation may hold at a time, by the memory that there is; and what happens when that was too much.
+
+How many bytes a token of a run takes is measured, by counting what autograd saves in a small forward. How many there
+are to take depends on the device:
+
+* A GPU's free memory, less what the run's gradients and moments will still need, asked for anew every second.
+* On a CPU a quarter of the machine's memory, or of the control group's limit where that is lower: never what happens
+  to be free. The plan of micro-batches, and with it the last bit of a result, then depends on the machine, the model
+  and the batch alone, so a replay of the journal gives the bits that were given before. Beyond 4,096 tokens a larger
+  micro-batch is no faster there, so that only a model that is large for its machine gets less.
+
+Memory may run out all the same. A forward that does not fit is divided and goes on, with half the budget from there
+(:mod:`.evaluate`, :mod:`.forward`); one that fails where gradients were being added up is an operation to repeat. On a
+GPU the next operations of such runs get less, too; on a CPU, where that would make bits depend on an accident, not.
+"""
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from gradwire_proto.codec import Column
 
-from gradwire_server.engine.failures import is_out_of_memory
+from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.forward import ActivationMeter
+from gradwire_server.engine.host import preserved_rng
+from gradwire_server.engine.planner import Budget
+from gradwire_server.engine.policy import Policy
 
 if TYPE_CHECKING:
     from gradwire_server.engine.engine import Engine
+    from gradwire_server.engine.run import EngineRun
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MOST = {
+    "cpu": Budget(),
+    "cuda": Budget(microbatch_tokens=1 << 16, activation_bytes=1 << 60, logits_elements=1 << 28),
+}
+"""The most that an operation is given: beyond these numbers of tokens and logits it is no faster."""
+FRESH_S = 1.0
+"""How long what was free on a GPU is taken to be free."""
+PROBE_TOKENS = 64
+PASSING_BYTES = 64
+"""Of what a forward and backward holds for a moment, for each token and each element of its hidden state."""
+CHUNK_BYTES = 16
+"""Of what scoring holds for each logit."""
 
-def in_smaller_pieces(engine: Engine, columns: Mapping[str, Column], attempt: Callable[[], T]) -> T:
-    """The attempt's outcome. One that runs out of memory is repeated with half the budget, until every example has
-    been alone; it must leave everything as it was when it raises.
+
+class Memory:
+    """What operations may hold.
+
+    Args:
+        device: that the models are on.
+        microbatch_tokens, activation_bytes: as a person asked for; found out where None.
+        machine_bytes: of memory; the machine's by default.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        microbatch_tokens: int | None = None,
+        activation_bytes: int | None = None,
+        machine_bytes: int | None = None,
+    ) -> None:
+        self._device = device
+        self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
+        self._machine_bytes = machine_bytes or machine_memory()
+        self._token_bytes: dict[bytes, float] = {}
+        self._shares: dict[bytes, float] = {}
+        self._free_bytes = 0
+        self._free_until = 0.0
+
+    @property
+    def most(self) -> Budget:
+        """The most that an operation is given."""
+        return MOST[self._device.type]
+
+    def budget(self, run: EngineRun) -> Budget:
+        """Of an operation of this run: half of the room for the micro-batch that is computed, half for kept graphs."""
+        most, kind = self.most, _kind(run)
+        tokens, activations = self._microbatch_tokens, self._activation_bytes
+        if kind not in self._token_bytes:
+            self._token_bytes[kind] = token_bytes(run.policy)
+        room = self._room(run) * self._shares.get(kind, 1.0) / 2
+        return Budget(
+            tokens or max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens)),
+            min(int(room), most.activation_bytes) if activations is None else activations,
+            max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
+        )
+
+    def ran_out(self, run: EngineRun) -> None:
+        """An operation found less memory than its budget said: on a GPU, the next ones of such runs get less."""
+        if self._device.type == "cuda":
+            kind = _kind(run)
+            self._shares[kind] = self._shares.get(kind, 1.0) / 2
+
+    def _room(self, run: EngineRun) -> float:
+        if self._device.type == "cpu":
+            return self._machine_bytes / 4
+        if time.monotonic() >= self._free_until:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            self._free_bytes, self._free_until = free + unused, time.monotonic() + FRESH_S
+        # Gradients of an operation in float32; once the run takes its first step, those accumulated and two moments.
+        copies = 1 if run.step else 4
+        return max(0.9 * self._free_bytes - 4.0 * copies * run.policy.num_trainable_parameters, 0.0)
+
+
+def token_bytes(policy: Policy) -> float:
+    """What a token takes in a forward and backward, measured in a small forward."""
+    width = policy.facts.hidden_size
+    saved = _saved_bytes(policy, policy.gradient_checkpointing)
+    if policy.gradient_checkpointing:  # the layer whose activations are computed again
+        saved += _saved_bytes(policy, False) / policy.facts.num_layers
+    return saved + PASSING_BYTES * width
+
+
+def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
+    count = min(PROBE_TOKENS, policy.facts.context_length)
+    meter = ActivationMeter(policy)
+    configured, policy.gradient_checkpointing = policy.gradient_checkpointing, checkpointing
+    try:
+        with preserved_rng(), meter:
+            policy.hidden(torch.zeros(count, dtype=torch.int64), torch.tensor([count]), training=True)
+    finally:
+        policy.gradient_checkpointing = configured
+    return meter.bytes / count
+
+
+def _kind(run: EngineRun) -> bytes:
+    """What runs of equal need have in common."""
+    config = run.config
+    return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + config.lora.SerializeToString()
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory, or of the control group's where that is limited to less."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
+
+
+def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """The limits of this process's control group and of those around it, version 1 and 2."""
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        file = "memory.limit_in_bytes" if controllers else "memory.max"
+        own = top / name.lstrip("/")
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such folder in this container, or "max"
+                yield int((folder / file).read_text())
+            if folder == top:
+                break
+
+
+def in_smaller_pieces(engine: Engine, run: EngineRun, columns: Mapping[str, Column], attempt: Callable[[], T]) -> T:
+    """The attempt's outcome, with the run's budget. One that runs out of memory is repeated with half of it, until
+    every example has been alone; it must leave everything as it was when it raises.
 
     Args:
         columns: the batch, whose longest row and whose size say when halving makes a difference.
@@ -32,25 +179,20 @@ def in_smaller_pieces(engine: Engine, columns: Mapping[str, Column], attempt: Ca
     longest = max((int(each.max()) for each in lengths), default=0)
     total = max((int(each.max()) * len(each) for each in lengths), default=0)
     whole = engine.budget
+    engine.budget = engine.memory.budget(run)
     try:
         while True:
-            try:
-                return attempt()
-            except Exception as error:
-                tokens = min(engine.budget.microbatch_tokens, total)
-                if not is_out_of_memory(error) or tokens <= longest:
-                    raise
-                logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
-            # Outside the handler: the error's traceback keeps what was computed alive.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            budget = engine.budget
+            tokens = min(engine.budget.microbatch_tokens, total)
+            outcome = unless_out_of_memory(attempt, alone=tokens <= longest)
+            if outcome is not None:
+                return outcome
+            engine.memory.ran_out(run)
+            logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
             engine.budget = replace(
-                budget,
+                engine.budget,
                 microbatch_tokens=max(tokens // 2, 1),
-                activation_bytes=budget.activation_bytes // 2,
-                logits_elements=max(budget.logits_elements // 2, 1),
+                activation_bytes=engine.budget.activation_bytes // 2,
+                logits_elements=max(engine.budget.logits_elements // 2, 1),
             )
     finally:
         engine.budget = whole

@@ -81,7 +81,7 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
             with run.rng():
                 return carried(engine, run, seq, call, columns)
 
-        return in_smaller_pieces(engine, columns, attempt) if kind in _DIVISIBLE else attempt()
+        return in_smaller_pieces(engine, run, columns, attempt) if kind in _DIVISIBLE else attempt()
     except Exception:
         if not had_ema:
             run.drop_ema()
@@ -114,6 +114,8 @@ def _forward_backward(
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
         return _left_out(run, loss, batch, error)
+    if found.out_of_memory:
+        engine.memory.ran_out(run)
     return _evaluated(found)
 
 

@@ -1,17 +1,19 @@
 """Which examples go through the model together.
 
-Examples are taken longest first, so that neighbours have similar lengths and little is padded, into micro-batches
-whose padded size stays within a budget of tokens. An example (a pair, a group) is never split. The plan depends on
-the batch and the budget alone.
+Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
+tokens: those that the model computes, padding or sharing as it may. An example (a pair, a group) is never split. The
+plan depends on the batch, the budget and that form alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from gradwire_losses.batch import Batch, segment_ids
+from gradwire_losses.batch import Batch, segment_ids, segment_sum
 from torch import Tensor
+
+from gradwire_server.engine.packing import Packing, shared_lengths
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Budget:
     """What one operation may hold at a time.
 
     Attributes:
-        microbatch_tokens: tokens of a micro-batch, padding included. An example larger than that goes alone.
+        microbatch_tokens: tokens that a micro-batch computes. An example larger than that goes alone.
         activation_bytes: of activations kept for a later backward.
         logits_elements: of logits in memory at once.
     """
@@ -38,52 +40,71 @@ class MicroBatch:
         examples: ``[b]`` their rows in the whole batch.
         sequences: ``[s]`` their sequences in it.
         tokens: ``[t]`` their scored tokens in it.
-        padded_tokens: sequences times the longest.
+        computed_tokens: that go through the trunk.
     """
 
     batch: Batch
     examples: Tensor
     sequences: Tensor
     tokens: Tensor
-    padded_tokens: int
+    computed_tokens: int
 
 
-def split(batch: Batch, microbatch_tokens: int) -> list[MicroBatch]:
-    """The batch's examples in micro-batches of at most that many padded tokens."""
+def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
+    """The batch's examples in micro-batches that compute at most that many tokens each."""
     if not batch.num_examples:
         return []
-    padded = batch.num_sequences * int(batch.lengths.max())
-    if padded <= microbatch_tokens:
-        counts = (batch.num_examples, batch.num_sequences, batch.num_scored)
-        all_examples, all_sequences, all_tokens = map(torch.arange, counts)
-        return [MicroBatch(batch, all_examples, all_sequences, all_tokens, padded)]
-    widths = torch.zeros(batch.num_examples, dtype=torch.int64)
-    widths.scatter_reduce_(0, segment_ids(batch.group_sizes), batch.lengths, "amax")
+    groups = segment_ids(batch.group_sizes)
+    widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
     order = torch.argsort(widths, descending=True, stable=True)
+    if packing is Packing.PADDED:
+        sizes = batch.group_sizes
+    else:
+        own = batch.lengths
+        if packing is Packing.SHARED:
+            own = own - shared_lengths(batch.input_ids, batch.lengths, batch.group_sizes)
+        sizes = segment_sum(own, batch.group_sizes)
+        widths = torch.ones_like(widths)
     plans: list[list[int]] = []
-    sequences = width = 0
-    for example, own_width, size in zip(
-        order.tolist(), widths[order].tolist(), batch.group_sizes[order].tolist(), strict=True
-    ):
-        if plans and (sequences + size) * width <= microbatch_tokens:
+    computed: list[int] = []
+    size = width = 0
+    for example, own_width, own_size in zip(order.tolist(), widths[order].tolist(), sizes[order].tolist(), strict=True):
+        if plans and (size + own_size) * width <= microbatch_tokens:
             plans[-1].append(example)
-            sequences += size
+            size += own_size
+            computed[-1] = size * width
         else:
             plans.append([example])
-            sequences, width = size, own_width
-    return [_microbatch(batch, torch.tensor(examples)) for examples in plans]
+            size, width = own_size, own_width
+            computed.append(size * width)
+    if len(plans) == 1:
+        counts = (batch.num_examples, batch.num_sequences, batch.num_scored)
+        all_examples, all_sequences, all_tokens = map(torch.arange, counts)
+        return [MicroBatch(batch, all_examples, all_sequences, all_tokens, computed[0])]
+    return [
+        _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
+    ]
 
 
-def _microbatch(batch: Batch, examples: Tensor) -> MicroBatch:
-    part = batch.select(examples)
+def divided(micro: MicroBatch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
+    """A micro-batch in smaller ones; itself where it is small enough or has one example only."""
+    if micro.computed_tokens <= microbatch_tokens or len(micro.examples) == 1:
+        return [micro]
+    return [
+        replace(
+            part,
+            examples=micro.examples[part.examples],
+            sequences=micro.sequences[part.sequences],
+            tokens=micro.tokens[part.tokens],
+        )
+        for part in split(micro.batch, microbatch_tokens, packing)
+    ]
+
+
+def _microbatch(batch: Batch, examples: Tensor, computed_tokens: int) -> MicroBatch:
     sequences = entries(batch.group_sizes, examples)
-    return MicroBatch(
-        batch=part,
-        examples=examples,
-        sequences=sequences,
-        tokens=entries(batch.row_lengths, sequences),
-        padded_tokens=part.num_sequences * int(part.lengths.max()) if part.num_sequences else 0,
-    )
+    tokens = entries(batch.row_lengths, sequences)
+    return MicroBatch(batch.select(examples), examples, sequences, tokens, computed_tokens)
 
 
 def entries(lengths: Tensor, segments: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ CORE = {
     "reward_modeling",
 }
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
-SMALL = Budget(microbatch_tokens=25, activation_bytes=1 << 40, logits_elements=5 * 64)
-RECOMPUTE = Budget(microbatch_tokens=25, activation_bytes=0)
+SMALL = Budget(microbatch_tokens=12, activation_bytes=1 << 40, logits_elements=5 * 64)
+RECOMPUTE = Budget(microbatch_tokens=12, activation_bytes=0)
 
 
 def config_of(loss: LossSpec) -> LossConfig:
@@ -106,7 +106,7 @@ def perturb(run: EngineRun) -> None:
 
 @contextmanager
 def trunk_forwards(run: EngineRun) -> Iterator[list[int]]:
-    """Padded tokens of each forward of the trunk within."""
+    """Tokens of each forward of the trunk within."""
     counts: list[int] = []
     hook = run.policy.hosted.trunk.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gradwire_losses import registry
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.forward import ActivationMeter
+from gradwire_server.engine.memory import MOST, Memory, _group_limits, machine_memory, token_bytes
 from gradwire_server.engine.policy import Policy
 from support.engine import LocalEngine, token_rows
 
@@ -76,6 +80,86 @@ def test_a_row_that_does_not_fit_fails_alone_and_leaves_the_gradients(
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(states[name], state) for name, state in run.rng_tensors().items())
     engine.do("run-a", optim_step=STEP)
+
+
+class OnceFull:
+    """Runs out of memory in one forward, the so-and-so-manieth, and counts the sequences that went through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.calls, self.sequences = 0, 0
+        real = Policy.hidden
+
+        def hidden(policy: Policy, ids: Any, lengths: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == number:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            self.sequences += len(lengths)
+            return real(policy, ids, lengths, *args, **kwargs)
+
+        monkeypatch.setattr(Policy, "hidden", hidden)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["streams", "whole-batch"])
+def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    rows = token_rows([[1, *range(20, 20 + length)] for length in (9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7)])
+    engine = LocalEngine({"tiny": tiny_model_path}, tmp_path, microbatch_tokens=40)
+    if together:
+        spec = registry.get_loss("causal_lm")
+        monkeypatch.setitem(registry._REGISTRY, "causal_lm", replace(spec, streams=lambda config, present: False))
+    engine.create("run-a", seed=3)
+    engine.create("run-b", seed=3)
+    plain = engine.do("run-a", rows, forward_backward=CAUSAL)
+    engine.op("run-b", token_rows([[1, 2]]), forward=pb.LossCall(outputs=["logprobs"]))
+    full = OnceFull(monkeypatch, 2)  # the second of three micro-batches
+    found = engine.do("run-b", rows, forward_backward=CAUSAL)
+    # Where graphs were kept, they are given up: that is memory, too. The forward without a graph then fits.
+    pieces, again = (3, 12) if together else (5, 4)
+    assert (plain.proto.loss.num_microbatches, found.proto.loss.num_microbatches) == (3, pieces)
+    assert full.sequences == 12 + again and found.proto.loss.recomputed
+    assert found.proto.loss.loss == pytest.approx(plain.proto.loss.loss, rel=1e-6)
+    np.testing.assert_allclose(found.columns["logprobs"].values, plain.columns["logprobs"].values, atol=1e-5)
+    theirs = engine.engine.runs["run-a"].accumulator.state_tensors()
+    for name, gradient in engine.engine.runs["run-b"].accumulator.state_tensors().items():
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalEngine) -> None:
+    engine.create("run-a")
+    run, cpu = engine.engine.runs["run-a"], torch.device("cpu")
+    assert Memory(cpu).budget(run) == MOST["cpu"]  # 4,096 tokens of so small a model fit everywhere
+    needed = token_bytes(run.policy)
+    assert Memory(cpu, machine_bytes=int(8 * 100.5 * needed)).budget(run).microbatch_tokens == 100
+    assert Memory(cpu, machine_bytes=1).budget(run).microbatch_tokens == 1
+    assert Memory(cpu, 77, 5, machine_bytes=1).budget(run).microbatch_tokens == 77
+    assert Memory(cpu, 77, 5).budget(run).activation_bytes == 5
+
+
+def test_what_a_token_takes_is_what_a_batch_of_them_takes(engine: LocalEngine) -> None:
+    engine.create("run-a")
+    engine.create("run-b", gradient_checkpointing=True)
+    whole, checkpointed = (engine.engine.runs[name].policy for name in ("run-a", "run-b"))
+    meter = ActivationMeter(whole)
+    with meter:
+        whole.hidden(torch.zeros(600, dtype=torch.int64), torch.full((6,), 100), training=True)
+    assert token_bytes(whole) == pytest.approx(meter.bytes / 600, rel=0.5)
+    assert token_bytes(checkpointed) < token_bytes(whole)
+
+
+def test_the_limit_of_a_container_is_found(tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    groups.write_text("4:memory:/pod/one\n3:cpuset:/\n0::/pod/two\n")
+    for name, text in {
+        "memory/pod/one/memory.limit_in_bytes": "1000",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "pod/two/memory.max": "max",
+        "pod/memory.max": "2000",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert sorted(_group_limits(groups, tmp_path)) == [1000, 2000, 9223372036854771712]
+    assert machine_memory() > 1 << 20
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-50])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss
+from gradwire_server.engine.packing import Packing, arrange
 from gradwire_server.engine.planner import split
 
 
@@ -21,30 +22,43 @@ def batch_of(lengths: list[int], group_sizes: list[int] | None = None) -> Batch:
 
 @pytest.mark.parametrize("loss", ["causal_lm", "dpo", "grpo"])
 @pytest.mark.parametrize("tokens", [1, 20, 60, 10**6])
-def test_every_example_goes_through_once_and_indices_lead_back(batches: Any, loss: str, tokens: int) -> None:
+@pytest.mark.parametrize("packing", list(Packing))
+def test_every_example_goes_through_once_and_indices_lead_back(
+    batches: Any, loss: str, tokens: int, packing: Packing
+) -> None:
     batch = batches.batch(get_loss(loss), rows=11)
-    micros = split(batch, tokens)
+    micros = split(batch, tokens, packing)
     examples = torch.cat([micro.examples for micro in micros])
     assert sorted(examples.tolist()) == list(range(11))
     for micro in micros:
-        assert micro.padded_tokens == micro.batch.num_sequences * int(micro.batch.lengths.max())
-        assert micro.padded_tokens <= tokens or len(micro.examples) == 1
+        arranged = arrange(packing, micro.batch.input_ids, micro.batch.lengths, micro.batch.group_sizes)
+        assert micro.computed_tokens == arranged.input_ids.numel()
+        assert micro.computed_tokens <= tokens or len(micro.examples) == 1
         assert torch.equal(batch.lengths[micro.sequences], micro.batch.lengths)
         scored_ids = batch.input_ids[batch.scored]
         assert torch.equal(scored_ids[micro.tokens], micro.batch.input_ids[micro.batch.scored])
 
 
 def test_neighbours_have_similar_lengths() -> None:
-    micros = split(batch_of([1, 9, 2, 8, 1, 9, 2, 8]), 36)
+    micros = split(batch_of([1, 9, 2, 8, 1, 9, 2, 8]), 36, Packing.PADDED)
     assert [sorted(micro.batch.lengths.tolist()) for micro in micros] == [[8, 8, 9, 9], [1, 1, 2, 2]]
     assert [micro.examples.tolist() for micro in micros] == [[1, 5, 3, 7], [2, 6, 0, 4]]
 
 
 def test_an_example_larger_than_the_budget_goes_alone() -> None:
-    micros = split(batch_of([50, 3, 3]), 10)
+    micros = split(batch_of([50, 3, 3]), 10, Packing.PACKED)
     assert [micro.batch.lengths.tolist() for micro in micros] == [[50], [3, 3]]
 
 
 def test_groups_are_never_split() -> None:
-    micros = split(batch_of([4, 2, 3, 3, 1, 1], [2, 1, 3]), 8)
+    micros = split(batch_of([4, 2, 3, 3, 1, 1], [2, 1, 3]), 8, Packing.PADDED)
     assert [micro.batch.group_sizes.tolist() for micro in micros] == [[2], [1], [3]]
+
+
+def test_packed_rows_count_as_they_are_and_common_tokens_once() -> None:
+    batch = batch_of([90, 2, 3, 4, 5, 6])
+    assert [micro.computed_tokens for micro in split(batch, 100, Packing.PACKED)] == [96, 14]
+    assert [micro.computed_tokens for micro in split(batch, 100, Packing.PADDED)] == [90, 30]
+    pair = Batch(torch.ones(100, dtype=torch.int64), torch.tensor([50, 50]), batch.scored[:100], torch.tensor([2]))
+    assert [micro.computed_tokens for micro in split(pair, 100, Packing.PACKED)] == [100]
+    assert [micro.computed_tokens for micro in split(pair, 100, Packing.SHARED)] == [50]

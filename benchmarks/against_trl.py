@@ -1,0 +1,131 @@
+"""Against TRL 1.16: SFTTrainer, DPOTrainer with a reference model, GRPOTrainer's loss step with KL, on the same rows.
+
+TRL runs in an environment of its own (``make .venv-parity/.installed``), one training process a trainer, in turns with
+ours: same model, rows, float32, fused AdamW, threads. Both sides' losses are compared step by step, so that it is the
+same arithmetic that is timed. Rows are new in every step: no reference log-probability is found in a cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from benchmarks.report import Figure, Size, run_alone
+from benchmarks.training import BETA, KINDS, LEARNING_RATE, train
+from benchmarks.turns import Turns, check_losses
+from benchmarks.workload import ROOT, Draw, num_tokens, standard_model
+
+TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
+TARGETS = {"sft": ("SFTTrainer", 2.2), "dpo": ("DPOTrainer with a reference", 2.5), "grpo": ("GRPOTrainer's step", 2.2)}
+
+
+class Trainer:
+    """A TRL trainer in a process of its own.
+
+    Args:
+        plan: as ``trl_side`` reads it, less ``folder``.
+        folder: for its files.
+    """
+
+    def __init__(self, plan: dict[str, Any], folder: Path) -> None:
+        folder.mkdir(parents=True)
+        file = folder / "plan.json"
+        file.write_text(json.dumps(plan | {"folder": str(folder / "out")}))
+        self._errors = (folder / "stderr").open("w+b")
+        self._process = subprocess.Popen(
+            [str(TRL_PYTHON), str(Path(__file__).with_name("trl_side.py")), str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=folder,
+        )
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Takes so many steps: ``seconds``, ``cpu_seconds``, ``losses``.
+
+        Raises:
+            RuntimeError: when the process has ended, with the end of what it wrote to stderr.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{count}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self._errors.seek(0)
+        raise RuntimeError(f"TRL's process ended:\n{self._errors.read()[-4000:].decode(errors='replace')}")
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+
+def draw(kind: str, source: Draw) -> Sequence[Any]:
+    return {"sft": source.rows, "dpo": source.pairs, "grpo": source.groups}[kind]()
+
+
+async def compare(kind: str, size: Size) -> Figure:
+    steps = size.pick(3, 2)
+    source = Draw.of(2, smoke=size.smoke)
+    batches = [draw(kind, source) for _ in range((size.repeats + 1) * steps)]
+    name, target = TARGETS[kind]
+    turns = Turns("ours", "TRL")
+    with tempfile.TemporaryDirectory() as folder:
+        model = standard_model(Path(folder) / "model", smoke=size.smoke)
+        plan = {
+            "kind": kind,
+            "model": str(model),
+            "batches": [*batches, batches[0]],  # the last step's end is the trainer's, and not waited for
+            "beta": BETA.get(kind),
+            "learning_rate": LEARNING_RATE,
+            "threads": 0,
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        async with gradwire.connect(models=[f"m={model}"]) as service:
+            run = await service.create_run("m")
+            with Trainer(plan, Path(folder) / "trl") as trainer:
+                for turn in range(size.repeats + 1):
+                    chosen = batches[turn * steps : (turn + 1) * steps]
+                    tokens = sum(map(num_tokens, chosen))
+                    theirs = await asyncio.to_thread(trainer.steps, steps)
+                    turns.add("TRL", tokens, theirs["seconds"], theirs["cpu_seconds"])
+                    with turns.turn("ours", tokens):
+                        ours = await train(run, KINDS[kind], [KINDS[kind].batch(batch) for batch in chosen])
+                    check_losses(ours, theirs["losses"])
+    turns.drop_first()
+    detail = f"{turns.said('tokens')}; losses equal"
+    return Figure(f"against TRL's {name}", turns.ratio(), "x", target, detail=detail, samples=turns.rates)
+
+
+def measure(size: Size) -> list[Figure]:
+    """One figure a trainer.
+
+    Raises:
+        FileNotFoundError: where TRL's environment is not there.
+    """
+    if not TRL_PYTHON.exists():
+        raise FileNotFoundError(f"{TRL_PYTHON} is not there: make .venv-parity/.installed, or set GRADWIRE_TRL_PYTHON")
+    return [asyncio.run(compare(kind, size)) for kind in TARGETS]
+
+
+if __name__ == "__main__":
+    run_alone(measure, __doc__)

@@ -1,0 +1,74 @@
+"""Two sides that take turns in one run, so that the machine's noise hits both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+
+def cpu_seconds() -> float:
+    """What this process and those that it started have computed so far, in seconds of one core."""
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+class Turns:
+    """Rates of two sides, turn by turn.
+
+    Attributes:
+        rates: name of the side -> how much it did a second, in each turn; more is better.
+        cpu_rates: the same a second of one core: what a machine that is busy with other things changes less.
+    """
+
+    def __init__(self, ours: str, theirs: str) -> None:
+        self._ours, self._theirs = ours, theirs
+        self.rates: dict[str, list[float]] = {ours: [], theirs: []}
+        self.cpu_rates: dict[str, list[float]] = {ours: [], theirs: []}
+
+    @contextmanager
+    def turn(self, side: str, amount: float) -> Iterator[None]:
+        """What is done within is one turn of that side, and does that much."""
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        yield
+        self.add(side, amount, time.perf_counter() - wall, cpu_seconds() - cpu)
+
+    def add(self, side: str, amount: float, wall: float, cpu: float) -> None:
+        self.rates[side].append(amount / wall)
+        self.cpu_rates[side].append(amount / max(cpu, 1e-3))
+
+    def drop_first(self) -> None:
+        """Forgets each side's first turn, in which it warmed up."""
+        for rates in (*self.rates.values(), *self.cpu_rates.values()):
+            del rates[0]
+
+    def ratio(self) -> float:
+        """The median over turns of our rate to theirs in the same turn."""
+        return self._ratio(self.rates)
+
+    def said(self, unit: str) -> str:
+        """Both sides' median rates, and the ratio of those a CPU second."""
+        sides = ", ".join(f"{side} {statistics.median(rates):,.0f}" for side, rates in self.rates.items())
+        return f"{sides} {unit}/s; {self._ratio(self.cpu_rates):.2f} x a CPU second"
+
+    def _ratio(self, rates: dict[str, list[float]]) -> float:
+        pairs = zip(rates[self._ours], rates[self._theirs], strict=True)
+        return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def check_losses(ours: Sequence[float], theirs: Sequence[float], *, rtol: float = 2e-3, atol: float = 1e-5) -> None:
+    """Checks that both sides computed the same.
+
+    Raises:
+        AssertionError: where their losses differ by more than rounding explains.
+    """
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if abs(mine - other) > atol + rtol * abs(other):
+            raise AssertionError(f"step {step} of this turn: our loss is {mine:.6g}, theirs {other:.6g}")

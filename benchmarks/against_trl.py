@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import BETA, KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses

@@ -1,7 +1,7 @@
 """The service against the same engine driven by a plain Python loop in one process, on the same rows in turns.
 
-Remote is the SDK over gRPC on loopback with the journal on, pipelined; what separates the two is everything that putting
-the loop elsewhere costs.
+Remote is the SDK over gRPC on loopback with the journal on, pipelined; what separates the two is everything that
+putting the loop elsewhere costs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+from gradwire_proto.v1 import training_pb2 as pb
+from support.engine import LocalEngine, token_rows
+
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, Rows, num_tokens, standard_model
-from gradwire_proto.v1 import training_pb2 as pb
-from support.engine import LocalEngine, token_rows
 
 RUN = "run"
 

@@ -115,7 +115,9 @@ def main() -> None:
     each = ", ".join(f"{value:.2f}" for value in found.each_awaited_ms)
     print(f"awaited step, wall minus engine: {found.awaited_ms:.2f} ms (at most {LIMIT_MS:g}); each: {each}")
     each = ", ".join(f"{value:.0f}" for value in found.each_pipelined)
-    print(f"pipelined, {IN_FLIGHT} in flight: {found.pipelined:.0f} operations/s (at least {LIMIT_RATE:g}); each: {each}")
+    print(
+        f"pipelined, {IN_FLIGHT} in flight: {found.pipelined:.0f} operations/s (at least {LIMIT_RATE:g}); each: {each}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from pathlib import Path
 import gradwire
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
+
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, Rows, num_tokens, standard_model
-from transformers import AutoModelForCausalLM
 
 IGNORED = -100
 

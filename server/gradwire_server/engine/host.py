@@ -9,7 +9,7 @@ not trained wrongly. Never remote code, never pickled weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from gradwire_server.engine.packing_check import choose_packing
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+    from gradwire_server.engine.grouped_lora import AdapterLayers, Span
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class HostedModel:
         model: the transformers model; frozen where it is a shared base.
         trunk: the part of it that ends in hidden states.
         adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
+        adapter_layers: what computes with the adapters.
         packing: the form that it may be given ragged sequences in.
         has_dropout: whether the model itself, adapters aside, drops anything in training mode.
     """
@@ -90,8 +93,7 @@ class HostedModel:
         self.model = model
         self.trunk = cast(nn.Module, model.get_decoder())
         self.adapters: PeftModel | None = None
-        self._adapter_layers: list[Any] = []
-        self._adapter: str | None = None
+        self.adapter_layers: AdapterLayers | None = None
         self._training = False
         self._checkpointing = False
         self.has_dropout = _has_dropout(model)
@@ -135,26 +137,25 @@ class HostedModel:
 
     def adapters_changed(self) -> None:
         """To be called when adapters were added to or removed from the model."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from gradwire_server.engine.grouped_lora import AdapterLayers
 
-        self._adapter_layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
-        for layer in self._adapter_layers:
-            layer.enable_adapters(False)
-        self._adapter = None
+        self.adapter_layers = AdapterLayers(self.model)
         self._training = False
         self.model.eval()
 
     def activate(self, adapter: str | None = None, *, training: bool = False, checkpointing: bool = False) -> None:
         """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are."""
-        if adapter != self._adapter:
-            for layer in self._adapter_layers:
-                if adapter is None:
-                    layer.enable_adapters(False)
-                else:
-                    layer.set_adapter(adapter)
-                    if self._adapter is None:
-                        layer.enable_adapters(True)
-            self._adapter = adapter
+        if self.adapter_layers is not None:
+            self.adapter_layers.use(adapter)
+        self._set_mode(training, checkpointing)
+
+    def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
+        """Puts several adapters in place, each for its tokens, in training mode; :meth:`activate` ends it."""
+        assert self.adapter_layers is not None
+        self.adapter_layers.use_spans(spans, self.device)
+        self._set_mode(True, checkpointing)
+
+    def _set_mode(self, training: bool, checkpointing: bool) -> None:
         if training != self._training:
             self.model.train(training)
             self._training = training

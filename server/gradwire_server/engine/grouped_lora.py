@@ -1,0 +1,249 @@
+"""LoRA on a shared model: which adapter computes which tokens.
+
+The adapters are peft's, and so are their layers (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``). What computes in
+a linear one is here: the frozen product once for all tokens, then each adapter's on its own *span* of the token axis,
+in one autograd function, so that nothing as wide as the output is kept or added up twice. One run has one span over
+everything; several runs that go through the model together have a span each, and the gradients of each go to its own
+parameters alone. To change spans is to set an attribute.
+
+Adapters with dropout, and those on layers that are not linear, stay with peft, one at a time.
+
+Legend: ``N`` tokens, padding included; ``I``, ``O`` features in and out; ``R`` rank; ``G`` spans.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+logger = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """Tokens that an adapter computes: ``start <= place < stop`` on the flattened token axis; None is its end."""
+
+    adapter: str
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass
+class _Active:
+    """What the layers of a model are to compute. ``peft``: as peft does, with the adapters enabled in them."""
+
+    spans: tuple[Span, ...] = ()
+    ends: Tensor | None = None
+    peft: bool = False
+
+
+class AdapterLayers:
+    """The adapter layers of one model, to be made anew when adapters were added or removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        self._active = _Active()
+        everywhere: set[str] = set()
+        with_peft: set[str] = set()
+        for layer in self._layers:
+            names = {*layer.lora_A, *layer.lora_embedding_A}
+            everywhere |= names
+            if type(layer) in (LoraLinear, SpanLinear):
+                layer.__class__ = SpanLinear
+                layer.active = self._active
+                names = {name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)}
+            with_peft |= names
+        self._in_spans = everywhere - with_peft
+        self._peft_adapter: str | None = None
+        self._disable()
+
+    def use(self, adapter: str | None) -> None:
+        """Computes all tokens with one adapter, or with none."""
+        if adapter is None or adapter in self._in_spans:
+            self.use_spans(() if adapter is None else (Span(adapter),))
+        elif adapter != self._peft_adapter:
+            for layer in self._layers:
+                layer.set_adapter(adapter)
+                layer.enable_adapters(True)
+            self._active.peft, self._peft_adapter = True, adapter
+
+    def computes_in_spans(self, adapter: str) -> bool:
+        """Whether an adapter may be one of several: it has no dropout, and linear layers only."""
+        return adapter in self._in_spans
+
+    def use_spans(self, spans: Sequence[Span], device: torch.device | None = None) -> None:
+        """Computes the tokens of each span with its adapter.
+
+        Args:
+            spans: one behind the other, from place 0 on.
+            device: of the model; where it is CUDA and every span says its end, grouped kernels are used.
+        """
+        if self._peft_adapter is not None:
+            self._disable()
+        self._active.spans, self._active.ends = tuple(spans), None
+        if device is not None and device.type == "cuda" and len(spans) > 1:
+            ends = torch.tensor([span.stop for span in spans], dtype=torch.int32)
+            self._active.ends = ends.to(device, non_blocking=True)
+
+    def _disable(self) -> None:
+        self._active.peft, self._peft_adapter = False, None
+        for layer in self._layers:
+            layer.enable_adapters(False)
+            for name in layer.adapter_layer_names:  # peft has frozen all but the adapter that was active
+                getattr(layer, name).requires_grad_(True)
+
+
+class SpanLinear(LoraLinear):
+    """peft's linear layer, computing with the spans that are active."""
+
+    active: _Active
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = self.active
+        if active.peft:
+            return super().forward(x, *args, **kwargs)
+        spans = [span for span in active.spans if span.adapter in self.lora_A]
+        if not spans:
+            return self.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
+        weight, bias = _frozen_product(self.base_layer)
+        result = self.base_layer(x, *args, **kwargs) if weight is None else None
+        pairs: list[Tensor] = [
+            cast(Tensor, side[span.adapter].weight) for span in spans for side in (self.lora_A, self.lora_B)
+        ]
+        scales = [self.scaling[span.adapter] for span in spans]
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+            weight, bias, result = (each if each is None else each.to(dtype) for each in (weight, bias, result))
+            pairs = [each.to(dtype) for each in pairs]
+        ends = active.ends if len(spans) == len(active.spans) and _alike(pairs, scales) else None
+        if ends is not None and (ends.device != x.device or not grouped_products_run(x.device, x.dtype)):
+            ends = None
+        output: Tensor = _LoraLinear.apply(x, result, weight, bias, spans, scales, ends, *pairs)  # type: ignore[no-untyped-call]
+        return output
+
+
+def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Weight ``[O, I]`` and bias of a layer that is a plain product; no weight where it does anything else."""
+    if hasattr(layer, "_hf_hook"):  # accelerate moves data between devices in it
+        return None, None
+    if type(layer) is nn.Linear:
+        return layer.weight, layer.bias
+    if type(layer) is Conv1D:
+        return layer.weight.T, layer.bias
+    return None, None
+
+
+class _LoraLinear(torch.autograd.Function):
+    """``x W^T + bias``, or the result given in its place, plus each span's ``scale * x A^T B^T``. ``W`` is frozen.
+
+    ``ends``, int32 on the device, has the spans' products done by grouped kernels: ranks and scales are then alike.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        result: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        spans: Sequence[Span],
+        scales: Sequence[float],
+        ends: Tensor | None,
+        *pairs: Tensor,
+    ) -> Tensor:
+        tokens = x.flatten(0, -2)
+        if weight is not None:
+            output = F.linear(tokens, weight, bias)
+        else:
+            assert result is not None
+            output = result.flatten(0, -2).clone()
+        if ends is None:
+            inner = []
+            for span, scale, a, b in zip(spans, scales, pairs[::2], pairs[1::2], strict=True):
+                inner.append(tokens[span.start : span.stop] @ a.T)
+                output[span.start : span.stop].addmm_(inner[-1], b.T, alpha=scale)
+        else:
+            inner = [F.grouped_mm(tokens, torch.stack(pairs[::2]).mT, offs=ends)]
+            output.add_(F.grouped_mm(inner[0], torch.stack(pairs[1::2]).mT, offs=ends), alpha=scales[0])
+        ctx.save_for_backward(x, weight, *inner, *pairs)
+        ctx.spans, ctx.scales, ctx.ends = spans, scales, ends
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *saved = ctx.saved_tensors
+        spans, scales, ends = ctx.spans, ctx.scales, ctx.ends
+        count = len(spans) if ends is None else 1
+        inner, pairs = saved[:count], saved[count:]
+        tokens, grad = x.flatten(0, -2), grad_output.flatten(0, -2)
+        into: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            into = torch.zeros_like(tokens) if weight is None else grad @ weight
+        grads: list[Tensor] = []
+        if ends is None:
+            for span, scale, between, a, b in zip(spans, scales, inner, pairs[::2], pairs[1::2], strict=True):
+                own = grad[span.start : span.stop]
+                through = own @ b
+                grads.append((through.T @ tokens[span.start : span.stop]).mul_(scale))
+                grads.append((own.T @ between).mul_(scale))
+                if into is not None:
+                    into[span.start : span.stop].addmm_(through, a, alpha=scale)
+        else:
+            a, b = torch.stack(pairs[::2]), torch.stack(pairs[1::2])
+            through = F.grouped_mm(grad, b, offs=ends)
+            of_a = F.grouped_mm(through.T, tokens, offs=ends).mul_(scales[0])
+            of_b = F.grouped_mm(grad.T, inner[0], offs=ends).mul_(scales[0])
+            grads = [each for pair in zip(of_a, of_b, strict=True) for each in pair]
+            if into is not None:
+                into.add_(F.grouped_mm(through, a, offs=ends), alpha=scales[0])
+        of_x = None if into is None else into.unflatten(0, x.shape[:-1])
+        return of_x, grad_output if weight is None else None, None, None, None, None, None, *grads
+
+
+def _alike(pairs: Sequence[Tensor], scales: Sequence[float]) -> bool:
+    """Whether grouped kernels take these: equal shapes and scales, rows that begin at multiples of 16 bytes."""
+    sides = (pairs[::2], pairs[1::2])
+    return len(set(scales)) == 1 and all(
+        len({each.shape for each in side}) == 1 and all(size * side[0].itemsize % 16 == 0 for size in side[0].shape)
+        for side in sides
+    )
+
+
+@cache
+def grouped_products_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the grouped kernels of this torch give on this device, for all products needed, what single ones do."""
+    if not hasattr(F, "grouped_mm"):
+        return False
+    ends = torch.tensor([8, 24], dtype=torch.int32, device=device)
+    spans = [slice(0, 8), slice(8, 24)]
+    tokens, between = torch.randn(24, 64, device=device, dtype=dtype), torch.randn(24, 16, device=device, dtype=dtype)
+    stacked = torch.randn(2, 16, 64, device=device, dtype=dtype)
+    try:
+        found = [
+            F.grouped_mm(tokens, stacked.mT, offs=ends).flatten(),
+            F.grouped_mm(between, stacked, offs=ends).flatten(),
+            F.grouped_mm(between.T, tokens, offs=ends).flatten(),
+        ]
+    except (RuntimeError, ValueError) as error:
+        logger.warning("no grouped products on %s in %s, adapters are computed in turn: %s", device, dtype, error)
+        return False
+    expected = [
+        torch.cat([(tokens[span] @ each.T).flatten() for span, each in zip(spans, stacked, strict=True)]),
+        torch.cat([(between[span] @ each).flatten() for span, each in zip(spans, stacked, strict=True)]),
+        torch.cat([(between[span].T @ tokens[span]).flatten() for span in spans]),
+    ]
+    right = all(torch.allclose(one, other, rtol=5e-2, atol=5e-1) for one, other in zip(found, expected, strict=True))
+    if not right:
+        logger.warning("grouped products are wrong on %s in %s: adapters are computed in turn", device, dtype)
+    return right

@@ -1,0 +1,164 @@
+"""Adapters by spans of tokens: what peft computes, for one adapter or for several at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_server.engine import grouped_lora
+from gradwire_server.engine.grouped_lora import Span
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.packing import Packing
+from gradwire_server.engine.policy import LoraPolicy
+from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.together import can_go_together, hidden_together
+from torch import Tensor
+
+SETTINGS: list[dict[str, Any]] = [
+    {"rank": 4},
+    {"rank": 8, "alpha": 3.0},
+    {"rank": 2, "target_modules": ["q_proj", "down_proj"]},
+]
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def some_batch(seed: int, lengths: list[int]) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 64, (sum(lengths),), generator=generator)
+    return Batch(
+        ids, torch.tensor(lengths), torch.ones(len(ids), dtype=torch.bool), torch.ones(len(lengths), dtype=torch.int64)
+    )
+
+
+def perturb(run: EngineRun) -> None:
+    """B begins with zeros, which would hide what A does."""
+    with torch.no_grad():
+        for number, parameter in enumerate(run.policy.trainable_parameters().values()):
+            parameter.add_(torch.sin(torch.arange(parameter.numel()) + number).view_as(parameter), alpha=0.1)
+
+
+def gradients(run: EngineRun) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in run.policy.trainable_parameters().items():
+        assert parameter.grad is not None, name
+        found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+@pytest.fixture
+def make(make_run: Any, model_path: Path, dtype: torch.dtype) -> Any:
+    host = ModelHost({"tiny": str(model_path)}, dtype=dtype)
+
+    def one(settings: dict[str, Any], seed: int = 0, **more: Any) -> EngineRun:
+        run: EngineRun = make_run(lora=settings, seed=seed, host=host, **more)
+        perturb(run)
+        return run
+
+    return one
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_each_run_gets_what_it_gets_alone(make: Any, dtype: torch.dtype, packing: Packing) -> None:
+    runs = [make(settings, seed) for seed, settings in enumerate(SETTINGS)]
+    batches = [some_batch(seed, lengths) for seed, lengths in enumerate([[5, 1, 8], [3], [8, 8]])]
+    positions = [torch.arange(len(batch.input_ids) - 1) for batch in batches]
+    policies: list[LoraPolicy] = [run.policy for run in runs]
+    policies[0].hosted.packing = min(packing, policies[0].hosted.packing)
+    alone = []
+    for policy, batch, places in zip(policies, batches, positions, strict=True):
+        alone.append(policy.hidden(batch.input_ids, batch.lengths, places, training=True))
+        alone[-1].sin().sum().backward()
+    expected = [gradients(run) for run in runs]
+
+    together = hidden_together(policies, batches, positions)
+    torch.cat(together).sin().sum().backward()
+
+    atol = TOLERANCES[dtype]
+    for mine, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=atol, rtol=atol)
+    for run, by_name in zip(runs, expected, strict=True):
+        for name, gradient in gradients(run).items():
+            torch.testing.assert_close(gradient, by_name[name], atol=10 * atol, rtol=10 * atol, msg=name)
+
+
+def test_one_adapter_computes_what_peft_does(make: Any, dtype: torch.dtype) -> None:
+    run = make(SETTINGS[1])
+    make(SETTINGS[0], 1)
+    batch = some_batch(3, [6, 4])
+    ours = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
+    ours.sin().sum().backward()
+    mine = gradients(run)
+    layers = run.policy.hosted.adapter_layers
+    layers._in_spans = set()
+    theirs = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
+    theirs.sin().sum().backward()
+    assert layers._active.peft
+    atol = TOLERANCES[dtype]
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+    for name, expected in gradients(run).items():
+        torch.testing.assert_close(mine[name], expected, atol=10 * atol, rtol=10 * atol, msg=name)
+
+
+def test_a_run_on_embeddings_or_with_dropout_goes_alone_as_peft_computes_it(make: Any) -> None:
+    plain, other = make({"rank": 4}), make({"rank": 2}, 1)
+    dropout, embeddings = make({"rank": 4, "dropout": 0.5}, 2), make({"rank": 4, "target_modules": ["embed_tokens"]}, 3)
+    assert can_go_together(plain.policy, other.policy)
+    assert not can_go_together(plain.policy, plain.policy)
+    assert not can_go_together(plain.policy, dropout.policy)
+    assert not can_go_together(embeddings.policy, plain.policy)
+    batch = some_batch(0, [9, 4])
+    for run in (dropout, plain, embeddings, other, dropout):
+        run.policy.hidden(batch.input_ids, batch.lengths, training=True).sin().sum().backward()
+        assert any(gradient.any() for gradient in gradients(run).values())
+        others = [each for each in (plain, other, dropout, embeddings) if each is not run]
+        assert all(p.grad is None for each in others for p in each.policy.trainable_parameters().values())
+    drawn = [dropout.policy.hidden(batch.input_ids, batch.lengths, training=True) for _ in range(2)]
+    assert not torch.equal(*drawn)
+
+
+def test_gradient_checkpointing_computes_again_with_the_same_spans(make: Any, dtype: torch.dtype) -> None:
+    found = []
+    for checkpointing in (False, True):
+        runs = [
+            make(settings, seed, gradient_checkpointing=checkpointing) for seed, settings in enumerate(SETTINGS[:2])
+        ]
+        batches = [some_batch(seed, [7, 2]) for seed in range(2)]
+        places = [torch.arange(9)] * 2
+        states = hidden_together([run.policy for run in runs], batches, places)
+        torch.cat(states).sin().sum().backward()
+        found.append([gradients(run) for run in runs])
+    for plain, again in zip(*found, strict=True):
+        for name, gradient in plain.items():
+            torch.testing.assert_close(again[name], gradient, msg=name)
+
+
+def test_grouped_kernels_give_what_products_in_turn_do() -> None:
+    if not grouped_lora.grouped_products_run(torch.device("cpu"), torch.float32):
+        pytest.skip("this torch has no grouped products on the CPU")
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).requires_grad_()
+
+    x, weight, pairs = (
+        some(1, 20, 16),
+        some(12, 16).detach(),
+        [each for _ in range(3) for each in (some(4, 16), some(12, 4))],
+    )
+    spans = [Span("a", 0, 3), Span("b", 3, 11), Span("c", 11, 20)]
+    assert grouped_lora._alike(pairs, [2.0] * 3)
+    found = []
+    for ends in (None, torch.tensor([3, 11, 20], dtype=torch.int32)):
+        output = grouped_lora._LoraLinear.apply(x, None, weight, None, spans, [2.0] * 3, ends, *pairs)  # type: ignore[no-untyped-call]
+        found.append([output, *torch.autograd.grad(output.sin().sum(), [x, *pairs])])
+    for in_turn, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, in_turn)

@@ -85,10 +85,18 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
 
 def token_rows(field: str, rows: Any) -> Column:
     """A column of token ids from rows of ids; a single flat row is one row."""
+    described = LossField(field, "int", ("[rows, tokens]",))
+    if isinstance(rows, list) and rows and all(map(_is_id_row, rows)):  # many rows, as rollouts send them: at once
+        levels = (np.array([len(row) for row in rows], np.uint32),)
+        return Column(_joined(_Place(described), [np.concatenate(rows)], [0], levels), levels)
     value = _plain(rows)
     if _rank(value) == 1 and len(value):
         value = [value]
-    return _to_column(LossField(field, "int", ("[rows, tokens]",)), value)
+    return _to_column(described, value)
+
+
+def _is_id_row(row: Any) -> bool:
+    return type(row) is np.ndarray and row.ndim == 1 and row.dtype.kind in "iu"
 
 
 def _by_name(batch: Any) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +135,12 @@ class SampleResult:
     def from_wire(result: pb.OperationResult, columns: Columns) -> SampleResult:
         body = result.sample
         per_prompt, lengths = columns["token_ids"].levels
-        ends = np.cumsum(lengths, dtype=np.int64)[:-1]
-        tokens = np.split(columns["token_ids"].values, ends) if len(lengths) else []
-        logprobs = np.split(columns["logprobs"].values, ends) if len(lengths) else []
+        ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        tokens, logprobs = columns["token_ids"].values, columns["logprobs"].values
+        texts: Iterable[str | None] = body.texts or itertools.repeat(None, len(ends))
         flat = [
-            Sample(ids, lps, body.texts[index] if body.texts else None, body.stop_reasons[index])
-            for index, (ids, lps) in enumerate(zip(tokens, logprobs, strict=True))
+            Sample(tokens[start:end], logprobs[start:end], text, reason)
+            for start, end, text, reason in zip([0, *ends[:-1]], ends, texts, body.stop_reasons, strict=False)
         ]
         starts = np.cumsum(per_prompt, dtype=np.int64) - per_prompt
         return SampleResult(

@@ -22,7 +22,7 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     order: tuple[int, int]
     prompt: IntArray
@@ -86,7 +86,7 @@ class GenerationBatcher:
         self._patience_s = patience_s
         self._straggler_s = straggler_s
         self._alarm: asyncio.TimerHandle | None = None
-        self._waiting: list[_Request] = []
+        self._waiting: dict[_Request, None] = {}
         self._turns: dict[int, int] = {}
         self._active: set[int] = set()
         self._excused: set[int] = set()
@@ -110,13 +110,12 @@ class GenerationBatcher:
         self._excused.discard(index)
         turn = self._turns[index] = self._turns.get(index, 0) + 1
         request = _Request((turn, index), prompt, params, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
+        self._waiting[request] = None
         self._dispatch()
         try:
             return await request.answer
         finally:
-            if request in self._waiting:
-                self._waiting.remove(request)
+            self._waiting.pop(request, None)
 
     async def close(self) -> None:
         self._disarm()
@@ -142,9 +141,10 @@ class GenerationBatcher:
         self._disarm()
         ordered = sorted(self._waiting, key=lambda request: request.order)
         kind = ordered[0].params
-        batch = [request for request in ordered if request.params == kind][: self._max_batch]
-        chosen = set(map(id, batch))
-        self._waiting = [request for request in self._waiting if id(request) not in chosen]
+        same = [request for request in ordered if request.params is kind or request.params == kind]
+        batch = same[: self._max_batch]
+        for request in batch:
+            del self._waiting[request]
         if not self._tasks:
             self._busy_since = time.monotonic()
         task = asyncio.create_task(self._send(batch, kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -114,7 +114,7 @@ class State:
         """A copy with these fields changed; keys of ``data`` that are not given stay."""
         if "data" in changes:
             changes["data"] = {**self.data, **changes["data"]}
-        return replace(self, **changes)
+        return type(self)(**vars(self) | changes)
 
 
 @dataclass(frozen=True)

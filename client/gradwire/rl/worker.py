@@ -108,7 +108,7 @@ class RLRolloutWorker:
         return state
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        if inspect.iscoroutinefunction(method) or not self._environment.blocking:
+        if not self._environment.blocking or inspect.iscoroutinefunction(method):
             result = method(*args)
         else:
             result = await run_in_daemon(lambda: method(*args))

@@ -1,6 +1,6 @@
 """The engine's process: ``python -m gradwire_server.engine --fd N --state-dir DIR --model NAME=PATH …``.
 
-One thread reads requests ahead and decodes their payloads; this one carries them out in order and replies. The
+One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies. The
 process ends when it is told to, and at once when its parent does: a stale engine must not go on writing.
 """
 
@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,8 +27,10 @@ from gradwire_server.engine.engine import Engine
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.heartbeat import Heartbeat
 from gradwire_server.engine.link import EngineLink, LinkClosed
+from gradwire_server.engine.loop import Loop, Request
 from gradwire_server.engine.marks import Marks
-from gradwire_server.engine.operations import Columns
+from gradwire_server.engine.outcome import Columns
+from gradwire_server.engine.underway import SamplesUnderway
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 
@@ -40,13 +41,6 @@ GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
 D = TypeVar("D", int, None)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class _Request:
-    message: engine_pb2.EngineRequest
-    columns: Columns
-    error: codec.CodecError | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,13 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
         return 1
-    requests: queue.Queue[_Request] = queue.Queue(READ_AHEAD)
+    requests: queue.Queue[Request] = queue.Queue(READ_AHEAD)
     try:
         link.send(hello)
         threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send)
         heartbeat.start()
-        _serve(link, engine, requests, heartbeat)
+        Loop(
+            engine,
+            SamplesUnderway(engine),
+            requests,
+            lambda answer: link.send(answer.reply, answer.buffers),
+            lambda request_ids: heartbeat.working(),
+        ).run()
     except LinkClosed:
         logger.info("the front is gone")
     tracing.close()
@@ -96,17 +96,7 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
     )
 
 
-def _serve(link: EngineLink, engine: Engine, requests: queue.Queue[_Request], heartbeat: Heartbeat) -> None:
-    while True:
-        request = requests.get()
-        with heartbeat.working():
-            answer = engine.answer(request.message, request.columns, request.error)
-        link.send(answer.reply, answer.buffers)
-        if request.message.HasField("shutdown"):
-            return
-
-
-def _read_ahead(link: EngineLink, requests: queue.Queue[_Request]) -> None:
+def _read_ahead(link: EngineLink, requests: queue.Queue[Request]) -> None:
     while True:
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
@@ -120,7 +110,7 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[_Request]) -> None:
                 columns = codec.decode(message.operation.tensors, payload)
             except codec.CodecError as found:
                 error = found
-        requests.put(_Request(message, columns, error))
+        requests.put(Request(message, columns, error))
         if message.HasField("shutdown"):
             return
 

@@ -23,12 +23,12 @@ from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.marks import Marks
 from gradwire_server.engine.memory import Memory
-from gradwire_server.engine.operations import Columns, Outcome
+from gradwire_server.engine.outcome import Columns, Outcome
 from gradwire_server.engine.references import References
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import restore
-from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, load_tokenizer
 from gradwire_server.engine.samples import begin_outside
+from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, load_tokenizer
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.sampling.base import Sampler
@@ -78,8 +78,10 @@ class Engine:
     ) -> None:
         self.host = ModelHost(models, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
         self.store = CheckpointStore(state_dir)
-        self.references = References(self.host, self.store, cache_bytes=reference_cache_bytes)
         self.sampler: Sampler[Any] = LocalSampler()
+        self.references = References(
+            self.host, self.store, cache_bytes=reference_cache_bytes, in_use=lambda policy: self.sampler.uses(policy)
+        )
         self.memory = Memory(self.host.device, microbatch_tokens, activation_bytes)
         self.budget = self.memory.most
         self.tracing = tracing or Tracing()
@@ -135,7 +137,7 @@ class Engine:
             if not self.begins(request):
                 answer = _plain(not_started=training_pb2.Empty())
             elif decode_error is not None:
-                answer = self._failed(request.operation, decode_error, 0.0)
+                answer = self.failed(request.operation, decode_error, 0.0)
             else:
                 with logs.about(request.operation.run_id, request.operation.seq):
                     answer = self._handlers[kind](request, columns)
@@ -201,19 +203,18 @@ class Engine:
         try:
             with self.tracing.span(f"gradwire.engine.{kind}", asked.traceparent, run=asked.run_id, seq=asked.seq):
                 outcome = operations.carry_out(self, run, asked.seq, asked.operation, columns)
-                specs, buffers = codec.encode(outcome.columns)
+                answer = succeeded(outcome, asked.seq, time.perf_counter() - start)
         except Exception as error:  # the boundary, as in answer(): the operation's result says what went wrong
             if is_fatal(error):
                 raise
-            return self._failed(asked, error, time.perf_counter() - start)
+            return self.failed(asked, error, time.perf_counter() - start)
         finally:
             run.seq = asked.seq
-        result = _finish(outcome, specs, buffers, time.perf_counter() - start)
-        result.seq = asked.seq
         crash_point("engine.before_reply")
-        return Answer(engine_pb2.EngineReply(result=result), buffers)
+        return answer
 
-    def _failed(self, asked: engine_pb2.EngineOperation, error: Exception, seconds: float) -> Answer:
+    def failed(self, asked: engine_pb2.EngineOperation, error: Exception, seconds: float) -> Answer:
+        """The answer to an operation that failed; its run knows of it from now on."""
         if asked.run_id in self.runs:
             self.runs[asked.run_id].failed_seq = asked.seq
         what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"
@@ -230,10 +231,7 @@ class Engine:
         started = begin_outside(self, request.sample)
         while not started.job.done:
             self.sampler.step()
-        outcome = started.outcome()
-        specs, buffers = codec.encode(outcome.columns)
-        result = _finish(outcome, specs, buffers, time.perf_counter() - start)
-        return Answer(engine_pb2.EngineReply(result=result), buffers)
+        return succeeded(started.outcome(), 0, time.perf_counter() - start)
 
     def _verify_checkpoint(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
         manifest = self.store.verify(request.verify_checkpoint.checkpoint)
@@ -260,15 +258,16 @@ def _plain(**kind: object) -> Answer:
     return Answer(engine_pb2.EngineReply(**kind), [])  # type: ignore[arg-type]  # one of the reply's kinds
 
 
-def _finish(
-    outcome: Outcome, specs: list[training_pb2.TensorSpec], buffers: list[memoryview], seconds: float
-) -> training_pb2.OperationResult:
+def succeeded(outcome: Outcome, seq: int, seconds: float) -> Answer:
+    """The answer to what was carried out, with number ``seq`` where it is a run's operation."""
+    specs, buffers = codec.encode(outcome.columns)
     result = outcome.result
+    result.seq = seq
     result.status = training_pb2.STATUS_SUCCEEDED
     result.timings.engine_s = seconds
     result.tensors.extend(specs)
     result.payload_bytes = sum(buffer.nbytes for buffer in buffers)
-    return result
+    return Answer(engine_pb2.EngineReply(result=result), buffers)
 
 
 def loss_info(loss: LossSpec) -> training_pb2.LossInfo:

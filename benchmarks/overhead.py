@@ -1,7 +1,5 @@
 """What the way to the engine and back costs: over loopback, with the journal on, on a tiny model.
 
-    python benchmarks/overhead.py [--repeats 5]
-
 ``awaited``: forward_backward and optim_step of one row of 32 tokens on a model of 0.1 M parameters, each awaited
 before the next: milliseconds a step that are not the engine's computing. ``pipelined``: 32 operations in flight with a
 loss that costs nothing, in the real engine: operations a second.
@@ -9,24 +7,20 @@ loss that costs nothing, in the real engine: operations a second.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradwire
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from _support.small_model import small_model
+from benchmarks.report import Figure, Size, run_alone
+from benchmarks.workload import small_model
 
-LIMIT_MS, LIMIT_RATE = 4.0, 1000.0
 IN_FLIGHT = 32
 TOKENS = 32
 
@@ -44,21 +38,6 @@ def free(batch, scores, config):
     """Nothing."""
     return LossOutput(terms={"zero": Term(torch.zeros(()), 1.0, "sum")}, metrics={})
 '''
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Medians over the repeats, and what they are of.
-
-    Attributes:
-        awaited_ms: milliseconds a step, wall minus engine compute.
-        pipelined: operations a second.
-    """
-
-    awaited_ms: float
-    pipelined: float
-    each_awaited_ms: list[float]
-    each_pipelined: list[float]
 
 
 async def awaited(run: gradwire.TrainingClient, batch: dict[str, Any], steps: int) -> float:
@@ -85,40 +64,46 @@ async def pipelined(run: gradwire.TrainingClient, batch: dict[str, Any], operati
     return operations / (time.perf_counter() - began)
 
 
-async def _measure(folder: Path, repeats: int, steps: int, operations: int) -> Overhead:
-    model = small_model(folder / "model", hidden_size=64, num_layers=2)
-    losses = folder / "free.py"
-    losses.write_text(FREE_LOSS)
+async def both(size: Size) -> list[Figure]:
+    steps, operations = size.pick(200, 10), size.pick(2000, 100)
     batch = {"input_ids": np.random.default_rng(0).integers(3, 90, (1, TOKENS))}
     step_ms, rates = [], []
-    server_args = ["--losses", str(losses), "--threads", "1"]
-    async with gradwire.connect(models=[f"tiny={model}"], server_args=server_args) as service:
-        run = await service.create_run("tiny")
-        await awaited(run, batch, 20)
-        await pipelined(run, batch, 200)
-        for _ in range(repeats):
-            step_ms.append(await awaited(run, batch, steps))
-            rates.append(await pipelined(run, batch, operations))
-    return Overhead(statistics.median(step_ms), statistics.median(rates), step_ms, rates)
-
-
-def measure(repeats: int = 5, steps: int = 200, operations: int = 2000) -> Overhead:
-    """Both figures, from one server that is started for it and ended."""
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measure(Path(folder), repeats, steps, operations))
+        model = small_model(Path(folder) / "model", hidden_size=64, num_layers=2)
+        losses = Path(folder) / "free.py"
+        losses.write_text(FREE_LOSS)
+        server_args = ["--losses", str(losses), "--threads", "1"]
+        async with gradwire.connect(models=[f"tiny={model}"], server_args=server_args) as service:
+            run = await service.create_run("tiny")
+            await awaited(run, batch, steps // 10)
+            await pipelined(run, batch, operations // 10)
+            for _ in range(size.repeats):
+                step_ms.append(await awaited(run, batch, steps))
+                rates.append(await pipelined(run, batch, operations))
+    return [
+        Figure(
+            "overhead of the service, awaited",
+            statistics.median(step_ms),
+            "ms a step",
+            4.0,
+            at_least=False,
+            detail=f"wall less engine compute of forward_backward and optim_step, {TOKENS} tokens, median of {steps}",
+            samples={"ms": step_ms},
+        ),
+        Figure(
+            "operations in a pipeline",
+            statistics.median(rates),
+            "operations/s",
+            1000.0,
+            detail=f"{IN_FLIGHT} in flight, a loss that costs nothing",
+            samples={"operations/s": rates},
+        ),
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    found = measure(parser.parse_args().repeats)
-    each = ", ".join(f"{value:.2f}" for value in found.each_awaited_ms)
-    print(f"awaited step, wall minus engine: {found.awaited_ms:.2f} ms (at most {LIMIT_MS:g}); each: {each}")
-    each = ", ".join(f"{value:.0f}" for value in found.each_pipelined)
-    print(
-        f"pipelined, {IN_FLIGHT} in flight: {found.pipelined:.0f} operations/s (at least {LIMIT_RATE:g}); each: {each}"
-    )
+def measure(size: Size) -> list[Figure]:
+    return asyncio.run(both(size))
 
 
 if __name__ == "__main__":
-    main()
+    run_alone(measure, __doc__)

@@ -1,0 +1,139 @@
+"""The table of what gradwire must show on a CPU: ``python -m benchmarks``, or ``make bench``.
+
+    python -m benchmarks [--only ROW …] [--repeats 5] [--smoke] [--json FILE] [--write-docs]
+
+Each row is a module that also runs alone, in a process of its own here: a row that fails or takes too long leaves the
+others alone. Figures go to a JSON file with the machine's description; ``--write-docs`` puts the table into
+``docs/performance.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.report import Figure, show
+
+ROOT = machine.ROOT
+DOCS = ROOT / "docs/performance.md"
+BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-- figures: end -->"
+ROWS = (
+    "overhead", "in_process", "padded_loop", "against_trl", "memory", "second_epoch", "lora_runs", "growth",
+    "sampling", "rl_rollouts",
+)  # fmt: skip
+LIMIT_S = 600.0
+
+
+def run(row: str, repeats: int, smoke: bool) -> list[Figure] | str:
+    """One row's figures, or why there are none."""
+    # Threads that spin while others compute would be measured as slowness of whoever's turn it is.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"} | os.environ
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = [sys.executable, "-m", f"benchmarks.{row}", "--repeats", str(repeats), "--json", str(file)]
+        try:
+            done = subprocess.run(
+                words + ["--smoke"] * smoke, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"took more than {LIMIT_S:g} s"
+        if done.returncode or not file.exists():
+            return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        return [Figure(**figure) for figure in json.loads(file.read_text())]
+
+
+def aim(figure: Figure) -> str:
+    if figure.target is None:
+        return ""
+    return f"{'≥' if figure.at_least else '≤'} {figure.target:,g}"
+
+
+def verdict(figure: Figure) -> str:
+    return {None: "told", True: "reached", False: "missed"}[figure.reached]
+
+
+def rich_table(figures: list[Figure], failures: dict[str, str], words: str) -> Table:
+    table = Table(title="gradwire", caption=words, show_lines=True)
+    for name in ("figure", "measured", "to reach", "", "from"):
+        table.add_column(name)
+    for figure in figures:
+        style = "red" if figure.reached is False else ""
+        value = f"{show(figure.value)} {figure.unit}"
+        table.add_row(figure.name, value, aim(figure), verdict(figure), figure.detail, style=style)
+    for row, why in failures.items():
+        table.add_row(row, "none", "", "failed", why, style="red")
+    return table
+
+
+def markdown(figures: list[Figure], failures: dict[str, str], words: str, repeats: int) -> str:
+    """The table, for the page."""
+    lines = [f"{words}. Medians of {repeats} turns.", ""]
+    lines += ["| figure | measured | to reach | | from |", "| --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| {figure.name} | {show(figure.value)} {figure.unit} | {aim(figure)} | {verdict(figure)} | {figure.detail} |"
+        for figure in figures
+    ]
+    lines += [f"| {row} | none | | failed | {why} |" for row, why in failures.items()]
+    return "\n".join(lines)
+
+
+def write_docs(text: str) -> None:
+    """Puts the table between the markers of the page."""
+    page = DOCS.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true", help="every row at its smallest; the figures mean nothing")
+    parser.add_argument("--json", type=Path, default=ROOT / "out/benchmarks.json", metavar="FILE")
+    parser.add_argument("--write-docs", action="store_true")
+    args = parser.parse_args()
+    if args.write_docs and (args.only or args.smoke):
+        parser.error("--write-docs writes the whole table, as measured")
+
+    console = Console()
+    here = machine.describe()
+    words = machine.in_words(here)
+    console.print(words)
+    figures: list[Figure] = []
+    failures: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for row in args.only or ROWS:
+        start = time.perf_counter()
+        found = run(row, args.repeats, args.smoke)
+        seconds[row] = time.perf_counter() - start
+        if isinstance(found, str):
+            failures[row] = found
+            console.print(f"{row}: failed: {found} ({seconds[row]:.0f} s)", markup=False)
+            continue
+        figures += found
+        for figure in found:
+            console.print(f"{figure.name}: {show(figure.value)} {figure.unit} ({seconds[row]:.0f} s)", markup=False)
+    console.print(rich_table(figures, failures, words))
+    report: dict[str, Any] = {"machine": here, "repeats": args.repeats, "seconds": seconds, "failures": failures}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report | {"figures": [asdict(figure) for figure in figures]}, indent=1) + "\n")
+    if args.write_docs:
+        write_docs(markdown(figures, failures, words, args.repeats))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""The machine, and the commit, that figures were measured on; and the memory of a server's engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def describe() -> dict[str, Any]:
+    """CPU, cores, threads, versions, load average and commit, as they are now."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "commit": _commit(),
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    load = ", ".join(f"{value:g}" for value in machine["load_average"])
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gib']:g} GiB; "
+        f"torch {machine['torch']}, Python {machine['python']}; load average at start {load}; "
+        f"commit {machine['commit']}, {machine['time']}"
+    )
+
+
+def engine_process() -> psutil.Process:
+    """The engine of the server that this process started.
+
+    Raises:
+        ProcessLookupError: where there is none.
+    """
+    for process in psutil.Process().children(recursive=True):
+        if "gradwire_server.engine" in process.cmdline():
+            return process
+    raise ProcessLookupError("this process has started no engine")
+
+
+def memory_bytes(process: psutil.Process, field: str) -> int:
+    """``VmRSS``, what is resident now, or ``VmHWM``, the most that ever was."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise ValueError(f"the kernel tells no {field} of process {process.pid}")
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    return f"{commit} and changes" if git("status", "--porcelain", "--untracked-files=no") else commit or "unknown"

@@ -335,7 +335,9 @@ def _score(
             entropy="entropy" in wanted,
             mean_logprobs="mean_logprobs" in wanted,
             collision="collision" in wanted,
+            correct="correct" in wanted,
             chunk_elements=budget.logits_elements,
+            kept_elements=budget.kept_logits,
         )
         scores = {
             "logprobs": found.logprobs[:, 0],

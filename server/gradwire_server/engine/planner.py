@@ -24,11 +24,13 @@ class Budget:
         microbatch_tokens: tokens that a micro-batch computes. An example larger than that goes alone.
         activation_bytes: of activations kept for a later backward.
         logits_elements: of logits in memory at once.
+        kept_logits: that a micro-batch may keep for its backward; it computes more than that twice.
     """
 
     microbatch_tokens: int = 4096
     activation_bytes: int = 2 << 30
     logits_elements: int = 1 << 22
+    kept_logits: int = 1 << 25
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ float64 inputs) whatever the weights' dtype, in nats:
     mean log-probability             mean_v log p_v                               1 / V - p
     collision (no gradient)          log sum_v p_v^2
 
-The backward pass computes each chunk's logits again.
+The backward pass computes each chunk's logits again, unless those of all places are few enough to be kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenScores:
         entropy: ``[T]``, differentiable.
         mean_logprobs: ``[T]``, differentiable: mean over the vocabulary.
         collision: ``[T]``.
-        correct: ``[T]`` bool, whether the first of the ids is the most probable one.
+        correct: ``[T]`` bool, whether no id is more probable than the first of those given.
     """
 
     logprobs: Tensor
@@ -52,16 +52,21 @@ def score_tokens(
     entropy: bool = False,
     mean_logprobs: bool = False,
     collision: bool = False,
+    correct: bool = False,
     chunk_elements: int = 1 << 22,
+    kept_elements: int = 0,
 ) -> TokenScores:
     """Scores of ``ids [T, K]`` given ``hidden [T, H]``.
 
     Args:
         temperature: divides the logits.
-        entropy, mean_logprobs, collision: whether to compute them.
+        entropy, mean_logprobs, collision, correct: whether to compute them.
         chunk_elements: logits in memory at once.
+        kept_elements: logits that may be kept for the backward pass, beside those.
     """
-    request = _Request(head, temperature, entropy, mean_logprobs, collision, max(1, chunk_elements // len(head.weight)))
+    keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
+    chunk = max(1, chunk_elements // len(head.weight))
+    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps)
     return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
@@ -77,7 +82,9 @@ class _Request:
     entropy: bool
     mean: bool
     collision: bool
+    correct: bool
     chunk: int
+    keeps: bool
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -88,36 +95,30 @@ class _ScoreTokens(torch.autograd.Function):
         product = HeadProduct(weight)
         count = len(ids)
 
-        def room(wanted: bool = True) -> Tensor:
+        def room(wanted: bool) -> Tensor:
             return hidden.new_empty(count if wanted else 0, dtype=product.dtype)
 
         logprobs = hidden.new_empty(ids.shape, dtype=product.dtype)
         entropy, mean, collision = room(request.entropy), room(request.mean), room(request.collision)
-        normalizers, correct = room(), torch.empty(count, dtype=torch.bool, device=hidden.device)
+        correct = torch.empty(count if request.correct else 0, dtype=torch.bool, device=hidden.device)
+        kept = hidden.new_empty(count if request.keeps else 0, len(weight), dtype=product.dtype)
         for start in range(0, count, request.chunk):
             part = slice(start, start + request.chunk)
-            logits, _ = head_logits(product, hidden[part], bias, request.head, request.temperature)
-            largest, best = logits.max(dim=-1)
-            correct[part] = best == ids[part, 0]
-            logits -= largest[:, None]
-            chosen = logits.gather(1, ids[part])
+            place = kept[part] if request.keeps else None
+            log_p, _ = _log_probabilities(product, hidden[part], bias, request, place)
+            chosen = log_p.gather(1, ids[part])
+            logprobs[part] = chosen
+            if request.correct:
+                correct[part] = chosen[:, 0] >= log_p.amax(dim=-1)
             if request.mean:
-                mean[part] = logits.mean(dim=-1)
-            if request.entropy:
-                exponentials = logits.exp()
-                total = exponentials.sum(dim=-1)
-                entropy[part] = total.log() - torch.linalg.vecdot(exponentials, logits) / total
-            else:
-                exponentials = logits.exp_()
-                total = exponentials.sum(dim=-1)
-            log_total = total.log()
-            if request.mean:
-                mean[part] -= log_total
-            if request.collision:
-                collision[part] = torch.linalg.vecdot(exponentials, exponentials).log() - 2.0 * log_total
-            logprobs[part] = chosen - log_total[:, None]
-            normalizers[part] = largest + log_total
-        ctx.save_for_backward(hidden, weight, bias, ids, normalizers, entropy)
+                mean[part] = log_p.mean(dim=-1)
+            if request.entropy or request.collision:
+                p = log_p.exp()
+                if request.entropy:
+                    entropy[part] = -torch.linalg.vecdot(p, log_p)
+                if request.collision:
+                    collision[part] = torch.linalg.vecdot(p, p).log()
+        ctx.save_for_backward(hidden, weight, bias, ids, entropy, kept)
         ctx.request = request
         ctx.mark_non_differentiable(
             correct, collision, *([] if request.entropy else [entropy]), *([] if request.mean else [mean])
@@ -129,7 +130,7 @@ class _ScoreTokens(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, normalizers, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, entropy, kept = ctx.saved_tensors
         request: _Request = ctx.request
         product = HeadProduct(weight)
         gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad)
@@ -138,14 +139,17 @@ class _ScoreTokens(torch.autograd.Function):
             of_p = of_p + grad_mean
         for start in range(0, len(ids), request.chunk):
             part = slice(start, start + request.chunk)
-            logits, capped = head_logits(product, hidden[part], bias, request.head, request.temperature)
-            log_p = logits.sub_(normalizers[part, None])
-            if request.entropy:
+            if request.keeps:
+                log_p, capped = kept[part], None
                 p = log_p.exp()
-                grad = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(of_p[part, None])
-                grad.mul_(p).neg_()
             else:
-                grad = log_p.exp_().mul_(-of_p[part, None])
+                log_p, capped = _log_probabilities(product, hidden[part], bias, request)
+                p = log_p.exp() if request.entropy else log_p.exp_()
+            if request.entropy:
+                grad = (log_p + entropy[part, None]) if request.keeps else log_p.add_(entropy[part, None])
+                grad = grad.mul_(grad_entropy[part, None]).add_(of_p[part, None]).mul_(p).neg_()
+            else:
+                grad = p.mul_(-of_p[part, None])
             if request.mean:
                 grad += grad_mean[part, None] / len(weight)
             grad.scatter_add_(1, ids[part], grad_logprobs[part])
@@ -153,11 +157,30 @@ class _ScoreTokens(torch.autograd.Function):
         return *gradients.results(), None, None
 
 
-def head_logits(
-    product: HeadProduct, states: Tensor, bias: Tensor | None, head: OutputHead, temperature: float
+def _log_probabilities(
+    product: HeadProduct, states: Tensor, bias: Tensor | None, request: _Request, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument where there is one."""
-    logits = product.by_transpose(states)
+    """``[C, V]`` of places' states ``[C, H]``, in ``place`` if there is one, and :func:`head_logits`' second."""
+    logits, capped = head_logits(product, states, bias, request.head, request.temperature, place)
+    if logits.is_cuda:
+        return torch.log_softmax(logits, dim=-1, out=place), capped
+    return torch.log_softmax(logits, dim=-1, out=logits), capped
+
+
+def head_logits(
+    product: HeadProduct,
+    states: Tensor,
+    bias: Tensor | None,
+    head: OutputHead,
+    temperature: float,
+    place: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument where there is one.
+
+    Args:
+        place: where to put the logits, if that matters, and there is no cap and no CUDA.
+    """
+    logits = product.by_transpose(states, place)
     if bias is not None:
         logits += bias
     if head.softcap is not None:
@@ -213,11 +236,13 @@ class HeadProduct:
         self.mixed = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
         self.weight = weight if self.mixed else weight.to(self.dtype)
 
-    def by_transpose(self, states: Tensor) -> Tensor:
+    def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:
         """``[C, H] -> [C, V]``."""
         if self.mixed:
-            return torch.mm(states, self.weight.T, out_dtype=self.dtype)
-        return states.to(self.dtype) @ self.weight.T
+            return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
+        if place is None:
+            return states.to(self.dtype) @ self.weight.T
+        return torch.mm(states.to(self.dtype), self.weight.T, out=place)
 
     def by_weight(self, grad: Tensor) -> Tensor:
         """``[C, V] -> [C, H]``."""
@@ -228,6 +253,7 @@ class HeadProduct:
     def add_outer(self, total: Tensor, grad: Tensor, states: Tensor) -> None:
         """``total [V, H] += grad^T [V, C] states [C, H]``."""
         if self.mixed:
-            total += torch.mm(grad.to(states.dtype).T, states, out_dtype=self.dtype)
+            low = self.weight.dtype
+            total += torch.mm(grad.to(low).T, states.to(low), out_dtype=self.dtype)
         else:
             total.addmm_(grad.T, states.to(self.dtype))

@@ -35,9 +35,12 @@ def plain(hidden: Tensor, head: OutputHead, ids: Tensor, temperature: float) -> 
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3 * V, 10**6])
+@pytest.mark.parametrize("kept_elements", [0, T * V])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.5, None), (1.0, 3.0), (2.0, 5.0)])
-def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: float, softcap: float | None) -> None:
+def test_equals_plain_softmax(
+    chunk_elements: int, kept_elements: int, temperature: float, scale: float, softcap: float | None
+) -> None:
     hidden, weight, bias, ids = tensors(torch.float64)
     assert bias is not None
     head = OutputHead(weight, bias, scale, softcap)
@@ -49,7 +52,9 @@ def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: fl
         entropy=True,
         mean_logprobs=True,
         collision=True,
+        correct=True,
         chunk_elements=chunk_elements,
+        kept_elements=kept_elements,
     )
     expected = plain(hidden, head, ids, temperature)
     found = (scores.logprobs, scores.entropy, scores.mean_logprobs, scores.collision, scores.correct)
@@ -65,18 +70,37 @@ def test_equals_plain_softmax(chunk_elements: int, temperature: float, scale: fl
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_gradcheck(entropy: bool, mean: bool, softcap: float | None) -> None:
+@pytest.mark.parametrize("kept", [0, T * V])
+def test_gradcheck(entropy: bool, mean: bool, softcap: float | None, kept: int) -> None:
     hidden, weight, bias, targets = tensors(torch.float64)
 
     def score(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         head = OutputHead(weight, bias, 0.8, softcap)
         scores = score_tokens(
-            hidden, head, targets, temperature=1.3, entropy=entropy, mean_logprobs=mean, chunk_elements=4 * V
+            hidden,
+            head,
+            targets,
+            temperature=1.3,
+            entropy=entropy,
+            mean_logprobs=mean,
+            chunk_elements=4 * V,
+            kept_elements=kept,
         )
         wanted = ((True, scores.logprobs), (entropy, scores.entropy), (mean, scores.mean_logprobs))
         return tuple(score for asked, score in wanted if asked)
 
     assert torch.autograd.gradcheck(score, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_kept_logits_serve_two_backward_passes_and_change_no_bit(entropy: bool) -> None:
+    hidden, weight, _, ids = tensors(bias=False)
+    found = []
+    for kept in (0, T * V):
+        scores = score_tokens(hidden, OutputHead(weight), ids, entropy=entropy, kept_elements=kept)
+        sums = scores.logprobs.sum() + scores.entropy.sum()
+        found += [torch.autograd.grad(sums, (hidden, weight), retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(one, other) for pair in found[1:] for one, other in zip(pair, found[0], strict=True))
 
 
 def test_frozen_head_gets_no_gradient_and_hidden_does() -> None:

@@ -13,13 +13,13 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gradwire_losses.batch import Batch
+from gradwire_losses.batch import Batch, segment_ids
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -130,9 +130,7 @@ class References:
         found = [self._logprobs.get(key) for key in keys]
         missing = [index for index, known in enumerate(found) if known is None]
         if missing:
-            ones = torch.ones_like(batch.lengths)
-            sequences = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
-            wanted = sequences.select(torch.tensor(missing))
+            wanted = _only(batch, torch.tensor(missing))
             scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
             for index, values in zip(missing, scores["logprobs"].split(wanted.row_lengths.tolist()), strict=True):
                 found[index] = values.clone()
@@ -252,6 +250,14 @@ class LogprobCache:
         while self._bytes > self._max_bytes:
             _, dropped = self._entries.popitem(last=False)
             self._bytes -= dropped.nbytes + self.OVERHEAD
+
+
+def _only(batch: Batch, sequences: Tensor) -> Batch:
+    """Some sequences of a batch, without its fields; those of an example stay together, as they may begin alike."""
+    ones = torch.ones_like(batch.lengths)
+    alone = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
+    sizes = segment_ids(batch.group_sizes)[sequences].bincount(minlength=batch.num_examples)
+    return replace(alone.select(sequences), group_sizes=sizes[sizes > 0])
 
 
 def _keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:

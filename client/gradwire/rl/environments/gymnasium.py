@@ -15,8 +15,8 @@ class GymnasiumEnvironment(BaseEnvironment):
 
     Args:
         make: an environment id for ``gymnasium.make``, or ``task -> environment``.
-        parse: the policy's text -> an action of the environment; a ``ValueError`` is told to the policy, and the
-            environment does not move.
+        parse: the policy's text -> an action of the environment; a ``ValueError``, or an action that is not in its
+            ``action_space``, is told to the policy, and the environment does not move.
         describe: an observation -> text.
         system: a system message.
         max_turns: of the policy.
@@ -63,7 +63,11 @@ class GymnasiumEnvironment(BaseEnvironment):
             move = self._parse(action.raw)
         except ValueError as error:
             return StepResult(f"error: {error}", data={"env_rewards": (*rewards, 0.0)})
-        observation, reward, terminated, truncated, info = state.data["world"].step(move)
+        world = state.data["world"]
+        space = None if isinstance(move, str) else getattr(world, "action_space", None)  # worlds of text list few signs
+        if space is not None and not space.contains(move):
+            return StepResult(f"error: {move!r} is not an action: {space}", data={"env_rewards": (*rewards, 0.0)})
+        observation, reward, terminated, truncated, info = world.step(move)
         data = {"info": info, "env_rewards": (*rewards, float(reward))}
         return StepResult(self._describe(observation), bool(terminated), bool(truncated), data=data)
 

@@ -1,12 +1,14 @@
-"""Environments in the style of ``verifiers`` 0.1: a dataset, ``env_response`` and ``is_completed``.
+"""Classic environments of ``verifiers`` (0.1 to 0.3): a dataset, ``env_response`` and ``is_completed``.
 
 Messages are plain text here; an environment that expects parsed ``tool_calls`` in them wants a ``ToolEnvironment``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
@@ -38,13 +40,14 @@ class VerifiersEnvironment(BaseEnvironment):
         own = getattr(env, "max_turns", None)
         self.max_steps = max_turns or (own if isinstance(own, int) and own > 0 else None)
         self.stop = stop
+        self._native = _own_messages(env)
 
     async def reset(self, task: Task, seed: int) -> State:
         system = getattr(self.env, "system_prompt", None) or ""
         messages = first_messages(task, system if isinstance(task.prompt, str) else "")
         inner: dict[str, Any] = {
-            "prompt": list(messages), "completion": [], "answer": task.ground_truth, "turn": 0,
-            "info": task.data.get("info", {}), "trajectory": [],
+            "prompt": self._native(messages), "completion": [], "answer": task.ground_truth, "turn": 0,
+            "info": task.data.get("info", {}), "trajectory": [], "final_env_response": None, "error": None,
         }  # fmt: skip
         setup = getattr(self.env, "setup_state", None)
         if setup is not None:
@@ -53,21 +56,28 @@ class VerifiersEnvironment(BaseEnvironment):
 
     async def step(self, state: State, action: Action) -> StepResult:
         inner = dict(state.data["verifiers"])
-        said: Message = {"role": "assistant", "content": action.raw}
-        messages = [*state.messages, said]
-        inner["completion"] = [*inner["completion"], said]
+        before = self._native(state.messages)
+        said = self._native([{"role": "assistant", "content": action.raw}])
+        messages = [*before, *said]
+        inner["completion"] = [*inner["completion"], *said]
         inner["turn"] = state.step + 1
-        inner["trajectory"] = [*inner["trajectory"], {"prompt": list(state.messages), "completion": [said]}]
+        inner["trajectory"] = [*inner["trajectory"], {"prompt": before, "completion": said}]
         if await self._completed(messages, inner):
-            return StepResult(terminated=True, data={"verifiers": inner})
+            return self._result("", "user", inner, done=True)
         response = await _value(self.env.env_response(messages, inner))
         if isinstance(response, tuple):
             response, inner = response[0], dict(response[1])
-        answer = [response] if isinstance(response, Mapping) else response
-        inner["completion"] = [*inner["completion"], *([] if isinstance(answer, str) else answer)]
-        text, role = (answer, "user") if isinstance(answer, str) else (_text(answer), _role(answer))
-        done = await self._completed([*messages, {"role": role, "content": text}], inner)
-        return StepResult(text, terminated=done, data={"verifiers": inner}, role=role)
+        if isinstance(response, str):
+            text, role, answer = response, "user", self._native([{"role": "user", "content": response}])
+        else:
+            answer = response if isinstance(response, list) else [response]
+            text, role = _text(answer), _role(answer)
+            inner["completion"] = [*inner["completion"], *answer]
+        return self._result(text, role, inner, done=await self._completed([*messages, *answer], inner))
+
+    def _result(self, text: str, role: str, inner: dict[str, Any], *, done: bool) -> StepResult:
+        cut = done and inner.get("stop_condition") == "max_turns_reached" and self.max_steps != 1
+        return StepResult(text, terminated=done and not cut, truncated=cut, data={"verifiers": inner}, role=role)
 
     async def _completed(self, messages: Sequence[Message], inner: Mapping[str, Any]) -> bool:
         check = self.env.is_completed
@@ -83,9 +93,22 @@ async def _value(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _text(messages: Sequence[Mapping[str, Any]]) -> str:
-    return "\n".join(str(message.get("content", "")) for message in messages)
+def _own_messages(env: Any) -> Callable[[Sequence[Message]], list[Any]]:
+    """Writes messages as the environment's library has them: with types of their own since 0.1.11, as dicts before."""
+    if any(base.__module__.startswith("verifiers.") for base in type(env).__mro__):
+        with contextlib.suppress(ImportError, AttributeError):
+            normalize = importlib.import_module("verifiers.utils.message_utils").normalize_messages
+            return lambda messages: list(normalize([dict(message) for message in messages]))
+    return list
 
 
-def _role(messages: Sequence[Mapping[str, Any]]) -> str:
+def _text(messages: Sequence[Any]) -> str:
+    contents = (message.get("content") or "" for message in messages)
+    return "\n".join(
+        content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        for content in contents
+    )
+
+
+def _role(messages: Sequence[Any]) -> str:
     return str(messages[-1].get("role", "user")) if messages else "user"

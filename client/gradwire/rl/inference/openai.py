@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.errors import UnsupportedError
 from gradwire.rl.inference.protocol import Generation, SamplingParams, TextCodec, TokenRow, ToolGeneration, TopLogits
 from gradwire.rl.threads import run_in_daemon
 from gradwire.rl.types import FloatArray
@@ -25,7 +26,8 @@ class OpenAIInference(ToolGeneration):
         codec: its tokenizer. Prompts travel as token ids where ``send_ids`` (vLLM, SGLang), else as text.
         api_key: sent as a bearer token.
         send_ids: also asks for the ids of what was sampled (vLLM's ``return_token_ids``); without them the text is
-            encoded again, which is close but not exact: good for evaluation and judges, not for training.
+            encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
+            that knows no ids (OpenAI's own, ``transformers serve``) refuses a ``top_k`` and ``ignore_eos`` as well.
         concurrency: requests in flight.
         timeout_s: of a request.
     """
@@ -87,7 +89,7 @@ class OpenAIInference(ToolGeneration):
             raise ValueError("the completions protocol scores at temperature 1 only")
         options = {"max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0.0}
         answers = await asyncio.gather(*(self._post(row, options) for row in rows))
-        scored = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+        scored = [self._logprobs(answer, "token_logprobs", len(row)) for answer, row in zip(answers, rows)]
         return [np.asarray(each[1 : len(row)], np.float32) for each, row in zip(scored, rows)]
 
     async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
@@ -95,16 +97,29 @@ class OpenAIInference(ToolGeneration):
         answers = await asyncio.gather(*(self._post(prompt, options) for prompt in prompts))
         result = []
         for answer in answers:
-            top = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+            top = self._logprobs(answer, "top_logprobs", 1)[0]
             tokens = sorted(top, key=top.__getitem__, reverse=True)[:top_k]
             encoded = await self._codec.encode(tokens, add_special_tokens=False)
             ids = np.array([row[0] if len(row) == 1 else -1 for row in encoded], np.int64)
             result.append(TopLogits(ids, np.array([top[token] for token in tokens], np.float32), tuple(tokens)))
         return result
 
+    def _logprobs(self, answer: Any, name: str, count: int) -> Any:
+        found = (answer["choices"][0].get("logprobs") or {}).get(name) or ()
+        if len(found) < count:
+            raise UnsupportedError(
+                f"{self._url} gives {len(found)} of {count} {name}: it does not score what it is given"
+            )
+        return found
+
+    async def _text(self, ids: list[int]) -> str:
+        """Without the token that begins a text: the endpoint's tokenizer adds it again."""
+        start = (await self._codec.encode([""]))[0].tolist()
+        return (await self._codec.decode([ids[len(start) :] if start == ids[: len(start)] else ids]))[0]
+
     async def _post(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
         ids = np.asarray(prompt).tolist()
-        written = ids if self._send_ids else (await self._codec.decode([ids]))[0]
+        written = ids if self._send_ids else await self._text(ids)
         body = json.dumps({"model": self.model, "prompt": written, **options}).encode()
         request = urllib.request.Request(self._url, body, self._headers)
 

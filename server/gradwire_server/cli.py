@@ -100,7 +100,16 @@ def serve(
         Durability, typer.Option(help="journal: replay after a crash. checkpoint: go back to the last one.")
     ] = Durability.JOURNAL,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; the best there is when absent.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; bfloat16 on a GPU when absent.")] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32; bfloat16 (of a GPU when absent), trained with float32 masters; or mixed: bfloat16 arithmetic "
+            "over float32 weights."
+        ),
+    ] = "",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the models' layers: minutes at first, faster steps then.")
+    ] = False,
     microbatch_tokens: Annotated[int | None, typer.Option(help="Tokens of one micro-batch.")] = None,
     activation_budget_gib: Annotated[float | None, typer.Option(help="Memory for kept graphs.")] = None,
     reference_cache_gib: Annotated[float | None, typer.Option(help="Memory for reference models.")] = None,
@@ -145,7 +154,8 @@ def serve(
         config = ServerConfig(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
             losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
-            device=device, dtype=dtype, microbatch_tokens=microbatch_tokens,
+            device=device, dtype=dtype,  # type: ignore[arg-type]  # checked by the model
+            compile=compile, microbatch_tokens=microbatch_tokens,
             activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
             grace_s=grace, checkpoint_every_steps=checkpoint_every_steps,
             checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),

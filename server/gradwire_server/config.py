@@ -58,7 +58,8 @@ class ServerConfig(BaseModel):
     losses: tuple[Path, ...] = ()
     durability: Literal["journal", "checkpoint"] = "journal"
     device: str = ""
-    dtype: str = ""
+    dtype: Literal["", "float32", "bfloat16", "mixed", "float64"] = ""
+    compile: bool = False
     microbatch_tokens: int | None = Field(default=None, ge=1)
     activation_budget_gib: float | None = Field(default=None, gt=0)
     reference_cache_gib: float | None = Field(default=None, gt=0)

@@ -92,7 +92,7 @@ def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
     for flag, value in flags.items():
         if value is not None:
             words += [flag, str(value)]
-    return words
+    return [*words, "--compile"] if config.compile else words
 
 
 class _Connection:

@@ -26,6 +26,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.engine import Engine
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.heartbeat import Heartbeat
+from gradwire_server.engine.host import Dtype
 from gradwire_server.engine.link import EngineLink, LinkClosed
 from gradwire_server.engine.loop import Loop, Request
 from gradwire_server.engine.marks import Marks
@@ -40,7 +41,12 @@ READ_AHEAD = 4
 GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
 D = TypeVar("D", int, None)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DTYPES: dict[str, Dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "mixed": "mixed",
+    "float64": torch.float64,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +95,7 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
         options.state_dir,
         device=options.device,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
+        compiled=options.compile,
         microbatch_tokens=options.microbatch_tokens,
         activation_bytes=_bytes(options.activation_budget_gib, None),
         reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
@@ -133,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=list(_DTYPES))
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--microbatch-tokens", type=int)
     parser.add_argument("--activation-budget-gib", type=float)
     parser.add_argument("--reference-cache-gib", type=float)

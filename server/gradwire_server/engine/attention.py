@@ -64,6 +64,7 @@ def packed_attention(
         raise NotImplementedError(f"packed attention is causal, and knows nothing of {', '.join(unknown) or 'others'}")
     if _observed is not None:
         _observed.attention_windows.add(sliding_window)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast: rotary embeddings have widened them
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window and sliding_window < layout.reach else None
     one_size = query.shape[-1] == value.shape[-1]

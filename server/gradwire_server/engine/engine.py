@@ -20,7 +20,7 @@ from gradwire_server.engine import operations
 from gradwire_server.engine.checkpoints import CheckpointStore
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
-from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.host import Dtype, ModelHost
 from gradwire_server.engine.marks import Marks
 from gradwire_server.engine.memory import Memory
 from gradwire_server.engine.outcome import Columns, Outcome
@@ -52,7 +52,7 @@ class Engine:
         models: name -> folder or hub name.
         state_dir: where checkpoints and exports are.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
-        dtype: of the weights; by default bfloat16 on CUDA, float32 on CPU.
+        dtype: of the weights, or ``"mixed"``: see :class:`.host.ModelHost`, as for ``compiled``.
         microbatch_tokens, activation_bytes: what an operation may hold; found out where None (see :mod:`.memory`).
         reference_cache_bytes: of reference models beside what runs hold.
         tracing: where the spans of operations go; nowhere by default.
@@ -70,13 +70,15 @@ class Engine:
         state_dir: Path,
         *,
         device: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtype | None = None,
+        compiled: bool = False,
         microbatch_tokens: int | None = None,
         activation_bytes: int | None = None,
         reference_cache_bytes: int = 8 << 30,
         tracing: Tracing | None = None,
     ) -> None:
-        self.host = ModelHost(models, device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.host = ModelHost(models, device, dtype, compiled=compiled)
         self.store = CheckpointStore(state_dir)
         self.sampler: Sampler[Any] = LocalSampler()
         self.references = References(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from gradwire_server.engine.grouped_lora import AdapterLayers, Span
 
 logger = logging.getLogger(__name__)
+
+Dtype = torch.dtype | Literal["mixed"]
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,20 @@ class HostedModel:
         trunk: the part of it that ends in hidden states.
         adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
         adapter_layers: what computes with the adapters.
+        mixed: whether the trunk computes in bfloat16 (autocast) with weights of float32.
         packing: the form that it may be given ragged sequences in.
         has_dropout: whether the model itself, adapters aside, drops anything in training mode.
     """
 
-    def __init__(self, facts: ModelFacts, model: PreTrainedModel) -> None:
+    def __init__(
+        self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False, compiled: bool = False
+    ) -> None:
         self.facts = facts
         self.model = model
         self.trunk = cast(nn.Module, model.get_decoder())
+        self.mixed = mixed
+        if mixed:
+            self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
         self.adapters: PeftModel | None = None
         self.adapter_layers: AdapterLayers | None = None
         self._training = False
@@ -100,6 +108,10 @@ class HostedModel:
         model.eval()
         check_split(self)
         self.packing = choose_packing(self)
+        if compiled:
+            from gradwire_server.engine.compiled import compile_layers
+
+            compile_layers(self.trunk)
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +119,8 @@ class HostedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+        """That the trunk computes in."""
+        return torch.bfloat16 if self.mixed else cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
 
     def states(self, sequences: Layout | Padded) -> Tensor:
         """``[M, H]`` final hidden states of everything that is computed, in one forward of the trunk."""
@@ -133,7 +146,9 @@ class HostedModel:
             getattr(config, "logits_scaling", None) or 1.0
         )
         softcap = getattr(config, "final_logit_softcapping", None)
-        return OutputHead(linear.weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
+        # The CPU's products are of float32 anyway; a GPU's are many times faster in bfloat16.
+        weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
+        return OutputHead(weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
 
     def adapters_changed(self) -> None:
         """To be called when adapters were added to or removed from the model."""
@@ -217,14 +232,26 @@ class ModelHost:
     Args:
         models: name -> folder or hub name. Only these may be named in a request.
         device: ``"cpu"``, ``"cuda"`` (spread by accelerate over the GPUs where there are several) or ``"cuda:N"``.
-        dtype: of the weights; by default bfloat16 on CUDA and float32 on CPU.
+        dtype: of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on CUDA and
+            float32 on CPU.
+        compiled: whether layers go through ``torch.compile``.
+
+    Attributes:
+        dtype: of the weights.
     """
 
     def __init__(
-        self, models: Mapping[str, str], device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+        self,
+        models: Mapping[str, str],
+        device: str | torch.device = "cpu",
+        dtype: Dtype | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.device = torch.device(device)
-        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self._mixed, self._compiled = dtype == "mixed", compiled
+        on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
         self._paths = dict(models)
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, HostedModel] = {}
@@ -281,7 +308,7 @@ class ModelHost:
                 trust_remote_code=False,
                 **kwargs,
             )
-        return HostedModel(facts, model)
+        return HostedModel(facts, model, mixed=self._mixed, compiled=self._compiled)
 
     def _read_facts(self, name: str) -> ModelFacts:
         if name not in self._paths:
@@ -314,7 +341,7 @@ class ModelHost:
             context_length=int(getattr(text, "max_position_embeddings", None) or 2**31 - 1),
             hidden_size=int(text.hidden_size),
             num_layers=int(text.num_hidden_layers),
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype="mixed" if self._mixed else str(self.dtype).removeprefix("torch."),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
             pad_token_id=getattr(text, "pad_token_id", None),
         )

@@ -126,15 +126,20 @@ def token_bytes(policy: Policy) -> float:
 
 
 def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
-    count = min(PROBE_TOKENS, policy.facts.context_length)
-    meter = ActivationMeter(policy)
+    """Of a token more: what a forward saves whatever its length, such as weights that autocast rounds, is not one's."""
+    length = max(1, min(PROBE_TOKENS, policy.facts.context_length))
+    saved = []
     configured, policy.gradient_checkpointing = policy.gradient_checkpointing, checkpointing
     try:
-        with preserved_rng(), meter:
-            policy.hidden(torch.zeros(count, dtype=torch.int64), torch.tensor([count]), training=True)
+        for count in (1, 2):
+            meter = ActivationMeter(policy)
+            with preserved_rng(), meter:
+                ids, lengths = torch.zeros(count * length, dtype=torch.int64), torch.full((count,), length)
+                policy.hidden(ids, lengths, training=True)
+            saved.append(meter.bytes)
     finally:
         policy.gradient_checkpointing = configured
-    return meter.bytes / count
+    return max(0, saved[1] - saved[0]) / length
 
 
 def _kind(run: EngineRun) -> bytes:

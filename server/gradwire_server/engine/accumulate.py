@@ -55,14 +55,19 @@ class GradientCollector:
         self, key: Key, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
         """Adds the gradient of ``sum(outputs . gradients)`` to the buffers of a key."""
-        if key != self._key:
-            self._park()
-            for name, gradient in self.by_key.setdefault(key, {}).items():
-                parameter = self._parameters[name]
-                if parameter.dtype == gradient.dtype:
-                    parameter.grad = gradient
-            self._key = key
+        self.collect(key)
         torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+
+    def collect(self, key: Key) -> None:
+        """Backward passes add to the buffers of this key from now on."""
+        if key == self._key:
+            return
+        self._park()
+        for name, gradient in self.by_key.setdefault(key, {}).items():
+            parameter = self._parameters[name]
+            if parameter.dtype == gradient.dtype:
+                parameter.grad = gradient
+        self._key = key
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds a gradient of lower precision to the current key's buffer."""

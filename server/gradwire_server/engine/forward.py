@@ -10,11 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
-from gradwire_losses.batch import Batch, beside
+from gradwire_losses.batch import Batch, beside, sent
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -133,7 +133,7 @@ def score_batch(
 
     def compute(micro: MicroBatch) -> dict[str, Tensor]:
         with torch.no_grad():
-            return _score(policy, micro.batch, names, temperature, teacher, budget, training=False)
+            return Reading(policy, micro.batch, names, temperature, teacher, budget).alone(training=False)
 
     found = list(in_pieces(micros, compute, policy.packing()))
     return _assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
@@ -260,9 +260,8 @@ class KeptScores:
         return parts
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
-        return _score(
-            self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget, training=True
-        )
+        reading = Reading(self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget)
+        return reading.alone(training=True)
 
     def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
         """Collects, for each key, the weights' gradient given that of the scores (shaped as they are). Once only."""
@@ -275,92 +274,120 @@ class KeptScores:
             self.policy.activate(training=True)
             parts = []
             for key, by_name in gradients.items():
-                pairs = [
-                    (scores[name], _part(self.batch, micro, name, gradient))
-                    for name, gradient in by_name.items()
-                    if scores[name].requires_grad
-                ]
-                if pairs:
-                    parts.append((key, pairs))
-            for number, (key, pairs) in enumerate(parts, start=1):
-                collector.backward(
-                    key,
-                    [score for score, _ in pairs],
-                    [gradient.to(score.device, score.dtype, non_blocking=True) for score, gradient in pairs],
-                    retain_graph=number < len(parts),
-                )
+                own = {name: _part(self.batch, micro, name, gradient) for name, gradient in by_name.items()}
+                outputs, their_gradients = to_backward(scores, own)
+                if outputs:
+                    parts.append((key, outputs, their_gradients))
+            for number, (key, outputs, their_gradients) in enumerate(parts, start=1):
+                collector.backward(key, outputs, their_gradients, retain_graph=number < len(parts))
 
 
-def _score(
-    policy: Policy,
-    batch: Batch,
-    names: Collection[str],
-    temperature: float,
-    teacher: Teacher | None,
-    budget: Budget,
-    *,
-    training: bool,
-) -> dict[str, Tensor]:
-    """Scores of one micro-batch, in one forward of the trunk, on the policy's device."""
-    wanted, nowhere = set(names), torch.empty(0, dtype=torch.int64)
-    places = {
-        "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
-        "own": batch.own_positions if wanted & OWN_SCORES else nowhere,
-        "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
-    }
-    if not any(len(positions) for positions in places.values()):
+def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of the scores that weights had a part in, and the gradients given for them, as autograd takes them."""
+    outputs = [scores[name] for name in gradients if scores[name].requires_grad]
+    given = [gradient for name, gradient in gradients.items() if scores[name].requires_grad]
+    return outputs, [
+        gradient.to(score.device, score.dtype, non_blocking=True)
+        for score, gradient in zip(outputs, given, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Which scores of one micro-batch are wanted, and where in its hidden states they are read."""
+
+    policy: Policy
+    batch: Batch
+    names: Collection[str]
+    temperature: float
+    teacher: Teacher | None
+    budget: Budget
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Positions in the batch's tokens: where the next token is told, those of tokens themselves, last ones."""
+        wanted, batch, nowhere = set(self.names), self.batch, torch.empty(0, dtype=torch.int64)
         return {
-            name: torch.zeros(_shape(policy, batch, name), dtype=_dtype(name), device=policy.device) for name in names
+            "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
+            "own": batch.own_positions if wanted & OWN_SCORES else nowhere,
+            "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
         }
-    teacher_states = None
-    if "divergence" in wanted and teacher is not None:
-        # Before the student's own forward, whose weights must be the active ones when its gradient comes.
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """``[P]`` all of them."""
+        return torch.cat(list(self.places.values()))
+
+    def alone(self, *, training: bool) -> dict[str, Tensor]:
+        """The scores, in one forward of the trunk, on the policy's device."""
+        if not len(self.positions):
+            device = self.policy.device
+            return {
+                name: torch.zeros(_shape(self.policy, self.batch, name), dtype=_dtype(name), device=device)
+                for name in self.names
+            }
+        batch, teacher_states = self.batch, self.teacher_states()
+        hidden = self.policy.hidden(
+            batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
+        )
+        return self.scores(hidden, teacher_states)
+
+    def teacher_states(self) -> Tensor | None:
+        """What the teacher makes of the batch; before the student's own forward, whose weights must be the active ones
+        when its gradient comes."""
+        if self.teacher is None or "divergence" not in self.names:
+            return None
+        batch = self.batch
         with torch.no_grad():
-            teacher_states = teacher.policy.hidden(
-                batch.input_ids, batch.lengths, places["read"], group_sizes=batch.group_sizes
+            return self.teacher.policy.hidden(
+                batch.input_ids, batch.lengths, self.places["read"], group_sizes=batch.group_sizes
             )
-    positions = torch.cat(list(places.values()))
-    hidden = policy.hidden(batch.input_ids, batch.lengths, positions, group_sizes=batch.group_sizes, training=training)
-    read, own, last = hidden.split([len(positions) for positions in places.values()])
-    scores: dict[str, Tensor] = {}
-    if wanted & VOCABULARY_SCORES:
-        ids = batch.targets[:, None]
-        if "candidate_logprobs" in wanted:
-            ids = torch.cat([ids, batch["candidates"]], dim=1)
-        found = score_tokens(
-            read,
-            policy.output_head(),
-            ids.to(hidden.device, non_blocking=True),
-            temperature=temperature,
-            entropy="entropy" in wanted,
-            mean_logprobs="mean_logprobs" in wanted,
-            collision="collision" in wanted,
-            correct="correct" in wanted,
-            chunk_elements=budget.logits_elements,
-            kept_elements=budget.kept_logits,
-        )
-        scores = {
-            "logprobs": found.logprobs[:, 0],
-            "candidate_logprobs": found.logprobs[:, 1:],
-            "entropy": found.entropy,
-            "mean_logprobs": found.mean_logprobs,
-            "collision": found.collision,
-            "correct": found.correct,
-        }
-    if teacher is not None and teacher_states is not None:
-        scores["divergence"] = score_divergence(
-            read,
-            policy.output_head(),
-            teacher_states.to(hidden.device),
-            teacher.policy.output_head(),
-            beta=teacher.beta,
-            temperature=temperature,
-            chunk_elements=budget.logits_elements,
-        )
-    if policy.head is not None:
-        for name in wanted & set(HEAD_OF_SCORE):
-            scores[name] = policy.head(last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read)
-    return {name: scores[name] for name in names}
+
+    def scores(self, hidden: Tensor, teacher_states: Tensor | None) -> dict[str, Tensor]:
+        """The scores, of the policy's hidden states at :attr:`positions` and the teacher's."""
+        wanted = set(self.names)
+        read, own, last = hidden.split([len(positions) for positions in self.places.values()])
+        scores: dict[str, Tensor] = {}
+        if wanted & VOCABULARY_SCORES:
+            ids = self.batch.targets[:, None]
+            if "candidate_logprobs" in wanted:
+                ids = torch.cat([ids, self.batch["candidates"]], dim=1)
+            found = score_tokens(
+                read,
+                self.policy.output_head(),
+                sent(ids, hidden.device),
+                temperature=self.temperature,
+                entropy="entropy" in wanted,
+                mean_logprobs="mean_logprobs" in wanted,
+                collision="collision" in wanted,
+                correct="correct" in wanted,
+                chunk_elements=self.budget.logits_elements,
+                kept_elements=self.budget.kept_logits,
+            )
+            scores = {
+                "logprobs": found.logprobs[:, 0],
+                "candidate_logprobs": found.logprobs[:, 1:],
+                "entropy": found.entropy,
+                "mean_logprobs": found.mean_logprobs,
+                "collision": found.collision,
+                "correct": found.correct,
+            }
+        if self.teacher is not None and teacher_states is not None:
+            scores["divergence"] = score_divergence(
+                read,
+                self.policy.output_head(),
+                teacher_states.to(hidden.device),
+                self.teacher.policy.output_head(),
+                beta=self.teacher.beta,
+                temperature=self.temperature,
+                chunk_elements=self.budget.logits_elements,
+            )
+        if self.policy.head is not None:
+            for name in wanted & set(HEAD_OF_SCORE):
+                scores[name] = self.policy.head(
+                    last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
+                )
+        return {name: scores[name] for name in self.names}
 
 
 def _shape(policy: Policy, batch: Batch, name: str) -> tuple[int, ...]:

@@ -43,9 +43,16 @@ class BatchError(ValueError):
         self.rule = rule
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device; waits for nothing. To a GPU it goes by way of pinned memory."""
+    if device.type == "cuda" and not host.is_cuda:
+        host = host.pin_memory()  # the allocator keeps it until the copy is done, and for the next one
+    return host.to(device, non_blocking=True)
+
+
 def beside(host: Tensor, values: Tensor) -> Tensor:
-    """A tensor of the host on the device of ``values``; waits for nothing."""
-    return host if host.device == values.device else host.to(values.device, non_blocking=True)
+    """As :func:`sent`, to the device of ``values``."""
+    return host if host.device == values.device else sent(host, values.device)
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
@@ -195,9 +202,9 @@ class Batch:
             return self.host
         moved = replace(
             self.host,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()},
-            target_tokens=None if self.target_tokens is None else self.target_tokens.to(device, non_blocking=True),
+            input_ids=sent(self.input_ids, device),
+            fields={name: sent(values, device) for name, values in self.fields.items()},
+            target_tokens=None if self.target_tokens is None else sent(self.target_tokens, device),
             origin=self.host,
         )
         vars(moved).update(row_lengths=self.host.row_lengths, num_scored=self.host.num_scored)

@@ -103,7 +103,7 @@ def serve(
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32; bfloat16 (of a GPU when absent), trained with float32 masters; or mixed: bfloat16 arithmetic "
+            help="float32; bfloat16, trained with float32 masters, as on a GPU when absent; mixed: bfloat16 arithmetic "
             "over float32 weights."
         ),
     ] = "",

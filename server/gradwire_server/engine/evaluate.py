@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, sent
 from gradwire_losses.monitoring import usual_range_warnings
 from gradwire_losses.outputs import Figure, LossOutput, Metric, merge_metrics, settled
 from gradwire_losses.registry import DivergenceConfig, LossConfig, LossSpec, TemperatureConfig
@@ -31,6 +31,7 @@ from gradwire_server.engine.forward import (
     SEQUENCE_SCORES,
     KeptScores,
     Teacher,
+    check_candidates,
     check_scores,
     score_batch,
 )
@@ -116,39 +117,106 @@ def forward(
     return _evaluation(batch, scores, outputs, num_microbatches, sums if loss else None)
 
 
-def forward_backward(
-    policy: Policy,
-    batch: Batch,
-    loss: LossSpec,
-    config: LossConfig,
-    accumulator: GradientAccumulator,
-    *,
-    reference: Reference | None = None,
-    teacher: Policy | None = None,
-    outputs: Collection[str] = (),
-    budget: Budget,
-) -> LossEvaluation:
+class Training:
+    """A ``forward_backward``: checked, and with what its references say; then evaluated in parts, and ended.
+
+    Args:
+        accumulator: takes the gradient; an error leaves it as it was.
+
+    Attributes:
+        policy, batch, loss: as given.
+        names: of the scores that the policy is to give.
+        temperature, teacher, budget: with which.
+        micros: how the batch goes through the model.
+
+    Raises:
+        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: Batch,
+        loss: LossSpec,
+        config: LossConfig,
+        accumulator: GradientAccumulator,
+        *,
+        reference: Reference | None = None,
+        teacher: Policy | None = None,
+        outputs: Collection[str] = (),
+        budget: Budget,
+    ) -> None:
+        needed = _needed(loss, config, batch, policy)
+        self.policy, self.batch, self.loss, self.budget = policy, batch, loss, budget
+        self.names = (needed - {"ref_logprobs"}) | set(outputs)
+        self.teacher = _teacher(loss, config, teacher, needed)
+        check_scores(policy, outputs, self.teacher)
+        check_scores(policy, self.names, self.teacher, field="loss_fn")
+        check_candidates(batch, self.names)
+        self.temperature = loss_temperature(config)
+        self.micros = split(batch, budget.microbatch_tokens, policy.packing(training=True))
+        self._config, self._accumulator, self._outputs = config, accumulator, outputs
+        self._used = needed - {"ref_logprobs"}
+        self._ref_logprobs = None
+        if "ref_logprobs" in needed:
+            self._ref_logprobs = _reference_logprobs(loss, config, reference, batch, policy)
+        self._sums = _LossSums(loss.name)
+        self._evaluated: list[_Evaluated] = []
+        self._output_scores: dict[str, Tensor] = {}
+
+    def parts(self) -> list[Part]:
+        """What the loss is shown at a time."""
+        if self.loss.streams(self._config, frozenset(self.batch.fields)):
+            return [_alone(self.batch, micro) for micro in self.micros]
+        return [Part(self.batch, self.micros)]
+
+    def evaluate(self, part: Part, scores: Mapping[str, Tensor]) -> dict[Key, dict[str, Tensor]]:
+        """The loss of a part, and its gradient for each of the scores.
+
+        Raises:
+            OperationError: INVALID_BATCH.
+        """
+        used = {name: scores[name] for name in self._used}
+        if self._ref_logprobs is not None:
+            index, whole = part.tokens, self._ref_logprobs
+            used["ref_logprobs"] = whole if index is None else whole[beside(index, whole)]
+        found = _evaluate(self.loss, self._config, part, used, self.policy.device)
+        self._evaluated.append(found)
+        self._sums.add(found.output)
+        for name in self._outputs:
+            part.place(self.batch, name, scores[name], self._output_scores)
+        return found.gradients
+
+    def end(self, collector: GradientCollector, num_microbatches: int, recomputed: bool = False) -> LossEvaluation:
+        """Accumulates the gradient of all parts.
+
+        Raises:
+            OperationError: NON_FINITE, with the row to blame.
+        """
+        sums = self._sums
+        sums.settle([part.totals() for part in self._evaluated], collector.norm())
+        if not sums.finite:
+            for part in self._evaluated:
+                part.check_finite()
+        if not sums.finite and not collector.finite():
+            raise OperationError(
+                training_pb2.ERROR_CODE_NON_FINITE,
+                f"the gradient of {self.loss.name} with respect to the weights is not finite, though loss and scores "
+                "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
+            )
+        self._accumulator.merge(collector.by_key, sums.counts)
+        found = _evaluation(self.batch, self._output_scores, self._outputs, num_microbatches, sums)
+        return replace(found, recomputed=recomputed, out_of_memory=num_microbatches > len(self.micros))
+
+
+def forward_backward(training: Training) -> LossEvaluation:
     """A loss, and its gradient into the accumulator, which an error leaves as it was.
 
     Raises:
-        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH, or NON_FINITE with the row to blame.
+        OperationError: INVALID_BATCH, or NON_FINITE with the row to blame.
     """
-    needed = _needed(loss, config, batch, policy)
-    names = (needed - {"ref_logprobs"}) | set(outputs)
-    compared = _teacher(loss, config, teacher, needed)
-    check_scores(policy, outputs, compared)
-    check_scores(policy, names, compared, field="loss_fn")
-    temperature = loss_temperature(config)
-    packing = policy.packing(training=True)
-    micros = split(batch, budget.microbatch_tokens, packing)
-    ref_logprobs = None
-    if "ref_logprobs" in needed:
-        ref_logprobs = _reference_logprobs(loss, config, reference, batch, policy)
-    streams = loss.streams(config, frozenset(batch.fields))
-    waiting = deque([_alone(batch, micro) for micro in micros] if streams else [_Part(batch, micros)])
-    sums = _LossSums(loss.name)
-    evaluated = []
-    scores: dict[str, Tensor] = {}
+    policy, packing = training.policy, training.policy.packing(training=True)
+    waiting = deque(training.parts())
     recomputed, num_microbatches = False, 0
     with GradientCollector(policy.trainable_parameters()) as collector:
         while waiting:
@@ -156,44 +224,24 @@ def forward_backward(
             kept = KeptScores(
                 policy,
                 part.batch,
-                names,
-                temperature=temperature,
-                teacher=compared,
-                budget=budget,
+                training.names,
+                temperature=training.temperature,
+                teacher=training.teacher,
+                budget=training.budget,
                 micros=part.micros,
                 keep_single=True,
             )
-            used = {name: kept.by_name[name] for name in needed if name != "ref_logprobs"}
-            if ref_logprobs is not None:
-                index = part.tokens
-                used["ref_logprobs"] = ref_logprobs if index is None else ref_logprobs[beside(index, ref_logprobs)]
-            evaluated.append(_evaluate(loss, config, part, used, policy.device))
-            sums.add(evaluated[-1].output)
-            kept.backward(collector, evaluated[-1].gradients)
+            kept.backward(collector, training.evaluate(part, kept.by_name))
             recomputed |= kept.recomputed
             num_microbatches += kept.num_microbatches
-            for name in outputs:
-                part.place(batch, name, kept.by_name[name], scores)
             if waiting and kept.num_microbatches > 1:  # memory ran out, and would again
                 left = [
                     micro
                     for each in waiting
                     for micro in divided(each.whole or each.micros[0], kept.largest_microbatch, packing)
                 ]
-                waiting = deque(_alone(batch, micro) for micro in left)
-    sums.settle([part.totals() for part in evaluated], collector.norm())
-    if not sums.finite:
-        for one in evaluated:
-            one.check_finite()
-    if not sums.finite and not collector.finite():
-        raise OperationError(
-            training_pb2.ERROR_CODE_NON_FINITE,
-            f"the gradient of {loss.name} with respect to the weights is not finite, though loss and scores are; "
-            "nothing was accumulated. A lower learning rate, or float32 weights, may help",
-        )
-    accumulator.merge(collector.by_key, sums.counts)
-    found = _evaluation(batch, scores, outputs, num_microbatches, sums)
-    return replace(found, recomputed=recomputed, out_of_memory=num_microbatches > len(micros))
+                waiting = deque(_alone(training.batch, micro) for micro in left)
+    return training.end(collector, num_microbatches, recomputed)
 
 
 def kept_forward(
@@ -238,7 +286,7 @@ def custom_backward(
     )
     with GradientCollector(kept.policy.trainable_parameters()) as collector:
         device = kept.policy.device
-        moved = {name: gradient.to(device, non_blocking=True) for name, gradient in gradients.items()}
+        moved = {name: sent(gradient, device) for name, gradient in gradients.items()}
         kept.backward(collector, {CUSTOM: moved})
     if not collector.finite():
         raise OperationError(
@@ -256,7 +304,7 @@ def loss_temperature(config: LossConfig) -> float:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """What a loss is shown at a time, and as which micro-batches it is computed.
 
     Attributes:
@@ -291,12 +339,12 @@ class _Part:
             into[name][beside(index, values)] = values
 
 
-def _alone(batch: Batch, micro: MicroBatch) -> _Part:
+def _alone(batch: Batch, micro: MicroBatch) -> Part:
     if micro.batch is batch:
-        return _Part(batch, [micro])
+        return Part(batch, [micro])
     examples, sequences, tokens = (torch.arange(len(each)) for each in (micro.examples, micro.sequences, micro.tokens))
     own = replace(micro, examples=examples, sequences=sequences, tokens=tokens)
-    return _Part(micro.batch, [own], micro)
+    return Part(micro.batch, [own], micro)
 
 
 class _LossSums:
@@ -378,7 +426,7 @@ class _Evaluated:
 
     loss: LossSpec
     config: LossConfig
-    part: _Part
+    part: Part
     scores: Mapping[str, Tensor]
     output: LossOutput
     gradients: dict[Key, dict[str, Tensor]]
@@ -403,7 +451,7 @@ class _Evaluated:
 
 
 def _evaluate(
-    loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor], device: torch.device
+    loss: LossSpec, config: LossConfig, part: Part, scores: Mapping[str, Tensor], device: torch.device
 ) -> _Evaluated:
     leaves = {
         name: values.requires_grad_() if values.is_floating_point() and name != "ref_logprobs" else values
@@ -445,7 +493,7 @@ def _check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what
         )
 
 
-def _non_finite_loss(loss: LossSpec, config: LossConfig, part: _Part, scores: Mapping[str, Tensor]) -> OperationError:
+def _non_finite_loss(loss: LossSpec, config: LossConfig, part: Part, scores: Mapping[str, Tensor]) -> OperationError:
     """The error that names the first row whose own loss is not finite, or no row if only the whole is so."""
     row = None
     scores = {name: values.cpu() for name, values in scores.items()}

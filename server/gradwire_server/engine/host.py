@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from gradwire_losses.batch import sent
 from gradwire_proto.v1 import training_pb2
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -125,12 +126,12 @@ class HostedModel:
     def states(self, sequences: Layout | Padded) -> Tensor:
         """``[M, H]`` final hidden states of everything that is computed, in one forward of the trunk."""
         if isinstance(sequences, Padded):
-            rows = sequences.input_ids.to(self.device, non_blocking=True)
+            rows = sent(sequences.input_ids, self.device)
             padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
             return padded.flatten(0, 1)
         packed: Tensor = self.trunk(
-            input_ids=sequences.input_ids[None].to(self.device, non_blocking=True),
-            position_ids=sequences.position_ids[None].to(self.device, non_blocking=True),
+            input_ids=sent(sequences.input_ids[None], self.device),
+            position_ids=sent(sequences.position_ids[None], self.device),
             # A mask of four dimensions is passed on as it is; with a layout nobody looks at it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,

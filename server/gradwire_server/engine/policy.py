@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from gradwire_losses.batch import sent
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -97,7 +98,7 @@ class Policy:
         arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
         states = self.hosted.states(arranged)
         wanted = arranged.places if positions is None else arranged.places[positions]
-        return states.index_select(0, wanted.to(states.device, non_blocking=True))
+        return states.index_select(0, sent(wanted, states.device))
 
     def output_head(self) -> OutputHead:
         return self.hosted.output_head()

@@ -23,10 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import machine
+from benchmarks import ROOT, machine
 from benchmarks.report import Figure, show
 
-ROOT = machine.ROOT
 DOCS = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-- figures: end -->"
 ROWS = (

@@ -18,10 +18,11 @@ from typing import Any
 
 import gradwire
 
+from benchmarks import ROOT
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import BETA, KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses
-from benchmarks.workload import ROOT, Draw, num_tokens, standard_model
+from benchmarks.workload import Draw, num_tokens, standard_model
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
 TARGETS = {"sft": ("SFTTrainer", 2.2), "dpo": ("DPOTrainer with a reference", 2.5), "grpo": ("GRPOTrainer's step", 2.2)}

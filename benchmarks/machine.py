@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
 
 
 def describe() -> dict[str, Any]:

@@ -7,19 +7,12 @@ times the tokens that exist: what issue 5 says of such rows.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-ROOT = Path(__file__).resolve().parents[1]
-for folder in ("tests", "examples"):
-    if str(ROOT / folder) not in sys.path:
-        sys.path.insert(0, str(ROOT / folder))
-
-from _support.small_model import SPECIAL, small_model  # noqa: E402
+from _support.small_model import SPECIAL, small_model
 
 ROWS = 16
 SHORTEST, LONGEST = 32, 512

@@ -168,6 +168,10 @@ class Carrier:
                     f" {DEATHS} times; fork it from a checkpoint before that one",
                 ) from error
             raise EngineDied(suspect=False) from error
+        except RpcError as error:
+            if self._engine.generation != generation:
+                raise EngineDied(suspect=False) from error  # between two requests: the next engine knows no such run
+            raise
         queue.generation = generation
         self._metrics.restored(
             sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began

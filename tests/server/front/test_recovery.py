@@ -42,6 +42,18 @@ async def test_an_engine_that_died_is_given_the_run_again(door: Door) -> None:
     assert [seq for _, seq in door.engine.seen] == [1, 2, 3, 4, 1, 4, 5]  # failures and reads are not repeated
 
 
+async def test_an_engine_that_dies_between_two_operations_of_a_replay_is_given_the_run_again(door: Door) -> None:
+    client = await (await door.client()).begin()
+    for seq, loss_fn in enumerate("abc", 1):
+        await client.fb(seq, loss_fn)
+    await client.results(3)
+    door.engine.die()
+    door.engine.dies_behind = {2}
+    await client.fb(4, "d")
+    assert await client.statuses(1, 4) == ["ok"]
+    assert door.engine.runs[client.run_id].history == ["a", "b", "c", "d"]
+
+
 async def test_an_operation_whose_engine_died_once_is_tried_again(door: Door) -> None:
     client = await (await door.client()).begin()
     door.engine.die_after = {2}

@@ -103,7 +103,7 @@ def check_scores(
         )
 
 
-def _check_candidates(batch: Batch, names: Collection[str]) -> None:
+def check_candidates(batch: Batch, names: Collection[str]) -> None:
     if "candidate_logprobs" in names and "candidates" not in batch.fields:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_BATCH,
@@ -128,7 +128,7 @@ def score_batch(
         OperationError: as :func:`check_scores`.
     """
     check_scores(policy, names, teacher)
-    _check_candidates(batch, names)
+    check_candidates(batch, names)
     micros = split(batch, budget.microbatch_tokens, policy.packing())
 
     def compute(micro: MicroBatch) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ class KeptScores:
         keep_single: bool = False,
     ) -> None:
         check_scores(policy, names, teacher, field="scores")
-        _check_candidates(batch, names)
+        check_candidates(batch, names)
         self.policy = policy
         self.batch = batch
         self.names = frozenset(names)

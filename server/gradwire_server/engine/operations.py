@@ -94,26 +94,50 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
 def _forward_backward(
     engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
 ) -> Outcome:
+    training = prepare(engine, run, call, columns)
+    return trained(engine, run, call, training, lambda: evaluate.forward_backward(training))
+
+
+def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> evaluate.Training:
+    """A ``forward_backward``, read and checked, within the engine's budget.
+
+    Raises:
+        OperationError: for what is wrong with it.
+    """
     loss, config = _loss(call)
     if call.model:
         raise _invalid("forward_backward trains the run's own weights; model is for forward", "model")
-    batch = _read(loss, columns, run.policy)
+    return evaluate.Training(
+        run.policy,
+        _read(loss, columns, run.policy),
+        loss,
+        config,
+        run.accumulator,
+        reference=_reference(engine, run, config),
+        teacher=_teacher(engine, run, config),
+        outputs=call.outputs,
+        budget=engine.budget,
+    )
+
+
+def trained(
+    engine: Engine,
+    run: EngineRun,
+    call: training_pb2.LossCall,
+    training: evaluate.Training,
+    evaluation: Callable[[], evaluate.LossEvaluation],
+) -> Outcome:
+    """What comes of an evaluation.
+
+    Raises:
+        OperationError: that of the evaluation, unless it is one to go on after.
+    """
     try:
-        found = evaluate.forward_backward(
-            run.policy,
-            batch,
-            loss,
-            config,
-            run.accumulator,
-            reference=_reference(engine, run, config),
-            teacher=_teacher(engine, run, config),
-            outputs=call.outputs,
-            budget=engine.budget,
-        )
+        found = evaluation()
     except OperationError as error:
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
-        return _left_out(run, loss, batch, error)
+        return _left_out(run, training.loss, training.batch, error)
     if found.out_of_memory:
         engine.memory.ran_out(run)
     return _evaluated(found)

@@ -17,6 +17,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.evaluate import (
     LossEvaluation,
     Reference,
+    Training,
     custom_backward,
     forward,
     forward_backward,
@@ -71,15 +72,17 @@ def evaluate(
     """The evaluation and the gradient that a step would take, from an empty accumulation."""
     run.accumulator.clear()
     result = forward_backward(
-        run.policy,
-        batch,
-        loss,
-        config_of(loss),
-        run.accumulator,
-        reference=base_reference(run),
-        teacher=Policy(run.policy.hosted),
-        budget=budget,
-        **kwargs,
+        Training(
+            run.policy,
+            batch,
+            loss,
+            config_of(loss),
+            run.accumulator,
+            reference=base_reference(run),
+            teacher=Policy(run.policy.hosted),
+            budget=budget,
+            **kwargs,
+        )
     )
     return result, gradient(run)
 
@@ -150,14 +153,16 @@ def test_two_halves_and_a_step_are_the_whole_and_a_step(
     run.accumulator.clear()
     for rows in (torch.arange(3), torch.arange(3, 9)):
         forward_backward(
-            run.policy,
-            batch.select(rows),
-            loss,
-            config_of(loss),
-            run.accumulator,
-            reference=base_reference(run),
-            teacher=Policy(run.policy.hosted),
-            budget=WHOLE,
+            Training(
+                run.policy,
+                batch.select(rows),
+                loss,
+                config_of(loss),
+                run.accumulator,
+                reference=base_reference(run),
+                teacher=Policy(run.policy.hosted),
+                budget=WHOLE,
+            )
         )
     assert_same(gradient(run), expected)
 
@@ -186,7 +191,7 @@ def test_a_loss_in_two_units_averages_each_over_its_own_count(make_run: Any, bat
     assert_same(evaluate(run, batch, together, RECOMPUTE)[1], expected)
     run.accumulator.clear()
     for rows in (torch.arange(2), torch.arange(2, 7)):
-        forward_backward(run.policy, batch.select(rows), loss, config_of(loss), run.accumulator, budget=SMALL)
+        forward_backward(Training(run.policy, batch.select(rows), loss, config_of(loss), run.accumulator, budget=SMALL))
     assert_same(gradient(run), expected)
 
 
@@ -215,7 +220,7 @@ def test_kept_graphs_cost_one_forward_and_recomputation_two(make_run: Any, batch
     batch, run = batches.batch(loss, shortest=5), make_run(lora=lora, head="value")
     for budget, passes in ((SMALL, 1), (RECOMPUTE, 2)):
         with trunk_forwards(run) as counts:
-            result = forward_backward(run.policy, batch, loss, loss.config(), run.accumulator, budget=budget)
+            result = forward_backward(Training(run.policy, batch, loss, loss.config(), run.accumulator, budget=budget))
         assert len(counts) == passes * result.num_microbatches
         assert result.recomputed == (passes == 2)
 
@@ -411,7 +416,9 @@ def test_a_batch_with_nothing_scored_contributes_nothing(make_run: Any, batches:
     batch, run = batches.batch(loss), make_run()
     _, expected = evaluate(run, batch, loss, WHOLE)
     with trunk_forwards(run) as counts:
-        result = forward_backward(run.policy, rows_of([1, 1]), loss, config_of(loss), run.accumulator, budget=WHOLE)
+        result = forward_backward(
+            Training(run.policy, rows_of([1, 1]), loss, config_of(loss), run.accumulator, budget=WHOLE)
+        )
     assert (result.loss, result.num_loss_tokens, counts) == (0.0, 0, [])
     assert_same(gradient(run), expected)
 
@@ -450,7 +457,7 @@ def test_a_failing_call_names_the_row_and_leaves_gradients_as_they_were(
     batch.input_ids[starts] = torch.tensor([1, 2, 3, 4, 7, 5])
     bad = dataclasses.replace(poisoned(run, loss, where), streams=lambda config, present: streams)
     with pytest.raises(OperationError) as caught:
-        forward_backward(run.policy, batch, bad, config_of(loss), run.accumulator, budget=budget)
+        forward_backward(Training(run.policy, batch, bad, config_of(loss), run.accumulator, budget=budget))
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert caught.value.row == 4
     assert gradient(run).keys() == before.keys()
@@ -463,7 +470,7 @@ def test_non_finite_weights_are_blamed_before_anything_is_accumulated(make_run: 
     with torch.no_grad():
         run.policy.model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(OperationError, match="logprobs in row") as caught:
-        forward_backward(run.policy, rows_of([4, 4]), loss, config_of(loss), run.accumulator, budget=WHOLE)
+        forward_backward(Training(run.policy, rows_of([4, 4]), loss, config_of(loss), run.accumulator, budget=WHOLE))
     assert (caught.value.code, caught.value.row) == (training_pb2.ERROR_CODE_NON_FINITE, 0)
     assert run.accumulator.empty
 
@@ -476,7 +483,7 @@ def test_an_overflowing_weight_gradient_is_not_merged(make_run: Any) -> None:
     run = make_run()
     loss = dataclasses.replace(get_loss("causal_lm"), function=function)
     with pytest.raises(OperationError, match="respect to the weights") as caught:
-        forward_backward(run.policy, rows_of([9, 9]), loss, config_of(loss), run.accumulator, budget=WHOLE)
+        forward_backward(Training(run.policy, rows_of([9, 9]), loss, config_of(loss), run.accumulator, budget=WHOLE))
     assert caught.value.code == training_pb2.ERROR_CODE_NON_FINITE
     assert run.accumulator.empty
 
@@ -491,7 +498,9 @@ def test_a_batch_error_of_a_loss_names_the_callers_row(make_run: Any) -> None:
     loss = dataclasses.replace(get_loss("causal_lm"), function=function)
     run = make_run()
     with pytest.raises(OperationError, match="bad luck") as caught:
-        forward_backward(run.policy, rows_of([9, 9, 9, 3]), loss, config_of(loss), run.accumulator, budget=SMALL)
+        forward_backward(
+            Training(run.policy, rows_of([9, 9, 9, 3]), loss, config_of(loss), run.accumulator, budget=SMALL)
+        )
     error = caught.value.to_proto()
     assert (error.code, error.field, error.row) == (training_pb2.ERROR_CODE_INVALID_BATCH, "input_ids", 3)
     assert run.accumulator.empty
@@ -500,10 +509,12 @@ def test_a_batch_error_of_a_loss_names_the_callers_row(make_run: Any) -> None:
 def test_a_missing_head_or_reference_is_refused(make_run: Any, batches: Any) -> None:
     plain, reward, dpo = make_run(), get_loss("reward_modeling"), get_loss("dpo")
     with pytest.raises(OperationError, match="head='reward'") as caught:
-        forward_backward(plain.policy, batches.batch(reward), reward, reward.config(), plain.accumulator, budget=WHOLE)
+        forward_backward(
+            Training(plain.policy, batches.batch(reward), reward, reward.config(), plain.accumulator, budget=WHOLE)
+        )
     assert caught.value.code == training_pb2.ERROR_CODE_UNSUPPORTED
     with pytest.raises(OperationError) as caught:
-        forward_backward(plain.policy, batches.batch(dpo), dpo, dpo.config(), plain.accumulator, budget=WHOLE)
+        forward_backward(Training(plain.policy, batches.batch(dpo), dpo, dpo.config(), plain.accumulator, budget=WHOLE))
     assert caught.value.field == "reference_model"
     with pytest.raises(OperationError, match="there is no score 'logits'"):
         forward(plain.policy, rows_of([3]), outputs=["logits"], budget=WHOLE)

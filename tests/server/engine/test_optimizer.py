@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.accumulate import GradientAccumulator
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import forward_backward
+from gradwire_server.engine.evaluate import Training, forward_backward
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.run import EngineRun
 
@@ -25,7 +25,9 @@ def accumulate(run: EngineRun, batches: Any) -> None:
     loss = get_loss("causal_lm")
     with run.rng():
         forward_backward(
-            run.policy, batches.batch(loss), loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget()
+            Training(
+                run.policy, batches.batch(loss), loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget()
+            )
         )
 
 
@@ -142,7 +144,9 @@ def test_resumption_mid_accumulation_is_bit_exact(make_run: Any, batches: Any, l
         for batch in part:
             with run.rng():
                 forward_backward(
-                    run.policy, batch, loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget(30)
+                    Training(
+                        run.policy, batch, loss, get_loss("causal_lm").config(), run.accumulator, budget=Budget(30)
+                    )
                 )
 
     straight, resumed = make_run(lora=lora), make_run(lora=lora, seed=1)

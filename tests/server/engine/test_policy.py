@@ -12,7 +12,7 @@ from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import forward_backward
+from gradwire_server.engine.evaluate import Training, forward_backward
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import LoraPolicy, Policy
@@ -28,12 +28,14 @@ def train(run: EngineRun, batch: Batch, steps: int = 1) -> list[float]:
     for _ in range(steps):
         with run.rng():
             result = forward_backward(
-                run.policy,
-                batch,
-                get_loss("causal_lm"),
-                get_loss("causal_lm").config(),
-                run.accumulator,
-                budget=Budget(),
+                Training(
+                    run.policy,
+                    batch,
+                    get_loss("causal_lm"),
+                    get_loss("causal_lm").config(),
+                    run.accumulator,
+                    budget=Budget(),
+                )
             )
             run.optimizer.step(run.accumulator, STEP)
         assert result.loss is not None
@@ -178,7 +180,14 @@ def test_gradient_checkpointing_changes_no_gradient(make_run: Any, batches: Any,
     for checkpointing in (False, True):
         run = make_run(lora=lora, gradient_checkpointing=checkpointing)
         forward_backward(
-            run.policy, batch, get_loss("causal_lm"), get_loss("causal_lm").config(), run.accumulator, budget=Budget()
+            Training(
+                run.policy,
+                batch,
+                get_loss("causal_lm"),
+                get_loss("causal_lm").config(),
+                run.accumulator,
+                budget=Budget(),
+            )
         )
         gradients.append(run.accumulator.normalised()[0])
     plain, recomputed = gradients
@@ -201,7 +210,14 @@ def test_bfloat16_weights_have_masters_that_keep_small_updates(
     batch = batches.batch(get_loss("causal_lm"))
     for _ in range(3):
         forward_backward(
-            run.policy, batch, get_loss("causal_lm"), get_loss("causal_lm").config(), run.accumulator, budget=Budget(20)
+            Training(
+                run.policy,
+                batch,
+                get_loss("causal_lm"),
+                get_loss("causal_lm").config(),
+                run.accumulator,
+                budget=Budget(20),
+            )
         )
         assert all(g.dtype == torch.float32 for g in run.accumulator.normalised()[0].values())
         run.optimizer.step(run.accumulator, OptimStep(learning_rate=1e-6, beta1=0.9, beta2=0.99, eps=1e-8))

@@ -10,7 +10,7 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import forward, forward_backward, kept_forward
+from gradwire_server.engine.evaluate import Training, forward, forward_backward, kept_forward
 from gradwire_server.engine.forward import Teacher, score_batch
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
@@ -71,7 +71,9 @@ def test_a_student_that_learns_by_gkd_comes_closer_to_its_teacher(make_run: Any)
     teacher, losses = Policy(run.policy.hosted), []
     for _ in range(8):
         config = loss.config(reference_model="base", beta=0.5)
-        found = forward_backward(run.policy, batch, loss, config, run.accumulator, teacher=teacher, budget=SMALL)
+        found = forward_backward(
+            Training(run.policy, batch, loss, config, run.accumulator, teacher=teacher, budget=SMALL)
+        )
         losses.append(found.metrics["divergence"])
         gradients, factor = run.accumulator.normalised()
         with torch.no_grad():
@@ -140,13 +142,15 @@ def test_activating_the_teacher_between_forward_and_backward_changes_no_gradient
     for checkpointing in (False, True):
         run = moved(make_run(lora=4, run_id=f"run-{checkpointing}", gradient_checkpointing=checkpointing))
         forward_backward(
-            run.policy,
-            two_rows(),
-            loss,
-            loss.config(reference_model="base"),
-            run.accumulator,
-            teacher=Policy(run.policy.hosted),
-            budget=budget,
+            Training(
+                run.policy,
+                two_rows(),
+                loss,
+                loss.config(reference_model="base"),
+                run.accumulator,
+                teacher=Policy(run.policy.hosted),
+                budget=budget,
+            )
         )
         found, factor = run.accumulator.normalised()
         gradients.append({name: value * factor for name, value in found.items()})

@@ -174,7 +174,7 @@ class Engine:
                     weights_only=create.weights_only,
                     fresh_head=create.fresh_head,
                 )
-        except Exception:
+        except Exception:  # whatever stopped it, what the run took of the shared model is given back
             run.close()
             raise
         self.runs[create.run_id] = run

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 MOST = {
     "cpu": Budget(),
-    "cuda": Budget(microbatch_tokens=1 << 16, activation_bytes=1 << 60, logits_elements=1 << 28),
+    "cuda": Budget(1 << 16, activation_bytes=1 << 60, logits_elements=1 << 28, kept_logits=1 << 31),
 }
 """The most that an operation is given: beyond these numbers of tokens and logits it is no faster."""
 FRESH_S = 1.0
@@ -53,7 +53,9 @@ PROBE_TOKENS = 64
 PASSING_BYTES = 64
 """Of what a forward and backward holds for a moment, for each token and each element of its hidden state."""
 CHUNK_BYTES = 16
-"""Of what scoring holds for each logit."""
+"""Of what scoring holds for each logit of a chunk."""
+KEPT_BYTES = 4
+"""Of a logit that is kept."""
 
 
 class Memory:
@@ -96,6 +98,7 @@ class Memory:
             tokens or max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens)),
             min(int(room), most.activation_bytes) if activations is None else activations,
             max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
+            min(int(room / 4 / KEPT_BYTES), most.kept_logits),
         )
 
     def ran_out(self, run: EngineRun) -> None:

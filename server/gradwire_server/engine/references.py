@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,6 +83,7 @@ class References:
         self._in_use = in_use
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._logprobs = LogprobCache(logprob_bytes)
+        self._new: tuple[list[bytes], list[int], Tensor] | None = None
         self._adapter_names = (f"reference-{number}" for number in itertools.count())
         self.computed_sequences = self.found_sequences = 0
         self.used_models = self.loaded_models = 0
@@ -120,24 +121,40 @@ class References:
         )
 
     def logprobs(self, reference: Reference, batch: Batch, temperature: float, budget: Budget) -> Tensor:
-        """``[T]`` log-probabilities of the batch's scored tokens, float32 on the CPU; only what is new is computed.
+        """``[T]`` log-probabilities of the batch's scored tokens, float32; only what is new is computed.
+
+        On a GPU they are not waited for: new ones are there, kept ones on the CPU, as are all when some are kept.
 
         Raises:
             OperationError: INVALID_BATCH where the reference's vocabulary or context is too small for the batch.
         """
         _check_fits(reference, batch)
+        self._keep_new()
         keys = _keys(reference.identity, temperature, batch)
         found = [self._logprobs.get(key) for key in keys]
         missing = [index for index, known in enumerate(found) if known is None]
+        self.computed_sequences += len(missing)
+        self.found_sequences += len(keys) - len(missing)
         if missing:
             wanted = _only(batch, torch.tensor(missing))
             scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
-            for index, values in zip(missing, scores["logprobs"].split(wanted.row_lengths.tolist()), strict=True):
-                found[index] = values.clone()
-                self._logprobs.put(keys[index], values.clone())
-        self.computed_sequences += len(missing)
-        self.found_sequences += len(keys) - len(missing)
+            self._new = [keys[index] for index in missing], wanted.row_lengths.tolist(), scores["logprobs"]
+            if len(missing) == len(keys):
+                return scores["logprobs"]
+            for index, values in zip(missing, self._keep_new(), strict=True):
+                found[index] = values
         return torch.cat([values for values in found if values is not None])
+
+    def _keep_new(self) -> Sequence[Tensor]:
+        """Keeps what was computed last, by sequence: not at once, as it would have to be waited for."""
+        if self._new is None:
+            return ()
+        keys, lengths, logprobs = self._new
+        self._new = None
+        by_sequence = [values.clone() for values in logprobs.cpu().split(lengths)]
+        for key, values in zip(keys, by_sequence, strict=True):
+            self._logprobs.put(key, values)
+        return by_sequence
 
     def keep_model(self, name: str) -> None:
         """Takes over the shared copy of a model that no run uses any more: kept while there is room."""

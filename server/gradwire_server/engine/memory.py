@@ -88,12 +88,13 @@ class Memory:
         return MOST[self._device.type]
 
     def budget(self, run: EngineRun) -> Budget:
-        """Of an operation of this run: half of the room for the micro-batch that is computed, half for kept graphs."""
+        """Of an operation of this run: a third of the room for the micro-batch, one for kept graphs, one for logits and
+        what cannot be foreseen."""
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         if kind not in self._token_bytes:
             self._token_bytes[kind] = token_bytes(run.policy)
-        room = self._room(run) * self._shares.get(kind, 1.0) / 2
+        room = self._room(run) * self._shares.get(kind, 1.0) / 3
         return Budget(
             tokens or max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens)),
             min(int(room), most.activation_bytes) if activations is None else activations,

@@ -130,10 +130,37 @@ def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalE
     run, cpu = engine.engine.runs["run-a"], torch.device("cpu")
     assert Memory(cpu).budget(run) == MOST["cpu"]  # 4,096 tokens of so small a model fit everywhere
     needed = token_bytes(run.policy)
-    assert Memory(cpu, machine_bytes=int(8 * 100.5 * needed)).budget(run).microbatch_tokens == 100
+    assert Memory(cpu, machine_bytes=int(12 * 100.5 * needed)).budget(run).microbatch_tokens == 100
     assert Memory(cpu, machine_bytes=1).budget(run).microbatch_tokens == 1
     assert Memory(cpu, 77, 5, machine_bytes=1).budget(run).microbatch_tokens == 77
     assert Memory(cpu, 77, 5).budget(run).activation_bytes == 5
+
+
+def test_a_gpu_gets_what_is_free_and_less_after_it_was_too_much(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.create("run-a")
+    run, free = engine.engine.runs["run-a"], [1 << 20]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    memory = Memory(torch.device("cuda"))
+    weights = 4.0 * run.policy.num_trainable_parameters
+    room = (0.9 * (3 << 20) - 4 * weights) / 3  # gradients, those accumulated and two moments are still to come
+    first = memory.budget(run)
+    assert first.microbatch_tokens == int(room / token_bytes(run.policy)) and first.activation_bytes == int(room)
+    memory.ran_out(run)
+    assert memory.budget(run).microbatch_tokens == pytest.approx(first.microbatch_tokens / 2, abs=1)
+    free[0] = 1 << 50
+    assert memory.budget(run).microbatch_tokens < first.microbatch_tokens  # what was free is asked for once a second
+    monkeypatch.setattr(memory, "_free_until", 0.0)
+    assert memory.budget(run).microbatch_tokens == MOST["cuda"].microbatch_tokens
+    assert memory.budget(run).logits_elements == MOST["cuda"].logits_elements
+    run.step = 1
+    free[0] = 1 << 20
+    monkeypatch.setattr(memory, "_free_until", 0.0)
+    assert memory.budget(run).activation_bytes == int((0.9 * (3 << 20) - weights) / 6)
 
 
 def test_what_a_token_takes_is_what_a_batch_of_them_takes(engine: LocalEngine) -> None:

@@ -75,6 +75,7 @@ def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
     flags: dict[str, object] = {
         "--device": config.device or None,
         "--dtype": config.dtype or None,
+        "--group-runs": config.group_runs,
         "--microbatch-tokens": config.microbatch_tokens,
         "--activation-budget-gib": config.activation_budget_gib,
         "--reference-cache-gib": config.reference_cache_gib,
@@ -102,14 +103,13 @@ class _Connection:
         self.link, self.process, self._vitals, self._marks = link, process, vitals, marks
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._ids: dict[asyncio.Future[Answer], int] = {}
-        self.outgoing: asyncio.Queue[tuple[engine_pb2.EngineRequest, Sequence[Buffer]]] = asyncio.Queue()
         self.worked = False
 
     def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer]) -> asyncio.Future[Answer]:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = answer
         self._ids[answer] = request.id
-        self.outgoing.put_nowait((request, payload))
+        self.link.send(request, payload)
         return answer
 
     def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
@@ -117,10 +117,6 @@ class _Connection:
             return False
         self._settle(answer, (engine_pb2.EngineReply(not_started=pb.Empty()), b""))
         return True
-
-    async def send(self) -> None:
-        while True:
-            await self.link.send(*await self.outgoing.get())
 
     async def receive(self) -> None:
         while True:
@@ -207,9 +203,8 @@ class EngineProcess:
         self._stopping = True
         connection = self._connection
         if connection is not None:
-            connection.outgoing.put_nowait(
-                (engine_pb2.EngineRequest(id=next(self._ids), shutdown=engine_pb2.EngineShutdown()), ())
-            )
+            shutdown = engine_pb2.EngineRequest(id=next(self._ids), shutdown=engine_pb2.EngineShutdown())
+            connection.link.send(shutdown)
             try:
                 await asyncio.wait_for(connection.process.wait(), grace_s)
             except TimeoutError:
@@ -265,7 +260,7 @@ class EngineProcess:
             if not started.done():
                 started.set_result(None)
             self._on_change(True)
-            tasks = [asyncio.create_task(work()) for work in (connection.send, connection.receive, self._watch)]
+            tasks = [asyncio.create_task(work()) for work in (connection.receive, self._watch)]
             done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         finally:

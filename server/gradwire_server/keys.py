@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 Role = Literal["admin", "user"]
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 PREFIX_CHARS = 9
+LOOK_AGAIN_S = 0.02
+"""A stream whose key is revoked goes on for so long at most."""
 """How much of a key is kept for people to tell keys by: 36 of its 256 bits."""
 
 
@@ -159,13 +161,13 @@ class Keys:
         self._path, self._file = state_dir / "keys.json", KeyFile(state_dir)
         self._open = open_door
         self._seen: tuple[int, int, int] | None = None
+        self._refreshed = float("-inf")
         self._live: dict[str, Key] = {}
         self._refresh()
 
     @property
     def required(self) -> bool:
         """Whether calls need a key: from the first one made on, also when all are revoked or the file is lost."""
-        self._refresh()
         return not self._open
 
     @property
@@ -180,6 +182,7 @@ class Keys:
         Raises:
             RpcError: UNAUTHENTICATED, for a missing, unknown or revoked key alike.
         """
+        self._refresh()
         if not self.required:
             return ANYONE
         given = next((value for key, value in metadata or () if key == "authorization"), "")
@@ -190,11 +193,12 @@ class Keys:
         return Caller(found[0].name, found[0].role, digest)
 
     def check(self, caller: Caller) -> None:
-        """That a call which came in may go on.
+        """That a call which came in may go on: asked at each message, so the file is looked at now and then only.
 
         Raises:
             RpcError: UNAUTHENTICATED, when its key was revoked, or keys are needed since.
         """
+        self._refresh(LOOK_AGAIN_S)
         if self.required and caller != self._of(caller.name):
             raise _unauthenticated()
 
@@ -204,14 +208,18 @@ class Keys:
         return name in self._live
 
     def quota(self, name: str) -> Quota:
-        self._refresh()
+        self._refresh(LOOK_AGAIN_S)
         return self._live[name].quota if name in self._live else Quota()
 
     def _of(self, name: str) -> Caller | None:
         key = self._live.get(name)
         return Caller(key.name, key.role, key.sha256) if key else None
 
-    def _refresh(self) -> None:
+    def _refresh(self, after_s: float = 0.0) -> None:
+        now = time.monotonic()
+        if now - self._refreshed < after_s:
+            return
+        self._refreshed = now
         try:
             stat = self._path.stat()
         except FileNotFoundError:

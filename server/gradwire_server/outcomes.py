@@ -29,12 +29,12 @@ class Outcomes:
 
     def __init__(self, journal: Journal, keeper: Keeper, memory: PayloadMemory, metrics: Metrics) -> None:
         self._journal, self._keeper, self._memory, self._metrics = journal, keeper, memory, metrics
-        self._storing: set[asyncio.Task[None]] = set()
+        self._storing: set[asyncio.Future[None]] = set()
 
     def finish(
         self, queue: RunQueue, operation: Pending, result: pb.OperationResult, payload: Buffer = b""
-    ) -> asyncio.Task[None]:
-        """Takes a result into account at once; it is seen by others once it is durable."""
+    ) -> asyncio.Future[None]:
+        """Takes a result into account at once; it is seen by others once it is durable, and the future is done."""
         self._memory.let_go(operation)
         checkpoint = None
         if operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED:
@@ -44,30 +44,38 @@ class Outcomes:
         marks = queue.finish(operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
         kept = repeated(operation.header.operation, result.status)
-        future = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
+        loop = asyncio.get_running_loop()
+        stored: asyncio.Future[None] = loop.create_future()
+        self._storing.add(stored)
 
-        async def store() -> None:
-            stored = future
-            while True:
-                try:
-                    await stored
-                    break
-                except Exception as error:  # a result must not be lost to a disk that is full for a while
-                    log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
-                    await asyncio.sleep(STORE_AGAIN_S)
-                if queue.record.rewound_epoch != rewound_epoch:
-                    return  # its number may be another's by now
-                stored = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
+        def store() -> None:
+            if queue.record.rewound_epoch != rewound_epoch:
+                end()  # its number may be another's by now
+                return
+            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
+            put.add_done_callback(durable)
+
+        def durable(put: asyncio.Future[None]) -> None:
+            error = put.exception()
+            if error is not None:  # a result must not be lost to a disk that is full for a while
+                log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
+                loop.call_later(STORE_AGAIN_S, store)
+                return
             crash_point("result.after_commit")
             operation.trace.end(result)
-            if queue.record.rewound_epoch != rewound_epoch:
-                return
-            if checkpoint is not None:
-                queue.record.checkpoints[checkpoint.name] = checkpoint
-                self._keep(self._saved(queue.record, checkpoint))
-            queue.stored(StoredResult(result, payload))
+            if queue.record.rewound_epoch == rewound_epoch:
+                if checkpoint is not None:
+                    queue.record.checkpoints[checkpoint.name] = checkpoint
+                    self._keep(self._saved(queue.record, checkpoint))
+                queue.stored(StoredResult(result, payload))
+            end()
 
-        return self._keep(store())
+        def end() -> None:
+            self._storing.discard(stored)
+            stored.set_result(None)
+
+        store()
+        return stored
 
     def _observe(self, record: RunRecord, operation: Pending, result: pb.OperationResult) -> None:
         operation.trace.phase("result")
@@ -85,11 +93,10 @@ class Outcomes:
         except Exception as error:  # collecting is for later, if not for now
             log.error("the journal of %s was not trimmed: %s", record.run_id, error)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
-        return task
 
     async def settle(self, grace_s: float) -> None:
         """Waits until what has a result has it on disk, for so long."""

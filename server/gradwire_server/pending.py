@@ -64,7 +64,7 @@ class Pending:
     answer: asyncio.Future[Answer] | None = None
     trace: Trace = NO_TRACE
 
-    @property
+    @cached_property
     def seq(self) -> int:
         return self.header.seq
 

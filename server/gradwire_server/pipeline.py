@@ -117,7 +117,7 @@ class Pipeline:
             self.turns.leave(record.owner, operation.tokens)
         self.wake(queue)
 
-    def cancel(self, queue: RunQueue, operation: Pending) -> asyncio.Task[None] | None:
+    def cancel(self, queue: RunQueue, operation: Pending) -> asyncio.Future[None] | None:
         """Cancels a durable operation; done once that is durable. None when it has begun."""
         if operation.answer is not None and not self._engine.withdraw(operation.answer):
             return None

@@ -57,6 +57,8 @@ class RunQueue:
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
         self.queued_bytes = 0
+        self._last_sent = 0
+        self._gap = False
         self._stored: set[int] = set()
         self._recent: OrderedDict[int, StoredResult] = OrderedDict()
         self._changed = asyncio.Event()
@@ -170,9 +172,11 @@ class RunQueue:
         """The next operation to carry out, if it can be now or behind those that are being."""
         if self.closed is not None:
             return None
-        waiting = (each for each in self.pending.values() if not each.cancelled and each.seq not in self.sent)
-        head = next(waiting, None)
-        return head if head is not None and head.durable else None
+        for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
+            head = self.pending.get(seq)
+            if head is not None and not head.cancelled and seq not in self.sent:
+                return head if head.durable else None
+        return None
 
     def may_follow(self, operation: Pending) -> bool:
         """Whether an operation may be sent although others before it have no results yet."""
@@ -180,23 +184,21 @@ class RunQueue:
 
     def send(self, operation: Pending) -> None:
         self.sent[operation.seq] = operation
+        self._last_sent = operation.seq
         self.apart = operation.apart
 
     def back(self, operation: Pending) -> None:
-        """It has its result, or is to be sent again."""
+        """It has its result, or is to be sent again; then those behind it are not to be handed over before it."""
         operation.answer = None
         if self.sent.get(operation.seq) is operation:
             del self.sent[operation.seq]
-        self.apart = self.apart and bool(self.sent)
+        self._gap = bool(self.sent) and (self._gap or operation.seq in self.pending)
+        self.apart = bool(self.sent) and (self.apart or self._gap)
 
     def is_next(self, operation: Pending) -> bool:
-        """Whether every operation before this one was handed to the engine, or needs not be."""
-        for each in self.pending.values():
-            if each is operation:
-                return self.record.failure_seq == 0 and not operation.cancelled
-            if each.answer is None and not each.cancelled:
-                return False
-        return False
+        """Whether an operation that was sent may be handed over, now that those before it were."""
+        there = self.pending.get(operation.seq) is operation and not operation.cancelled
+        return there and not self._gap and not self.record.failure_seq
 
     def is_first(self, operation: Pending) -> bool:
         """Whether every operation before this one has a result."""

@@ -38,7 +38,7 @@ class Turns(Generic[T]):
         self._wants_alone, self._clock = wants_alone, clock
         self._waiting: dict[str, deque[T]] = {}
         self._there: Counter[str] = Counter()
-        self._tokens = 0
+        self._count_there = self._tokens = 0
         self._alone = False
         self._served: dict[str, int] = {}
         self._count = 0
@@ -64,7 +64,7 @@ class Turns(Generic[T]):
 
     def pop(self) -> T | None:
         """The next, of the owner whose last turn is the longest ago, and who has room; None when nobody has."""
-        there = self._there.total()
+        there = self._count_there
         if self._alone or there >= SMALL_AHEAD or (there >= AHEAD and self._tokens >= PIPE_TOKENS):
             return None
         shared = self.shared
@@ -86,12 +86,14 @@ class Turns(Generic[T]):
     def enter(self, owner: str, tokens: int, alone: bool = False) -> None:
         """A request goes to the engine."""
         self._there[owner] += 1
+        self._count_there += 1
         self._tokens += tokens
         self._alone = alone
 
     def leave(self, owner: str, tokens: int) -> None:
         """It is answered."""
         self._there[owner] -= 1
+        self._count_there -= 1
         self._tokens -= tokens
         self._alone = False
 

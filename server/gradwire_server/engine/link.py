@@ -1,8 +1,8 @@
 """Frames between the front and the engine, over a socket pair.
 
-The layout of a frame is described in ``engine.proto``. Payloads are scattered straight from the caller's buffers
-into the socket and gathered straight into one buffer at the other end. Nothing here needs torch: the front
-imports this module too.
+The layout of a frame is described in ``engine.proto``. Small frames are read together, as many as there are; large
+payloads go straight from the caller's buffers into the socket and straight into one buffer at the other end. Nothing
+here needs torch: the front imports this module too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -41,11 +42,81 @@ def _segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
     return [memoryview(start), *payload]
 
 
-def _read_prefix(prefix: memoryview) -> tuple[int, int]:
-    header_bytes, payload_bytes = _PREFIX.unpack(prefix)
-    if header_bytes > MAX_HEADER_BYTES:
-        raise LinkClosed(f"a frame announces a header of {header_bytes} bytes: the stream is out of step")
-    return header_bytes, payload_bytes
+class _Incoming:
+    """What was read of a stream of frames and not taken. A reader asks where more goes, and says how much it was."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(_SMALL))
+        self._begin = self._end = 0
+        self._header: bytes | None = None
+        self._payload = memoryview(b"")
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        """Where the next bytes go: to a payload that is longer than what is read together, or to what comes next."""
+        if self._header is not None:
+            return self._payload[self._filled :]
+        rest = self._end - self._begin
+        need = self._need()
+        if len(self._buffer) - self._begin < max(need, _SMALL // 2):
+            buffer = self._buffer if need <= len(self._buffer) else memoryview(bytearray(need))
+            buffer[:rest] = self._buffer[self._begin : self._end]
+            self._buffer, self._begin, self._end = buffer, 0, rest
+        return self._buffer[self._end :]
+
+    def took(self, count: int) -> None:
+        """So many bytes are there.
+
+        Raises:
+            LinkClosed: for none: the stream has ended.
+        """
+        if not count:
+            raise LinkClosed("the other end closed the link")
+        if self._header is not None:
+            self._filled += count
+        else:
+            self._end += count
+
+    def frame(self, kind: type[M]) -> tuple[M, memoryview] | None:
+        """The next frame, if it is whole: its message, and its payload in a buffer of its own.
+
+        Raises:
+            LinkClosed: for a stream out of step.
+        """
+        if self._header is None:
+            if self._end - self._begin < self._need():
+                return None
+            header_bytes, payload_bytes = _PREFIX.unpack_from(self._buffer, self._begin)
+            start = self._begin + _PREFIX.size
+            self._header = bytes(self._buffer[start : start + header_bytes])
+            start += header_bytes
+            there = min(self._end - start, payload_bytes)
+            self._payload, self._filled = memoryview(bytearray(payload_bytes)), there
+            self._payload[:there] = self._buffer[start : start + there]
+            self._begin = start + there
+        if self._filled < len(self._payload):
+            return None
+        message, payload = kind.FromString(self._header), self._payload
+        self._header, self._payload = None, memoryview(b"")
+        return message, payload
+
+    def _need(self) -> int:
+        """Bytes that tell the next frame's header."""
+        if self._end - self._begin < _PREFIX.size:
+            return _PREFIX.size
+        header_bytes, _ = _PREFIX.unpack_from(self._buffer, self._begin)
+        if header_bytes > MAX_HEADER_BYTES:
+            raise LinkClosed(f"a frame announces a header of {header_bytes} bytes: the stream is out of step")
+        return _PREFIX.size + int(header_bytes)
+
+
+def _send_some(sock: socket.socket, pending: deque[memoryview]) -> None:
+    """Sends what the socket takes at once, and leaves the rest."""
+    sent = sock.sendmsg([pending[index] for index in range(min(len(pending), _MAX_SEGMENTS))])
+    while pending and sent >= pending[0].nbytes:
+        sent -= pending.popleft().nbytes
+    if sent:
+        pending[0] = pending[0][sent:]
 
 
 class EngineLink:
@@ -55,6 +126,7 @@ class EngineLink:
         sock.setblocking(True)
         self._sock = sock
         self._sending = threading.Lock()
+        self._incoming = _Incoming()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Sends a frame whose payload is these contiguous buffers, one after the other.
@@ -62,15 +134,11 @@ class EngineLink:
         Raises:
             LinkClosed: when the other end is gone.
         """
-        pending = _segments(message, buffers)
+        pending = deque(_segments(message, buffers))
         with self._sending:
             try:
                 while pending:
-                    sent = self._sock.sendmsg(pending[:_MAX_SEGMENTS])
-                    while pending and sent >= pending[0].nbytes:
-                        sent -= pending.pop(0).nbytes
-                    if sent:
-                        pending[0] = pending[0][sent:]
+                    _send_some(self._sock, pending)
             except OSError as error:
                 raise LinkClosed(str(error)) from error
 
@@ -80,9 +148,12 @@ class EngineLink:
         Raises:
             LinkClosed: at the end of the stream.
         """
-        header_bytes, payload_bytes = _read_prefix(self._read(_PREFIX.size))
-        message = kind.FromString(bytes(self._read(header_bytes)))
-        return message, self._read(payload_bytes)
+        while (frame := self._incoming.frame(kind)) is None:
+            try:
+                self._incoming.took(self._sock.recv_into(self._incoming.room()))
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
+        return frame
 
     def close(self) -> None:
         """Ends the stream; a thread that waits in :meth:`receive` gets LinkClosed."""
@@ -90,62 +161,52 @@ class EngineLink:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _read(self, size: int) -> memoryview:
-        view = memoryview(bytearray(size))
-        done = 0
-        while done < size:
-            try:
-                count = self._sock.recv_into(view[done:])
-            except OSError as error:
-                raise LinkClosed(str(error)) from error
-            if not count:
-                raise LinkClosed("the other end closed the link")
-            done += count
-        return view
-
 
 class AsyncEngineLink:
-    """The same frames on an asyncio loop.
-
-    One task receives; any number send. A send or receive that is cancelled half-way leaves the stream out of step,
-    so run them in tasks that live as long as the link.
-    """
+    """The same frames on an asyncio loop. One task receives; a receive that is cancelled loses nothing."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._sending = asyncio.Lock()
+        self._incoming = _Incoming()
+        self._outgoing: deque[memoryview] = deque()
 
-    async def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """As :meth:`EngineLink.send`."""
-        loop = asyncio.get_running_loop()
-        async with self._sending:
-            try:
-                for segment in _segments(message, buffers):
-                    await loop.sock_sendall(self._sock, segment)
-            except OSError as error:
-                raise LinkClosed(str(error)) from error
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """As :meth:`EngineLink.send`, without waiting: what the socket does not take now it takes later, in order. Of
+        an end that is gone the receiver learns."""
+        idle = not self._outgoing
+        self._outgoing += _segments(message, buffers)
+        if idle:
+            self._flush()
+            if self._outgoing:
+                asyncio.get_running_loop().add_writer(self._sock, self._flush_rest)
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
         """As :meth:`EngineLink.receive`."""
-        header_bytes, payload_bytes = _read_prefix(await self._read(_PREFIX.size))
-        message = kind.FromString(bytes(await self._read(header_bytes)))
-        return message, await self._read(payload_bytes)
-
-    def close(self) -> None:
-        """Ends the stream; call it once no task sends or receives."""
-        self._sock.close()
-
-    async def _read(self, size: int) -> memoryview:
         loop = asyncio.get_running_loop()
-        view = memoryview(bytearray(size))
-        done = 0
-        while done < size:
+        while (frame := self._incoming.frame(kind)) is None:
             try:
-                count = await loop.sock_recv_into(self._sock, view[done:])
+                self._incoming.took(await loop.sock_recv_into(self._sock, self._incoming.room()))
             except OSError as error:
                 raise LinkClosed(str(error)) from error
-            if not count:
-                raise LinkClosed("the other end closed the link")
-            done += count
-        return view
+        return frame
+
+    def close(self) -> None:
+        """Ends the stream; call it once no task receives."""
+        asyncio.get_running_loop().remove_writer(self._sock)
+        self._outgoing.clear()
+        self._sock.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                _send_some(self._sock, self._outgoing)
+        except BlockingIOError:
+            pass  # for later
+        except OSError:
+            self._outgoing.clear()
+
+    def _flush_rest(self) -> None:
+        self._flush()
+        if not self._outgoing:
+            asyncio.get_running_loop().remove_writer(self._sock)

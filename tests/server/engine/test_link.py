@@ -54,15 +54,14 @@ def test_an_asyncio_end_speaks_with_a_blocking_end() -> None:
 
     async def talk() -> None:
         link = AsyncEngineLink(ends[0])
-        sends = [link.send(request(number), [memoryview(payload).cast("B")]) for number in range(3)]
-        sending = asyncio.gather(*sends)
+        for number in range(3):
+            link.send(request(number), [memoryview(payload).cast("B")])
         seen = []
         for _ in range(3):
             message, received = await link.receive(engine_pb2.EngineRequest)
             seen.append(message.id)
             assert np.array_equal(np.frombuffer(received, np.uint32), payload)
-        await sending
-        assert sorted(seen) == [0, 1, 2]
+        assert seen == [0, 1, 2]
         with pytest.raises(LinkClosed):
             await link.receive(engine_pb2.EngineRequest)
         link.close()
@@ -70,6 +69,38 @@ def test_an_asyncio_end_speaks_with_a_blocking_end() -> None:
     thread = threading.Thread(target=echo)
     thread.start()
     asyncio.run(talk())
+    thread.join()
+
+
+def test_frames_that_come_together_or_in_pieces_are_the_same() -> None:
+    ends = socket.socketpair()
+    sender, link = EngineLink(ends[0]), EngineLink(ends[1])
+    rng = np.random.default_rng(1)
+    sizes = [0, 1, 7, 60_000, 70_000, 0, 200_000, 3] * 3
+    payloads = [rng.bytes(size) for size in sizes]
+
+    def send() -> None:
+        recorded, there = socket.socketpair()
+        recorder = EngineLink(recorded)
+        reader = threading.Thread(target=forward, args=(there,))
+        reader.start()
+        for number, payload in enumerate(payloads):
+            recorder.send(request(number), [payload])
+        recorder.close()
+        reader.join()
+        sender.close()
+
+    def forward(source: socket.socket) -> None:
+        while data := source.recv(int(rng.integers(1, 50_000))):
+            ends[0].sendall(data)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for number, payload in enumerate(payloads):
+        message, received = link.receive(engine_pb2.EngineRequest)
+        assert message == request(number) and bytes(received) == payload
+    with pytest.raises(LinkClosed):
+        link.receive(engine_pb2.EngineRequest)
     thread.join()
 
 

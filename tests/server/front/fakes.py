@@ -47,6 +47,7 @@ class FakeEngine:
         self._unanswered: dict[asyncio.Future[Answer], asyncio.Task[None]] = {}
         self._begun: asyncio.Future[Answer] | None = None
         self.most_in_pipe = 0
+        self.all_suspect = False
         self.hello = engine_pb2.EngineHello(device="fake", models=[pb.ModelInfo(name="tiny", vocab_size=64)])
 
     @property
@@ -84,7 +85,7 @@ class FakeEngine:
         try:
             async with self._turn:
                 if generation != self.generation:
-                    raise EngineDied(suspect=False)
+                    raise EngineDied(suspect=self.all_suspect)
                 self._begun = answer
                 await self.work(request)
                 if generation != self.generation:

@@ -12,7 +12,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.cli import app
 from gradwire_server.config import ServerConfig
-from gradwire_server.keys import KeyFile, Quota
+from gradwire_server.keys import LOOK_AGAIN_S, KeyFile, Quota
 from gradwire_server.serve import Server
 from gradwire_server.turns import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, Turns
 from support.keyed import Keyed, code_of, outcome
@@ -74,6 +74,7 @@ async def test_the_sdk_says_that_its_key_was_revoked(keyed: Any) -> None:
         assert await run.zero_grad() is None
         assert (await run.share("carl")).readers == ("carl",) and (await run.unshare("carl")).readers == ()
         door.file.revoke("ada")
+        await asyncio.sleep(LOOK_AGAIN_S)
         with pytest.raises(gradwire.UnauthenticatedError, match="valid API key"):
             await run.zero_grad()
         with pytest.raises(gradwire.UnauthenticatedError):

@@ -4,8 +4,8 @@ How many bytes a token of a run takes is measured, by counting what autograd sav
 are to take depends on the device:
 
 * A GPU's free memory, less what the run's gradients and moments will still need, asked for anew every second.
-* On a CPU a quarter of the machine's memory, or of the control group's limit where that is lower: never what happens
-  to be free. The plan of micro-batches, and with it the last bit of a result, then depends on the machine, the model
+* On a CPU half of the machine's memory, or of the control group's limit where that is lower: never what happens to be
+  free. The plan of micro-batches, and with it the last bit of a result, then depends on the machine, the model
   and the batch alone, so a replay of the journal gives the bits that were given before. Beyond 4,096 tokens a larger
   micro-batch is no faster there, so that only a model that is large for its machine gets less.
 
@@ -76,7 +76,8 @@ class Memory:
     ) -> None:
         self._device = device
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
-        self._machine_bytes = machine_bytes or machine_memory()
+        # A power of two, so that a few bytes that another kernel keeps for itself change no plan.
+        self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
         self._token_bytes: dict[bytes, float] = {}
         self._shares: dict[bytes, float] = {}
         self._free_bytes = 0
@@ -110,7 +111,7 @@ class Memory:
 
     def _room(self, run: EngineRun) -> float:
         if self._device.type == "cpu":
-            return self._machine_bytes / 4
+            return self._machine_bytes / 2
         if time.monotonic() >= self._free_until:
             free, _ = torch.cuda.mem_get_info(self._device)
             unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)

@@ -130,7 +130,7 @@ def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalE
     run, cpu = engine.engine.runs["run-a"], torch.device("cpu")
     assert Memory(cpu).budget(run) == MOST["cpu"]  # 4,096 tokens of so small a model fit everywhere
     needed = token_bytes(run.policy)
-    assert Memory(cpu, machine_bytes=int(12 * 100.5 * needed)).budget(run).microbatch_tokens == 100
+    assert Memory(cpu, machine_bytes=int(6 * 100.5 * needed)).budget(run).microbatch_tokens == 100
     assert Memory(cpu, machine_bytes=1).budget(run).microbatch_tokens == 1
     assert Memory(cpu, 77, 5, machine_bytes=1).budget(run).microbatch_tokens == 77
     assert Memory(cpu, 77, 5).budget(run).activation_bytes == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,13 @@ async def test_a_client_that_comes_back_sees_what_was_pending_and_awaits_it(serv
     async with gradwire.connect(server.address) as gone:
         run = await gone.create_run("tiny", lora=2)
         await run.forward_backward(batch, "causal_lm")
-        await asyncio.sleep(0.3)  # acknowledged: nobody needs it any more
         run.optim_step()
         run.optim_step()  # with nothing to step: fails
         run.forward_backward(batch, "causal_lm")  # and takes this with it
     async with gradwire.connect(server.address) as service:
         run = service.get_training_client(run.run_id)
         earlier = await run.earlier_operations()
-        assert set(earlier) <= {2, 3, 4} and (await run.info()).accepted_seq == 4
+        assert {3, 4} <= set(earlier) <= {1, 2, 3, 4} and (await run.info()).accepted_seq == 4
         if 2 in earlier:
             assert (await earlier[2]).step == 1
         with pytest.raises(gradwire.GradwireError, match="no gradient"):

@@ -276,6 +276,6 @@ def scores(received: Received) -> Answer:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that nobody announces."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal import Journal, uses
+from gradwire_server.keys import Caller
 from gradwire_server.serve import Server
+from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of
 
@@ -26,7 +30,7 @@ async def checkpoints(client: Client) -> list[str]:
 
 async def saved(client: Client, *names: str) -> None:
     """Waits until the run has just these checkpoints."""
-    for _ in range(200):
+    for _ in range(1500):
         if (found := await checkpoints(client)) == list(names):
             return
         await asyncio.sleep(0.02)
@@ -147,7 +151,11 @@ async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(sta
             await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name))
         await client.results(2, 4)
         await saved(client, "best", "two", "three")
-        await asyncio.sleep(0.1)
+        journal = door.server._journal
+        assert journal is not None
+        async with asyncio.timeout(30):
+            while await journal.user_of(client.run_id, "best") is not None:  # noqa: ASYNC110 - trimmed behind two saves
+                await asyncio.sleep(0.02)
         await client.stub.DeleteCheckpoint(delete)
         await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
         last = pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/three")
@@ -205,6 +213,7 @@ async def test_a_checkpoint_is_written_once_what_it_contains_has_results_on_disk
     monkeypatch.setattr(Journal, "put_result", late)
     await client.fb(1)
     await client.submit(2, save_checkpoint=pb.SaveCheckpoint(name="one", overwrite=True))
+    await until(lambda: bool(door.engine.seen))
     await asyncio.sleep(0.2)
     assert door.engine.seen == [(client.run_id, 1)]
     held.set()
@@ -215,11 +224,16 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gradwire_server.scheduler.COLLECT_EVERY_S", 0.1)
-    async with start(result_retention_s=0.3) as door:
+    later = 0.0
+    monkeypatch.setattr("gradwire_server.scheduler.time", SimpleNamespace(time=lambda: time.time() + later))
+    async with start(result_retention_s=1000) as door:
         client = await (await door.client()).begin()
         await client.fb(1)
         await client.results(1)
-        await asyncio.sleep(1.0)
+        record = door.server.runs.get(client.run_id, Caller("", "admin"))
+        later = 2000.0
+        await until(lambda: record.released_seq == 1)
+        later = 0.0
         await client.fb(2)
         assert await client.statuses(1, 2) == ["ok"]
         with pytest.raises(grpc.RpcError) as caught:

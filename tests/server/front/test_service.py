@@ -250,8 +250,9 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
     async with start() as door:
         client: Client = await (await door.client()).begin()
         await client.fb(1)
-        reading, acking = asyncio.create_task(client.results(2)), asyncio.create_task(client.ack(10))
-        await asyncio.sleep(0.1)
+        call = client.stub.Results(pb.ResultsRequest(run_id=client.run_id, from_seq=1))
+        assert (await call.read()).header.seq == 1
+        reading, acking = asyncio.create_task(call.read()), asyncio.create_task(client.ack(30))
         await door.server.stop()
         for task in (reading, acking):
             with pytest.raises(grpc.RpcError) as caught:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gradwire_proto.v1 import engine_pb2
@@ -17,6 +17,7 @@ from gradwire_server.observability.vitals import Vitals
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from support.scripted import until
 
 from tests.server.front.conftest import Start
 
@@ -176,15 +177,17 @@ def test_a_port_alone_is_on_loopback(tmp_path: Path) -> None:
             address(wrong)
 
 
-def test_vitals_tell_a_silent_engine_and_how_busy_it_was() -> None:
-    vitals = Vitals(stale_s=0.05)
+def test_vitals_tell_a_silent_engine_and_how_busy_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("gradwire_server.observability.vitals.time", SimpleNamespace(monotonic=lambda: now))
+    vitals = Vitals(stale_s=5.0)
     assert not vitals.fresh and vitals.age_s == -1 and vitals.restarts == 0
     vitals.started()
     assert vitals.fresh
-    time.sleep(0.06)
+    now += 6.0
     assert not vitals.fresh
-    vitals.take(engine_pb2.EngineHeartbeat(busy_s=0.03, memory_bytes=5))
-    assert vitals.fresh and 0 < vitals.busy < 0.6 and vitals.to_proto().memory_bytes == 5
+    vitals.take(engine_pb2.EngineHeartbeat(busy_s=3.0, memory_bytes=5))
+    assert vitals.fresh and vitals.busy == 0.5 and vitals.to_proto().memory_bytes == 5
     vitals.started()
     assert vitals.restarts == 1 and vitals.to_proto().memory_bytes == 0
 
@@ -203,7 +206,8 @@ async def test_a_server_shows_what_waits_and_what_was_done(start: Start) -> None
         await client.fb(1, payload=b"abc")
         await client.step(2)
         await client.send(*client.frames(4, zero_grad=pb.ZeroGrad()))  # 3 is missing: it waits unacknowledged
-        await asyncio.sleep(0.1)
+        backlog = door.server.scheduler.backlog
+        await until(lambda: backlog().early == 1 and backlog().oldest_s > 0.05)
         held = await asyncio.to_thread(scrape, door.server.metrics_address)
         assert held["gradwire_queue_operations"] == 2 and held["gradwire_queue_bytes"] == 3
         assert held["gradwire_queue_early_operations"] == 1 and held["gradwire_runs"] == 1

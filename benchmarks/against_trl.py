@@ -34,15 +34,16 @@ class Trainer:
     Args:
         plan: as ``trl_side`` reads it, less ``folder``.
         folder: for its files.
+        python: of TRL's environment.
     """
 
-    def __init__(self, plan: dict[str, Any], folder: Path) -> None:
+    def __init__(self, plan: dict[str, Any], folder: Path, python: str | Path = TRL_PYTHON) -> None:
         folder.mkdir(parents=True)
         file = folder / "plan.json"
         file.write_text(json.dumps(plan | {"folder": str(folder / "out")}))
         self._errors = (folder / "stderr").open("w+b")
         self._process = subprocess.Popen(
-            [str(TRL_PYTHON), str(Path(__file__).with_name("trl_side.py")), str(file)],
+            [str(python), str(Path(__file__).with_name("trl_side.py")), str(file)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

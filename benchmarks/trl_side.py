@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import datasets
 import torch
+from peft import LoraConfig
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -154,6 +155,8 @@ def trainer(plan: dict[str, Any]) -> Any:
     batches, model, tokenizer = plan["batches"], plan["model"], AutoTokenizer.from_pretrained(plan["model"])
     flat = [row for batch in batches for row in batch]
     common: dict[str, Any] = {"model": model, "processing_class": tokenizer}
+    if rank := plan.get("lora_rank"):
+        common["peft_config"] = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     if plan["kind"] == "sft":
         data = datasets.Dataset.from_dict({"input_ids": flat, "labels": flat})
         return SFT(args=SFTConfig(**arguments(plan, len(batches[0]))), train_dataset=data, **common)

@@ -56,6 +56,11 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroB
     """The batch's examples in micro-batches that compute at most that many tokens each."""
     if not batch.num_examples:
         return []
+    if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
+        padded = batch.num_sequences * int(batch.lengths.max())
+        together = padded if packing is Packing.PADDED else len(batch.input_ids)
+        if together <= microbatch_tokens:
+            return [_whole(batch, together)]
     groups = segment_ids(batch.group_sizes)
     widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
     order = torch.argsort(widths, descending=True, stable=True)
@@ -80,9 +85,7 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroB
             size, width = own_size, own_width
             computed.append(size * width)
     if len(plans) == 1:
-        counts = (batch.num_examples, batch.num_sequences, batch.num_scored)
-        all_examples, all_sequences, all_tokens = map(torch.arange, counts)
-        return [MicroBatch(batch, all_examples, all_sequences, all_tokens, computed[0])]
+        return [_whole(batch, computed[0])]
     return [
         _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
     ]
@@ -101,6 +104,11 @@ def divided(micro: MicroBatch, microbatch_tokens: int, packing: Packing) -> list
         )
         for part in split(micro.batch, microbatch_tokens, packing)
     ]
+
+
+def _whole(batch: Batch, computed_tokens: int) -> MicroBatch:
+    examples, sequences, tokens = map(torch.arange, (batch.num_examples, batch.num_sequences, batch.num_scored))
+    return MicroBatch(batch, examples, sequences, tokens, computed_tokens)
 
 
 def _microbatch(batch: Batch, examples: Tensor, computed_tokens: int) -> MicroBatch:

@@ -38,6 +38,14 @@ class Durability(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
+class GroupRuns(StrEnum):
+    """The choices of --group-runs."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class LogLevel(StrEnum):
     """The choices of --log-level."""
 
@@ -110,6 +118,9 @@ def serve(
     compile: Annotated[
         bool, typer.Option("--compile", help="torch.compile the models' layers: minutes at first, faster steps then.")
     ] = False,
+    group_runs: Annotated[
+        GroupRuns, typer.Option(help="Small batches of several LoRA runs on one base at once; auto: on a GPU.")
+    ] = GroupRuns.AUTO,
     microbatch_tokens: Annotated[int | None, typer.Option(help="Tokens of one micro-batch.")] = None,
     activation_budget_gib: Annotated[float | None, typer.Option(help="Memory for kept graphs.")] = None,
     reference_cache_gib: Annotated[float | None, typer.Option(help="Memory for reference models.")] = None,
@@ -155,7 +166,7 @@ def serve(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
             losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
             device=device, dtype=dtype,  # type: ignore[arg-type]  # checked by the model
-            compile=compile, microbatch_tokens=microbatch_tokens,
+            compile=compile, group_runs=group_runs.value, microbatch_tokens=microbatch_tokens,
             activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
             grace_s=grace, checkpoint_every_steps=checkpoint_every_steps,
             checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),

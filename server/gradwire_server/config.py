@@ -60,6 +60,10 @@ class ServerConfig(BaseModel):
     device: str = ""
     dtype: Literal["", "float32", "bfloat16", "mixed", "float64"] = ""
     compile: bool = False
+    group_runs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="small batches of several LoRA runs on one base go through it at once; auto: on a GPU",
+    )
     microbatch_tokens: int | None = Field(default=None, ge=1)
     activation_budget_gib: float | None = Field(default=None, gt=0)
     reference_cache_gib: float | None = Field(default=None, gt=0)

@@ -1202,18 +1202,28 @@ class SubmitFrame(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    BATCHED_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
+    batched: _builtins.bool
+    """acknowledgements may have more"""
     @_builtins.property
     def header(self) -> Global___OperationHeader: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitFrame]:
+        """the frames that follow, where they are small; none of them has more"""
+
     def __init__(
         self,
         *,
         header: Global___OperationHeader | None = ...,
         chunk: _builtins.bytes = ...,
+        more: _abc.Iterable[Global___SubmitFrame] | None = ...,
+        batched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "chunk", b"chunk", "header", b"header", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1275,6 +1285,7 @@ class SubmitAck(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DUPLICATE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     duplicate: _builtins.bool
@@ -1285,6 +1296,10 @@ class SubmitAck(_message.Message):
         A batch that breaks a rule is accepted and fails: its error is in its result.
         """
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitAck]:
+        """those that follow; none of them has more"""
+
     def __init__(
         self,
         *,
@@ -1292,10 +1307,11 @@ class SubmitAck(_message.Message):
         seq: _builtins.int = ...,
         error: Global___Error | None = ...,
         duplicate: _builtins.bool = ...,
+        more: _abc.Iterable[Global___SubmitAck] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "run_id", b"run_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate", b"duplicate", "error", b"error", "more", b"more", "run_id", b"run_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1712,17 +1728,21 @@ class ResultsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FROM_SEQ_FIELD_NUMBER: _builtins.int
+    BATCHED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     from_seq: _builtins.int
+    batched: _builtins.bool
+    """frames may have more"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         from_seq: _builtins.int = ...,
+        batched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "from_seq", b"from_seq", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1734,18 +1754,24 @@ class ResultFrame(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
     @_builtins.property
     def header(self) -> Global___OperationResult: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultFrame]:
+        """the frames that follow, where they are small; none of them has more"""
+
     def __init__(
         self,
         *,
         header: Global___OperationResult | None = ...,
         chunk: _builtins.bytes = ...,
+        more: _abc.Iterable[Global___ResultFrame] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1887,6 +1913,7 @@ class LossResult(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
+    GROUPED_RUNS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     num_sequences: _builtins.int
     num_tokens: _builtins.int
@@ -1896,6 +1923,8 @@ class LossResult(_message.Message):
     num_microbatches: _builtins.int
     recomputed: _builtins.bool
     """the activation budget was exceeded and part was computed twice"""
+    grouped_runs: _builtins.int
+    """runs, this among them, whose rows went through the base at once; 0: this alone"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -1911,10 +1940,11 @@ class LossResult(_message.Message):
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         num_microbatches: _builtins.int = ...,
         recomputed: _builtins.bool = ...,
+        grouped_runs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "grouped_runs", b"grouped_runs", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -25,6 +25,7 @@ from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.engine import Engine
 from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.grouped_runs import GroupedRuns
 from gradwire_server.engine.heartbeat import Heartbeat
 from gradwire_server.engine.host import Dtype
 from gradwire_server.engine.link import EngineLink, LinkClosed
@@ -78,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests,
             lambda answer: link.send(answer.reply, answer.buffers),
             lambda request_ids: heartbeat.working(),
+            GroupedRuns(engine) if _groups_runs(options.group_runs, engine) else None,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
@@ -122,6 +124,11 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[Request]) -> None:
             return
 
 
+def _groups_runs(asked: str, engine: Engine) -> bool:
+    """Not by default on a CPU, where a replay of the journal is to give the bits that were given before."""
+    return asked == "on" or (asked == "auto" and engine.host.device.type != "cpu")
+
+
 def _bytes(gib: float | None, default: D) -> int | D:
     return default if gib is None else int(gib * GIB)
 
@@ -141,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=list(_DTYPES))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--group-runs", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--microbatch-tokens", type=int)
     parser.add_argument("--activation-budget-gib", type=float)
     parser.add_argument("--reference-cache-gib", type=float)

@@ -93,7 +93,7 @@ class Engine:
         self._handlers: Mapping[str, Callable[[engine_pb2.EngineRequest, Columns], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
-            "operation": self._operation,
+            "operation": self.carry_out,
             "sample": self._sample,
             "verify_checkpoint": self._verify_checkpoint,
             "shutdown": lambda request, columns: _plain(empty=training_pb2.Empty()),
@@ -194,7 +194,8 @@ class Engine:
             run.close()
             self.references.keep_model(run.config.base_model)
 
-    def _operation(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+    def carry_out(self, request: engine_pb2.EngineRequest, columns: Columns) -> Answer:
+        """Carries out a run's operation that has begun."""
         asked = request.operation
         run = self.runs.get(asked.run_id)
         if run is None:

@@ -136,7 +136,7 @@ def score_batch(
             return Reading(policy, micro.batch, names, temperature, teacher, budget).alone(training=False)
 
     found = list(in_pieces(micros, compute, policy.packing()))
-    return _assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
+    return assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
 
 
 def in_pieces(
@@ -209,7 +209,7 @@ class KeptScores:
         self._graphs: list[dict[str, Tensor] | None] = []
         self._rng: list[dict[str, Tensor]] = []
         parts = self._forward(planned, unmeasured=keep_single and len(planned) == 1)
-        self.by_name = _assemble(policy, batch, self._micros, parts, names)
+        self.by_name = assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
 
     @property
@@ -413,7 +413,7 @@ def _dtype(name: str) -> torch.dtype:
     return torch.bool if name == "correct" else torch.float32
 
 
-def _assemble(
+def assemble(
     policy: Policy,
     batch: Batch,
     micros: Sequence[MicroBatch],

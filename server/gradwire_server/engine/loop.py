@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,6 +78,14 @@ class Underway(Protocol):
     def finished(self) -> list[Answer]: ...
 
 
+class Groups(Protocol):
+    """See :class:`.grouped_runs.GroupedRuns`."""
+
+    def choose(self, ready: Sequence[Request]) -> Sequence[Request]: ...
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]: ...
+
+
 class Loop:
     """Carries requests out until one says to end.
 
@@ -87,6 +95,7 @@ class Loop:
         requests: as they were read.
         send: takes an answer.
         working: a context for each piece of work, given the ids of the requests that it is for.
+        groups: what carries out requests of several runs at once; None where each is to be alone.
     """
 
     def __init__(
@@ -96,9 +105,10 @@ class Loop:
         requests: queue.Queue[Request],
         send: Callable[[Answer], None],
         working: Callable[[Sequence[int]], AbstractContextManager[None]],
+        groups: Groups | None = None,
     ) -> None:
         self._engine, self._samples = engine, samples
-        self._requests, self._send, self._working = requests, send, working
+        self._requests, self._send, self._working, self._groups = requests, send, working, groups
         self._waiting: deque[Request] = deque()
 
     def run(self) -> None:
@@ -151,12 +161,18 @@ class Loop:
         return ready
 
     def _choose(self, ready: Sequence[Request]) -> Sequence[Request]:
-        """What is carried out now, of different runs: the first of those whose turn it is."""
-        return ready[:1]
+        """What is carried out now, of different runs: the first of those whose turn it is, or several at once."""
+        return ready[:1] if self._groups is None else self._groups.choose(ready)
 
     def _answer(self, chosen: Sequence[Request]) -> None:
         for request in chosen:
             self._waiting.remove(request)
+        if self._groups is not None and len(chosen) > 1:
+            with self._working([request.message.id for request in chosen]):
+                for answer in self._groups.answer(chosen):
+                    self._send(answer)
+            return
+        for request in chosen:
             with self._working([request.message.id]):
                 answer = self._engine.answer(request.message, request.columns, request.error)
             self._send(answer)

@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-faults | lint | docs | proto
+# make setup | demo | test | test-slow | test-faults | bench | lint | docs | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo test test-slow parity lint docs proto
+.PHONY: setup demo test test-slow parity bench lint docs proto
 
 setup: .venv/.installed
 
@@ -38,6 +38,10 @@ parity: .venv-parity/.installed
 # Everything that is broken for real, long and short form, each saying what was tried and what was lost.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
+
+# The table of docs/performance.md, a quarter of an hour on an idle machine; `make bench ARGS=--write-docs` writes it there.
+bench: setup .venv-parity/.installed
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

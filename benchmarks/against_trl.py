@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,32 @@ from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens, standard_model
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
-TARGETS = {"sft": ("SFTTrainer", 2.2), "dpo": ("DPOTrainer with a reference", 2.5), "grpo": ("GRPOTrainer's step", 2.2)}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One of TRL's trainers, and what we must be to it.
+
+    Attributes:
+        kind: of training.
+        name: in the table.
+        target: None for one that is told and not judged.
+        arguments: of its config, beside those that all have.
+    """
+
+    kind: str
+    name: str
+    target: float | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+RIVALS = {
+    "sft": Rival("sft", "SFTTrainer", 2.2),
+    "dpo": Rival("dpo", "DPOTrainer with a reference", 2.5),
+    "grpo": Rival("grpo", "GRPOTrainer's step", 2.2),
+    # Without flash attention its rows are one long sequence under a mask.
+    "sft-padding-free": Rival("sft", "SFTTrainer, padding_free", None, {"padding_free": True, "max_length": None}),
+}
 
 
 class Trainer:
@@ -85,11 +111,11 @@ def draw(kind: str, source: Draw) -> Sequence[Any]:
     return {"sft": source.rows, "dpo": source.pairs, "grpo": source.groups}[kind]()
 
 
-async def compare(kind: str, size: Size) -> Figure:
+async def compare(rival: Rival, size: Size) -> Figure:
+    kind = rival.kind
     steps = size.pick(3, 2)
     source = Draw.of(2, smoke=size.smoke)
     batches = [draw(kind, source) for _ in range((size.repeats + 1) * steps)]
-    name, target = TARGETS[kind]
     turns = Turns("ours", "TRL")
     with tempfile.TemporaryDirectory() as folder:
         model = standard_model(Path(folder) / "model", smoke=size.smoke)
@@ -102,6 +128,7 @@ async def compare(kind: str, size: Size) -> Figure:
             "threads": 0,
             "device": "cpu",
             "dtype": "float32",
+            "arguments": dict(rival.arguments),
         }
         async with gradwire.connect(models=[f"m={model}"]) as service:
             run = await service.create_run("m")
@@ -116,7 +143,7 @@ async def compare(kind: str, size: Size) -> Figure:
                     check_losses(ours, theirs["losses"])
     turns.drop_first()
     detail = f"{turns.said('tokens')}; losses equal"
-    return Figure(f"against TRL's {name}", turns.ratio(), "x", target, detail=detail, samples=turns.rates)
+    return Figure(f"against TRL's {rival.name}", turns.ratio(), "x", rival.target, detail=detail, samples=turns.rates)
 
 
 def measure(size: Size) -> list[Figure]:
@@ -127,7 +154,7 @@ def measure(size: Size) -> list[Figure]:
     """
     if not TRL_PYTHON.exists():
         raise FileNotFoundError(f"{TRL_PYTHON} is not there: make .venv-parity/.installed, or set GRADWIRE_TRL_PYTHON")
-    return [asyncio.run(compare(kind, size)) for kind in TARGETS]
+    return [asyncio.run(compare(rival, size)) for name, rival in RIVALS.items() if size.wants(name)]
 
 
 if __name__ == "__main__":

@@ -45,13 +45,18 @@ class Size:
     Attributes:
         repeats: turns of each side; medians are over them.
         smoke: the smallest run that goes through everything: its figures mean nothing.
+        only: of a row with several figures, those named; all where none is.
     """
 
     repeats: int = 5
     smoke: bool = False
+    only: tuple[str, ...] = ()
 
     def pick(self, full: int, smoke: int) -> int:
         return smoke if self.smoke else full
+
+    def wants(self, name: str) -> bool:
+        return not self.only or name in self.only
 
 
 Measure = Callable[[Size], list[Figure]]
@@ -62,9 +67,10 @@ def run_alone(measure: Measure, doc: str | None) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="seconds; the figures mean nothing")
+    parser.add_argument("--only", action="append", default=[], help="of a row with several figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     args = parser.parse_args()
-    figures = measure(Size(args.repeats, args.smoke))
+    figures = measure(Size(args.repeats, args.smoke, tuple(args.only)))
     for figure in figures:
         print(line(figure), flush=True)
     if args.json:

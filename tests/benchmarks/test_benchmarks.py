@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks import ROOT
 from benchmarks.__main__ import BEGIN, END, ROWS, markdown
 from benchmarks.growth import FACTORS, deviation
 from benchmarks.qwen import SMOKE, Shape

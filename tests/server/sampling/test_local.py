@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.policy import LoraPolicy, Policy
-from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer
+from gradwire_server.engine.tokenizers import TextTokenizer
 from gradwire_server.sampling.base import Sample, SamplingParams
 from gradwire_server.sampling.draw import draw
 from gradwire_server.sampling.local import LocalSampler
-from transformers import AutoConfig, AutoModelForCausalLM
+
+FullLogprobs = Callable[..., torch.Tensor]
+MakePolicy = Callable[..., Policy]
 
 
 def draw_samples(*args: Any, sampler: LocalSampler | None = None) -> list[list[Sample]]:
@@ -27,37 +30,14 @@ def draw_samples(*args: Any, sampler: LocalSampler | None = None) -> list[list[S
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
 
 
-@pytest.fixture(scope="module")
-def policy(tiny_model_path: Path) -> Policy:
-    """The tiny model, with opinions of a middling strength: its final norm is scaled until logits deviate by 1.5."""
-    hosted = ModelHost({"tiny": str(tiny_model_path)}).load("tiny")
-    with torch.no_grad():
-        logits = hosted.model(input_ids=torch.tensor(PROMPTS[2:3])).logits
-        hosted.model.model.norm.weight.mul_(1.5 / logits.std())
-    return Policy(hosted)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model_path: Path) -> TextTokenizer:
-    file = find_tokenizer(str(tiny_model_path))
-    assert file is not None
-    return TextTokenizer(file)
-
-
-def full_logprobs(policy: Policy, prompt: list[int], tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """What plain transformers says, one sequence at a time."""
-    policy.activate()
-    with torch.no_grad():
-        logits = policy.model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
-
-
 @pytest.mark.parametrize(
     "settings",
     [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}],
     ids=str,
 )
-def test_logprobs_are_those_of_the_whole_distribution(policy: Policy, settings: dict[str, float]) -> None:
+def test_logprobs_are_those_of_the_whole_distribution(
+    full_logprobs: FullLogprobs, policy: Policy, settings: dict[str, float]
+) -> None:
     params = SamplingParams(max_tokens=12, seed=3, n=3, **settings)  # type: ignore[arg-type]
     samples = draw_samples(policy, PROMPTS, params)
     assert [len(of_prompt) for of_prompt in samples] == [3] * 4
@@ -151,7 +131,7 @@ def test_texts_end_before_the_stop_string(policy: Policy, tokenizer: TextTokeniz
     assert len(sample.logprobs) == len(sample.token_ids)
 
 
-def test_an_adapter_is_sampled_as_it_is_scored(tiny_model_path: Path) -> None:
+def test_an_adapter_is_sampled_as_it_is_scored(full_logprobs: FullLogprobs, tiny_model_path: Path) -> None:
     hosted = ModelHost({"tiny": str(tiny_model_path)}).get("tiny")
     policies = [LoraPolicy(hosted, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
     with torch.no_grad():
@@ -200,21 +180,6 @@ def test_arguments_are_checked(call: dict[str, object], field: str) -> None:
     assert caught.value.field == field
 
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -226,13 +191,11 @@ SHAPE = {
         ("phi3", {}),
     ],
 )
-def test_padding_and_windows_of_other_architectures(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_padding_and_windows_of_other_architectures(
+    make_policy: MakePolicy, full_logprobs: FullLogprobs, kind: str, settings: dict[str, Any]
+) -> None:
     """Rows of different lengths beyond the window, in one padded batch, against one sequence at a time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **SHAPE, **settings)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    policy = Policy(ModelHost({"model": str(tmp_path)}).load("model"))
+    policy = make_policy(kind, **settings)
     prompts = [[1, 5], list(range(3, 22)), [9, 8, 7, 6, 5, 4, 3], list(range(10, 19))]
     for of_prompt, prompt in zip(
         draw_samples(policy, prompts, SamplingParams(max_tokens=14, seed=1, n=2)),

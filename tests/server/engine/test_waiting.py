@@ -1,0 +1,73 @@
+"""Nothing waits for the device before an operation's end.
+
+The device here is "meta", which has shapes and no numbers: asking it for one raises. That the figures are asked for at
+all, all at once, is where an operation ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire_losses.registry import all_losses, get_loss
+from gradwire_proto.v1.training_pb2 import RunConfig
+from gradwire_server.engine import evaluate
+from gradwire_server.engine.accumulate import GradientAccumulator
+from gradwire_server.engine.forward import score_batch
+from gradwire_server.engine.heads import make_head
+from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.planner import Budget
+from gradwire_server.engine.policy import FullPolicy, Policy
+
+META = torch.device("meta")
+BUDGETS = {
+    "whole": Budget(10**6, activation_bytes=1 << 40),
+    "parts": Budget(25, activation_bytes=1 << 40),
+    "recomputed": Budget(25, activation_bytes=0),
+}
+
+
+class Asked(Exception):
+    """The operation has asked for its figures."""
+
+
+@pytest.fixture(scope="module")
+def numberless(model_path: Path) -> tuple[HostedModel, HostedModel]:
+    """A model to train and one to compare with."""
+    host = ModelHost({"tiny": str(model_path)})
+    pair = host.load("tiny"), host.load("tiny")
+    for hosted in pair:
+        hosted.model.to(META)
+    return pair
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", [loss.name for loss in all_losses()])
+def test_a_loss_waits_for_its_figures_only(
+    numberless: tuple[HostedModel, HostedModel], batches: Any, name: str, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settled(figures: Any) -> None:
+        raise Asked
+
+    loss = get_loss(name)
+    config: dict[str, Any] = {"reference_model": "base"} if "reference_model" in loss.config.model_fields else {}
+    config |= {"reduction_divisor": 4.0} if name == "dr_grpo" else {}
+    hosted, frozen = numberless
+    head = loss.head or ("value" if "values" in loss.optional_scores else "")
+    policy = FullPolicy(hosted, head=make_head(RunConfig(head=head, num_labels=64), hosted.facts.hidden_size, META))
+    base = Policy(frozen)
+    monkeypatch.setattr(evaluate, "settled", settled)
+    training = evaluate.Training(
+        policy,
+        batches.batch(loss),
+        loss,
+        loss.config(**config),
+        GradientAccumulator(),
+        reference=lambda batch, temperature: score_batch(base, batch, {"logprobs"}, budget=BUDGETS[budget])["logprobs"],
+        teacher=base,
+        budget=BUDGETS[budget],
+    )
+    with pytest.raises(Asked):
+        evaluate.forward_backward(training)

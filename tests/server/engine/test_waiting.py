@@ -43,8 +43,11 @@ def numberless(model_path: Path) -> tuple[HostedModel, HostedModel]:
     return pair
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", [loss.name for loss in all_losses()])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [(loss.name, "parts") for loss in all_losses()]
+    + [(name, budget) for name in ("causal_lm", "conservative_ppo") for budget in ("whole", "recomputed")],
+)
 def test_a_loss_waits_for_its_figures_only(
     numberless: tuple[HostedModel, HostedModel], batches: Any, name: str, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

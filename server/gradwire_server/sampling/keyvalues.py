@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from gradwire_server.engine.failures import is_out_of_memory
 from gradwire_server.engine.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -250,6 +251,8 @@ def fits_slots(policy: Policy) -> bool:
         slots.prefill(policy, [tokens[:3].tolist(), tokens[:1].tolist()], np.arange(2))
         found = slots.decode(policy, tokens[[3, 1]], np.array([3, 1]))
     except Exception as error:  # an architecture may do anything with a cache that it did not make
+        if is_out_of_memory(error):
+            raise
         logger.info("%s keeps a cache of its own: %s: %s", facts.name, type(error).__name__, error)
         return False
     wanted = expected.last_hidden_state[0, [3, 1]].float()

@@ -45,6 +45,8 @@ CATALOGUE = (
          "Computing; of optim_step, the time of a step.", _SECONDS),
     Spec("gradwire_tokens_total", "counter", ("use",),
          "Tokens: trained or scored (through the model), loss (of those, scored ones), prompt, sampled."),
+    Spec("gradwire_grouped_operations_total", "counter", (),
+         "forward_backward that went through the base model at once with those of other runs (--group-runs)."),
     Spec("gradwire_optimizer_steps_total", "counter", ("outcome",),
          "Optimizer steps taken, or skipped for a gradient that was not finite."),
     Spec("gradwire_journal_commit_seconds", "histogram", (), "One commit of the journal, fsync included.",
@@ -113,6 +115,7 @@ class Metrics:
         self._queue_s = self._make(Histogram, "gradwire_operation_queue_seconds")
         self._engine_s = self._make(Histogram, "gradwire_operation_engine_seconds")
         self._tokens = self._make(Counter, "gradwire_tokens_total")
+        self._grouped = self._make(Counter, "gradwire_grouped_operations_total")
         self._steps = self._make(Counter, "gradwire_optimizer_steps_total")
         self._commit_s = self._make(Histogram, "gradwire_journal_commit_seconds")
         self._commit_writes = self._make(Histogram, "gradwire_journal_commit_writes")
@@ -168,6 +171,7 @@ class Metrics:
     def _evaluated(self, run_id: str, kind: str, loss: str, result: pb.LossResult) -> None:
         self._tokens.labels("scored" if kind == "forward" else "trained").inc(result.num_tokens)
         self._tokens.labels("loss").inc(result.num_loss_tokens)
+        self._grouped.inc(result.grouped_runs > 1)
         if not loss:
             return
         run = self._run(run_id)

@@ -1,0 +1,87 @@
+"""Several clients on one base model: their batches go through it at once, and each gets what it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import urllib.request
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.batches import SEVEN, VOCAB
+from support.server import Server
+
+pytestmark = pytest.mark.anyio
+
+STEPS = 6
+CLIENTS: list[tuple[str, dict[str, Any]]] = [
+    ("causal_lm", {"rank": 4}),
+    ("dpo", {"rank": 8, "alpha": 4.0}),
+    ("grpo", {"rank": 2, "target_modules": ["q_proj", "v_proj", "up_proj"]}),
+    ("enhanced_ppo", {"rank": 3}),
+]
+
+
+def grouped(metrics: str) -> float:
+    with urllib.request.urlopen(f"http://{metrics}/metrics") as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return sum(sample.value for family in families for sample in family.samples
+               if sample.name == "gradwire_grouped_operations_total")  # fmt: skip
+
+
+async def train(run: gradwire.TrainingClient, loss_fn: str, seed: int) -> list[tuple[float, float, dict[str, float]]]:
+    """Loss, gradient norm and metrics of each step, all steps submitted before the first is done."""
+    make, loss_kwargs, _ = SEVEN[loss_fn]
+    batch = make(np.random.default_rng(seed), 4, VOCAB)
+    asked = [(run.forward_backward(batch, loss_fn, loss_kwargs), run.optim_step(learning_rate=1e-3))
+             for _ in range(STEPS)]  # fmt: skip
+    found = []
+    for forward_backward, optim_step in asked:
+        result, step = await forward_backward, await optim_step
+        assert result.loss is not None
+        found.append((result.loss, step.grad_norm, result.metrics))
+    return found
+
+
+async def clients_of(stack: AsyncExitStack, address: str) -> list[gradwire.TrainingClient]:
+    runs = []
+    for seed, (loss_fn, lora) in enumerate(CLIENTS):
+        service = await stack.enter_async_context(gradwire.connect(address))
+        runs.append(await service.create_run("tiny", lora=lora, head=SEVEN[loss_fn][2], seed=seed))
+    return runs
+
+
+async def test_four_clients_together_get_what_each_gets_alone(tiny_model_path: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    alone = Server(tiny_model_path, tmp_path / "alone", "--group-runs", "off").start()
+    together = Server(
+        tiny_model_path, tmp_path / "together", "--group-runs", "on", "--metrics-address", metrics
+    ).start()
+    try:
+        async with AsyncExitStack() as stack:
+            expected = [
+                await train(run, loss_fn, seed)
+                for seed, (run, (loss_fn, _)) in enumerate(
+                    zip(await clients_of(stack, alone.address), CLIENTS, strict=True)
+                )
+            ]
+            runs = await clients_of(stack, together.address)
+            found = await asyncio.gather(
+                *(train(run, loss_fn, seed) for seed, (run, (loss_fn, _)) in enumerate(zip(runs, CLIENTS, strict=True)))
+            )
+        assert await asyncio.to_thread(grouped, metrics) >= STEPS
+        for mine, theirs in zip(found, expected, strict=True):
+            for (loss, norm, values), (loss_alone, norm_alone, values_alone) in zip(mine, theirs, strict=True):
+                assert loss == pytest.approx(loss_alone, rel=1e-3, abs=1e-4)
+                assert norm == pytest.approx(norm_alone, rel=1e-2)
+                assert values == pytest.approx(values_alone, rel=1e-2, abs=1e-3, nan_ok=True)
+    finally:
+        codes = [server.end() for server in (alone, together)]
+    assert codes == [0, 0]

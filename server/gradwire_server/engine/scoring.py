@@ -191,7 +191,11 @@ def head_logits(
 
 
 class HeadGradients:
-    """The gradients of hidden states, output weight and bias, put together chunk by chunk, where they are needed."""
+    """The gradients of hidden states, output weight and bias, put together chunk by chunk, where they are needed.
+
+    A parameter that has a gradient already gets its own added there, in place: beside a vocabulary of 100,000 and more,
+    a second one would be the most that a step holds for a moment. So, of the weight, ``torch.autograd.backward`` only.
+    """
 
     def __init__(
         self, product: HeadProduct, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
@@ -199,7 +203,11 @@ class HeadGradients:
         self._product, self._hidden = product, hidden
         self._dtypes = (weight.dtype, None if bias is None else bias.dtype)
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device) if needed[1] else None
+        held = weight.grad if needed[1] and weight.is_leaf else None
+        self._held = held is not None and held.dtype == product.dtype
+        self._of_weight = held
+        if needed[1] and not self._held:
+            self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device)
         self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
 
     def add(self, part: slice, grad: Tensor, capped: Tensor | None, head: OutputHead, temperature: float) -> None:
@@ -220,7 +228,7 @@ class HeadGradients:
         weight, bias = self._dtypes
         return (
             self._of_hidden,
-            None if self._of_weight is None else self._of_weight.to(weight),
+            None if self._of_weight is None or self._held else self._of_weight.to(weight),
             None if self._of_bias is None or bias is None else self._of_bias.to(bias),
         )
 

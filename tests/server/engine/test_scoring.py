@@ -14,6 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T, H, V = 13, 8, 21
 
 
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made within has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
 def tensors(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     hidden = torch.randn(T, H, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, H, dtype=dtype, requires_grad=True)
@@ -103,6 +116,17 @@ def test_kept_logits_serve_two_backward_passes_and_change_no_bit(entropy: bool) 
     assert all(torch.equal(one, other) for pair in found[1:] for one, other in zip(pair, found[0], strict=True))
 
 
+def test_a_second_gradient_of_the_weight_is_added_where_the_first_is() -> None:
+    hidden, weight, _, ids = tensors(bias=False)
+    (expected,) = torch.autograd.grad(score_tokens(hidden, OutputHead(weight), ids).logprobs.sum(), weight)
+    score_tokens(hidden, OutputHead(weight), ids).logprobs.sum().backward()
+    first = weight.grad
+    assert first is not None and torch.equal(first, expected)
+    score_tokens(hidden, OutputHead(weight), ids, chunk_elements=V).logprobs.sum().backward()
+    assert weight.grad is first
+    torch.testing.assert_close(first, 2 * expected)
+
+
 def test_frozen_head_gets_no_gradient_and_hidden_does() -> None:
     hidden, weight, _, targets = tensors(bias=False)
     scores = score_tokens(hidden, OutputHead(weight.detach()), targets)
@@ -141,16 +165,6 @@ def test_low_precision_weights_are_multiplied_in_float32() -> None:
 
 
 def test_logits_are_never_materialised_for_more_than_a_chunk() -> None:
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(tensor, Tensor):
-                    self.numel = max(self.numel, tensor.numel())
-            return result
-
     tokens, vocabulary, chunk = 256, 512, 16 * 512
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)

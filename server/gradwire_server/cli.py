@@ -38,6 +38,13 @@ class Durability(StrEnum):
     CHECKPOINT = "checkpoint"
 
 
+class Sampler(StrEnum):
+    """The choices of --sampler."""
+
+    LOCAL = "local"
+    VLLM = "vllm"
+
+
 class GroupRuns(StrEnum):
     """The choices of --group-runs."""
 
@@ -118,6 +125,9 @@ def serve(
     compile: Annotated[
         bool, typer.Option("--compile", help="torch.compile the models' layers: minutes at first, faster steps then.")
     ] = False,
+    sampler: Annotated[
+        Sampler, typer.Option(help="What generates: the engine itself, or vLLM for LoRA runs (gradwire[vllm], a GPU).")
+    ] = Sampler.LOCAL,
     group_runs: Annotated[
         GroupRuns, typer.Option(help="Small batches of several LoRA runs on one base at once; auto: on a GPU.")
     ] = GroupRuns.AUTO,
@@ -166,7 +176,7 @@ def serve(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
             losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
             device=device, dtype=dtype,  # type: ignore[arg-type]  # checked by the model
-            compile=compile, group_runs=group_runs.value, microbatch_tokens=microbatch_tokens,
+            compile=compile, sampler=sampler.value, group_runs=group_runs.value, microbatch_tokens=microbatch_tokens,
             activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
             grace_s=grace, checkpoint_every_steps=checkpoint_every_steps,
             checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),

@@ -60,6 +60,9 @@ class ServerConfig(BaseModel):
     device: str = ""
     dtype: Literal["", "float32", "bfloat16", "mixed", "float64"] = ""
     compile: bool = False
+    sampler: Literal["local", "vllm"] = Field(
+        default="local", description="what generates; vllm wants a GPU and gradwire[vllm], and takes LoRA runs"
+    )
     group_runs: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="small batches of several LoRA runs on one base go through it at once; auto: on a GPU",

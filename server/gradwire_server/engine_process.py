@@ -76,6 +76,7 @@ def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
         "--device": config.device or None,
         "--dtype": config.dtype or None,
         "--group-runs": config.group_runs,
+        "--sampler": config.sampler,
         "--microbatch-tokens": config.microbatch_tokens,
         "--activation-budget-gib": config.activation_budget_gib,
         "--reference-cache-gib": config.reference_cache_gib,

@@ -98,6 +98,7 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
         device=options.device,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
         compiled=options.compile,
+        sampler=options.sampler,
         microbatch_tokens=options.microbatch_tokens,
         activation_bytes=_bytes(options.activation_budget_gib, None),
         reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=list(_DTYPES))
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--sampler", choices=["local", "vllm"], default="local")
     parser.add_argument("--group-runs", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--microbatch-tokens", type=int)
     parser.add_argument("--activation-budget-gib", type=float)

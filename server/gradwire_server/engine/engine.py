@@ -32,7 +32,7 @@ from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer, loa
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.sampling.base import Sampler
-from gradwire_server.sampling.local import LocalSampler
+from gradwire_server.sampling.choice import make_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Engine:
         state_dir: where checkpoints and exports are.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
         dtype: of the weights, or ``"mixed"``: see :class:`.host.ModelHost`, as for ``compiled``.
+        sampler: ``"local"`` or ``"vllm"``.
         microbatch_tokens, activation_bytes: what an operation may hold; found out where None (see :mod:`.memory`).
         reference_cache_bytes: of reference models beside what runs hold.
         tracing: where the spans of operations go; nowhere by default.
@@ -72,6 +73,7 @@ class Engine:
         device: str | None = None,
         dtype: Dtype | None = None,
         compiled: bool = False,
+        sampler: str = "local",
         microbatch_tokens: int | None = None,
         activation_bytes: int | None = None,
         reference_cache_bytes: int = 8 << 30,
@@ -80,7 +82,7 @@ class Engine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.host = ModelHost(models, device, dtype, compiled=compiled)
         self.store = CheckpointStore(state_dir)
-        self.sampler: Sampler[Any] = LocalSampler()
+        self.sampler: Sampler[Any] = make_sampler(sampler, self.host)
         self.references = References(
             self.host, self.store, cache_bytes=reference_cache_bytes, in_use=lambda policy: self.sampler.uses(policy)
         )

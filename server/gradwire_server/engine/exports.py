@@ -51,7 +51,7 @@ def export_run(host: ModelHost, run: EngineRun, place: Path, requested: str) -> 
     with replacing(place) as folder:
         if isinstance(policy, LoraPolicy):
             if as_adapter:
-                _save_adapter(policy, folder)
+                save_adapter(policy, folder)
             else:
                 _merged(host, run).save_pretrained(folder)
         else:
@@ -63,7 +63,8 @@ def export_run(host: ModelHost, run: EngineRun, place: Path, requested: str) -> 
     return "peft" if as_adapter else "hf"
 
 
-def _save_adapter(policy: LoraPolicy, folder: Path) -> None:
+def save_adapter(policy: LoraPolicy, folder: Path) -> None:
+    """Writes an adapter as peft does."""
     assert policy.hosted.adapters is not None
     config = copy.copy(policy.hosted.adapters.peft_config[policy.adapter])
     config.base_model_name_or_path = policy.facts.path

@@ -1,0 +1,307 @@
+"""The vLLM sampler against a stand-in with vLLM's signatures: what is pushed and when, and how requests translate.
+
+The stand-in's ``LLMEngine`` gives, a step each, tokens that the test wrote down. Nothing here runs the real vLLM.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.policy import FullPolicy, LoraPolicy, Policy
+from gradwire_server.engine.tokenizers import TextTokenizer
+from gradwire_server.sampling.base import SamplingParams
+from gradwire_server.sampling.vllm import VllmSampler
+from safetensors.torch import load_file
+
+
+class RequestOutputKind(enum.Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class VllmParams:
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+
+@dataclass
+class EngineArgs:
+    model: str
+    dtype: str = "auto"
+    skip_tokenizer_init: bool = False
+    enable_lora: bool = False
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    gpu_memory_utilization: float = 0.9
+    logprobs_mode: str = "raw_logprobs"
+    trust_remote_code: bool = False
+    disable_log_stats: bool = False
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    finish_reason: str
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+
+@dataclass
+class Asked:
+    request_id: str
+    prompt: list[int]
+    params: VllmParams
+    lora: LoRARequest | None
+
+
+class LLMEngine:
+    """Answers one request a step, with ``script``: what each of its samples is."""
+
+    started: ClassVar[list[LLMEngine]] = []
+
+    def __init__(self, arguments: EngineArgs) -> None:
+        torch.manual_seed(0)  # as vLLM does
+        self.arguments = arguments
+        self.script: list[tuple[list[int], str, int | str | None, str]] = [([7, 8, 2], "stop", None, "")]
+        self.asked: list[Asked] = []
+        self.waiting: list[Asked] = []
+        self.loras: dict[int, dict[str, torch.Tensor]] = {}
+        self.aborted: list[str] = []
+        self.fails = False
+        LLMEngine.started.append(self)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        return cls(engine_args)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: dict[str, list[int]],
+        params: VllmParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        asked = Asked(request_id, prompt["prompt_token_ids"], params, lora_request)
+        self.asked.append(asked)
+        self.waiting.append(asked)
+
+    def step(self) -> list[RequestOutput]:
+        if self.fails:
+            raise ValueError("out of something")
+        asked = self.waiting.pop(0)
+        outputs = [
+            CompletionOutput(index, text, ids, [{token: Logprob(-token / 10)} for token in ids], finish, stop)
+            for index, (ids, finish, stop, text) in enumerate(self.script[: asked.params.n])
+        ]
+        return [RequestOutput(asked.request_id, outputs)]
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        self.waiting = [asked for asked in self.waiting if asked.request_id not in request_ids]
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        self.loras[lora_request.lora_int_id] = load_file(Path(lora_request.lora_path) / "adapter_model.safetensors")
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self.loras.pop(lora_id, None) is not None
+
+
+@dataclass
+class Stage:
+    host: ModelHost
+    sampler: VllmSampler
+    made: list[Policy] = field(default_factory=list)
+
+    def lora(self, name: str = "run-a", rank: int = 4) -> LoraPolicy:
+        settings = training_pb2.LoraSettings(rank=rank)
+        policy = LoraPolicy(self.host.get("tiny"), name, settings, seed=1)
+        self.made.append(policy)
+        return policy
+
+    @property
+    def engine(self) -> LLMEngine:
+        (engine,) = LLMEngine.started
+        return engine
+
+    def finish(self) -> None:
+        while self.sampler.turn():
+            self.sampler.step()
+
+
+@pytest.fixture
+def stage(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    vllm, lora, sampling = (types.ModuleType(name) for name in ("vllm", "vllm.lora.request", "vllm.sampling_params"))
+    vllm.EngineArgs, vllm.LLMEngine = EngineArgs, LLMEngine  # type: ignore[attr-defined]
+    lora.LoRARequest = LoRARequest  # type: ignore[attr-defined]
+    sampling.SamplingParams, sampling.RequestOutputKind = VllmParams, RequestOutputKind  # type: ignore[attr-defined]
+    for module in (vllm, lora, sampling):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(LLMEngine, "started", [])
+    host = ModelHost({"tiny": str(tiny_model_path)})
+    stage = Stage(host, VllmSampler(host))
+    yield stage
+    for policy in stage.made:
+        policy.close()
+
+
+def params(**settings: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 5, "seed": 1} | settings)
+
+
+def test_requests_translate(stage: Stage, tokenizer: TextTokenizer) -> None:
+    policy = stage.lora()
+    asked = params(n=2, temperature=0.5, stop=("xy",), stop_token_ids=frozenset({9}))
+    job = stage.sampler.begin(policy, [[1, 2], [1] * 254], asked, tokenizer)
+    engine = stage.engine
+    assert engine.arguments == EngineArgs(
+        policy.facts.path, "float32", False, True, 64, 8, 0.35, "processed_logprobs", False, True
+    )
+    first, second = engine.asked
+    assert (first.prompt, len(second.prompt)) == ([1, 2], 254)
+    assert first.params == VllmParams(
+        n=2, temperature=0.5, seed=first.params.seed, stop=["xy"], stop_token_ids=[2, 9], max_tokens=5, logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    assert second.params.max_tokens == 2  # what the context leaves
+    assert first.params.seed != second.params.seed and first.params.seed >= 0  # type: ignore[operator]
+    assert first.lora is second.lora is not None
+    assert stage.sampler.uses(policy) and not job.done
+
+
+def test_results_translate(stage: Stage, tokenizer: TextTokenizer) -> None:
+    job = stage.sampler.begin(
+        stage.lora(), [[1, 5]], params(n=4, stop=("!",), stop_token_ids=frozenset({9})), tokenizer
+    )
+    text = tokenizer.decode([[40, 41]])[0]
+    stage.engine.script = [
+        ([40, 41, 2], "stop", None, "ignored"),
+        ([40, 41, 9], "stop", 9, "ignored"),
+        ([40, 41, 33], "stop", "!", "before it"),
+        ([40, 41], "length", None, "ignored"),
+    ]
+    stage.finish()
+    samples = job.samples()
+    assert samples.stop_reasons == ["eos", "stop", "stop", "length"]
+    assert samples.texts == [text, text, "before it", text]
+    assert samples.lengths.tolist() == [3, 3, 3, 2]
+    assert samples.token_ids.tolist() == [40, 41, 2, 40, 41, 9, 40, 41, 33, 40, 41]
+    assert samples.logprobs.tolist() == pytest.approx([-token / 10 for token in samples.token_ids])
+    assert not stage.sampler.uses(stage.made[0])
+
+
+def test_an_adapter_is_pushed_when_its_weights_have_changed(stage: Stage) -> None:
+    policy, other = stage.lora("run-a"), stage.lora("run-b")
+    for _ in range(2):
+        stage.sampler.begin(policy, [[1, 2]], params())
+    stage.sampler.begin(other, [[1, 2]], params())
+    engine = stage.engine
+    assert [asked.lora.lora_int_id for asked in engine.asked] == [1, 1, engine.asked[2].lora.lora_int_id]  # type: ignore[union-attr]
+    assert len(engine.loras) == 2
+    stage.finish()
+    with torch.no_grad():
+        torch._foreach_add_(list(policy.masters().values()), 0.25)  # a step
+    stage.sampler.begin(policy, [[1, 2]], params())
+    stage.sampler.begin(other, [[1, 2]], params())
+    pushed, same = (asked.lora for asked in engine.asked[3:])
+    assert pushed is not None and same is engine.asked[2].lora
+    assert set(engine.loras) == {pushed.lora_int_id, same.lora_int_id}  # type: ignore[union-attr]
+    for name, weight in policy.state_tensors().items():
+        assert torch.equal(engine.loras[pushed.lora_int_id][f"base_model.model.{name}"], weight)
+    assert pushed.lora_path.startswith("/dev/shm")
+
+
+def test_the_base_model_goes_without_an_adapter(stage: Stage) -> None:
+    stage.sampler.begin(Policy(stage.host.get("tiny")), [[1, 2]], params())
+    assert [asked.lora for asked in stage.engine.asked] == [None]
+
+
+def test_what_vllm_means_otherwise_is_sampled_here(stage: Stage) -> None:
+    policy = stage.lora()
+    full = FullPolicy(stage.host.load("tiny"))
+    alone = stage.sampler.begin(policy, [[1, 2]], params(), alone=True)
+    jobs = [
+        alone,
+        stage.sampler.begin(policy, [[1, 2]], params(top_k=3)),
+        stage.sampler.begin(policy, [[1, 2]], params(top_p=0.5)),
+        stage.sampler.begin(full, [[1, 2]], params()),
+        stage.sampler.begin(stage.lora("run-big", rank=65), [[1, 2]], params()),
+    ]
+    assert not LLMEngine.started
+    mine = stage.sampler.begin(policy, [[1, 2]], params())
+    turns = []
+    while stage.sampler.turn():
+        turns.append(mine in stage.sampler.turn())
+        stage.sampler.step()
+    assert all(job.done for job in [*jobs, mine]) and any(turns) and not all(turns)
+    assert mine.samples().token_ids.tolist() == [7, 8, 2]
+
+
+def test_a_start_leaves_the_generators_alone(stage: Stage) -> None:
+    before = torch.get_rng_state()
+    stage.sampler.begin(stage.lora(), [[1, 2]], params())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_failures_and_cancelling(stage: Stage) -> None:
+    policy = stage.lora()
+    cancelled = stage.sampler.begin(policy, [[1, 2], [3]], params())
+    stage.sampler.cancel(cancelled)
+    engine = stage.engine
+    assert sorted(engine.aborted) == sorted(asked.request_id for asked in engine.asked)
+    failing = stage.sampler.begin(policy, [[1, 2]], params())
+    engine.fails = True
+    stage.finish()
+    with pytest.raises(ValueError, match="out of something"):
+        failing.samples()
+
+
+def test_without_vllm_the_reason_is_told(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(OperationError, match=r"gradwire\[vllm\]"):
+        VllmSampler(ModelHost({"tiny": str(tiny_model_path)}))

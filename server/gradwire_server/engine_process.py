@@ -222,12 +222,13 @@ class EngineProcess:
             began, self._worked = asyncio.get_running_loop().time(), False
             try:
                 await self._live(started)
-            except (RpcError, LinkClosed, OSError) as error:
+            except Exception as error:  # whatever it is: a server that has no engine says so, and tries for another
                 if not started.done():
                     started.set_exception(_start_error(error))
                     return
                 if not self._stopping:
-                    log.error("the engine ended: %s", error)
+                    expected = isinstance(error, (RpcError, LinkClosed, OSError))
+                    log.error("the engine ended: %s", error, exc_info=None if expected else error)
             healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
             failures = 1 if healthy else failures + 1
 

@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig, parse_model
-from gradwire_server.errors import GRPC_STATUS
+from gradwire_server.engine_process import EngineProcess
+from gradwire_server.errors import GRPC_STATUS, RpcError
 from gradwire_server.front import service as service_module
 from gradwire_server.serve import SERVICE, Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -258,6 +259,13 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
             with pytest.raises(grpc.RpcError) as caught:
                 await task
             assert error_of(caught).code == pb.ERROR_CODE_SHUTTING_DOWN
+
+
+async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("gradwire_server.engine_process.command", lambda *_: 1 // 0)
+    engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
+    with pytest.raises(RpcError, match="did not start .*division"):
+        await asyncio.wait_for(engine.start(), 30)
 
 
 async def test_the_server_says_what_it_is(door: Door) -> None:

@@ -264,7 +264,7 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gradwire_server.engine_process.command", lambda *_: 1 // 0)
     engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
-    with pytest.raises(RpcError, match="did not start .*division"):
+    with pytest.raises(RpcError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 30)
 
 

@@ -80,6 +80,11 @@ class ReferenceConfig(LossConfig):
         None,
         description='"base" (the run\'s base weights, adapter off), "ema", a checkpoint "RUN_ID/NAME", or a model name',
     )
+    reference_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None,
+        description="of the reference's weights; None: as the server's. Another is a copy of the whole model, adapter "
+        "or not",
+    )
 
 
 class TemperatureConfig(LossConfig):

@@ -293,23 +293,23 @@ class ModelHost:
         if name in self._loaded and self._loaded[name].adapters is None:
             del self._loaded[name]
 
-    def load(self, name: str) -> HostedModel:
-        """A copy of a model for one owner's use, from disk."""
+    def load(self, name: str, dtype: torch.dtype | None = None) -> HostedModel:
+        """A copy of a model for one owner's use, from disk; in another dtype than the server's where one is given."""
         facts = self.facts(name)
         kwargs: dict[str, Any] = {}
         if self.device.type == "cuda":
             spread = self.device.index is None and torch.cuda.device_count() > 1
             kwargs["device_map"] = "auto" if spread else {"": str(self.device)}
-        logger.info("loading %s from %s as %s on %s", name, facts.path, facts.dtype, self.device)
+        logger.info("loading %s from %s as %s on %s", name, facts.path, dtype or facts.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
             model = AutoModelForCausalLM.from_pretrained(
                 facts.path,
-                dtype=self.dtype,
+                dtype=dtype or self.dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
                 **kwargs,
             )
-        return HostedModel(facts, model, mixed=self._mixed, compiled=self._compiled)
+        return HostedModel(facts, model, mixed=self._mixed and dtype is None, compiled=self._compiled)
 
     def _read_facts(self, name: str) -> ModelFacts:
         if name not in self._paths:

@@ -260,14 +260,14 @@ def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> eva
     name = getattr(config, "reference_model", None)
     if name is None:
         return None
-    reference = engine.references.resolve(name, run)
+    reference = engine.references.resolve(name, run, dtype=getattr(config, "reference_dtype", None))
     return lambda batch, temperature: engine.references.logprobs(reference, batch, temperature, engine.budget)
 
 
 def _teacher(engine: Engine, run: EngineRun, config: LossConfig | None) -> Policy | None:
     if not isinstance(config, DivergenceConfig) or config.reference_model is None:
         return None
-    return engine.references.resolve(config.reference_model, run).policy
+    return engine.references.resolve(config.reference_model, run, dtype=config.reference_dtype).policy
 
 
 def _temperature(given: float) -> float:

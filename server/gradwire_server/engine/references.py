@@ -27,7 +27,7 @@ from gradwire_server.engine.checkpoints import CheckpointStore, Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.heads import Head, make_head
-from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.host import HostedModel, ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
@@ -93,21 +93,35 @@ class References:
         """Identities of the references in the cache, least recently used first."""
         return list(self._loaded)
 
-    def resolve(self, name: str, run: EngineRun | None = None, *, field: str = "reference_model") -> Reference:
+    def resolve(
+        self, name: str, run: EngineRun | None = None, *, field: str = "reference_model", dtype: str | None = None
+    ) -> Reference:
         """The reference of this name.
 
+        Args:
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; the server's where None.
+
         Raises:
-            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT or CHECKPOINT_CORRUPT.
+            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a dtype.
         """
+        other: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        other = None if other is self._host.dtype else other
         if run is not None and name == "base":
-            return self._model(run.config.base_model)
+            return self._model(run.config.base_model, other)
         if run is not None and name == "ema":
+            if other is not None:
+                raise OperationError(
+                    training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                    f'"ema" follows the run\'s weights and is of their dtype, not {dtype}',
+                    field="reference_dtype",
+                    rule='not with "ema"',
+                )
             return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
         if name in self._host.names:
-            return self._model(name)
+            return self._model(name, other)
         if name.startswith("run-") or (name.count("/") == 1 and self._store.has(name)):
             try:
-                return self._checkpoint(self._store.manifest(name))
+                return self._checkpoint(self._store.manifest(name), other)
             except OperationError as error:
                 error.field = field
                 raise
@@ -161,9 +175,14 @@ class References:
         if self._host.is_loaded(name):
             self._model(name)
 
-    def _model(self, name: str) -> Reference:
-        identity = f"model {name}"
-        if identity not in self._loaded:
+    def _model(self, name: str, dtype: torch.dtype | None = None) -> Reference:
+        identity = f"model {name} {dtype}" if dtype else f"model {name}"
+        if identity not in self._loaded and dtype:
+            size = self._model_bytes(name, dtype)
+            self._make_room(size)
+            self._loaded[identity] = _Loaded(Reference(identity, Policy(self._frozen_copy(name, dtype))), size)
+            self.loaded_models += 1
+        elif identity not in self._loaded:
             if not self._host.is_loaded(name):
                 self._make_room(self._model_bytes(name))
             policy = Policy(self._host.get(name))
@@ -171,9 +190,9 @@ class References:
             self.loaded_models += 1
         return self._use(identity)
 
-    def _checkpoint(self, manifest: Manifest) -> Reference:
+    def _checkpoint(self, manifest: Manifest, dtype: torch.dtype | None) -> Reference:
         weights = manifest.files.get(WEIGHTS)
-        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''}"
+        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''} {dtype or ''}"
         if identity not in self._loaded:
             config = manifest.config
             tensors = self._store.load(manifest.path, WEIGHTS, manifest)
@@ -182,27 +201,27 @@ class References:
             if head is not None:
                 head.requires_grad_(False)
             if config.HasField("lora"):
-                hosted = self._host.get(config.base_model)
+                size = self._model_bytes(config.base_model, dtype) if dtype else 0
+                self._make_room(size)
+                hosted = self._frozen_copy(config.base_model, dtype) if dtype else self._host.get(config.base_model)
                 policy: Policy = LoraPolicy(hosted, next(self._adapter_names), config.lora, seed=0, head=head)
                 try:
                     policy.load_state_tensors(tensors)
                 except OperationError:
                     policy.close()
                     raise
-                size = sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
+                size += sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             else:
-                size = self._model_bytes(config.base_model)
+                size = self._model_bytes(config.base_model, dtype)
                 self._make_room(size)
-                policy = self._full(config.base_model, head, tensors)
+                policy = self._full(self._frozen_copy(config.base_model, dtype), head, tensors)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
             self.loaded_models += 1
         return self._use(identity)
 
     @torch.no_grad()
-    def _full(self, base_model: str, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
-        """A copy of the model with these weights, in its dtype, and no float32 masters beside them."""
-        hosted = self._host.load(base_model)
-        hosted.model.requires_grad_(False)
+    def _full(self, hosted: HostedModel, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
+        """These weights in a copy of the model, in its dtype, and no float32 masters beside them."""
         for name, parameter in hosted.model.named_parameters():
             parameter.copy_(tensors[name])
         if head is not None:
@@ -231,8 +250,13 @@ class References:
             else:
                 entry.reference.policy.close()
 
-    def _model_bytes(self, name: str) -> int:
-        return self._host.facts(name).num_parameters * self._host.dtype.itemsize
+    def _frozen_copy(self, name: str, dtype: torch.dtype | None) -> HostedModel:
+        hosted = self._host.load(name, dtype)
+        hosted.model.requires_grad_(False)
+        return hosted
+
+    def _model_bytes(self, name: str, dtype: torch.dtype | None = None) -> int:
+        return self._host.facts(name).num_parameters * (dtype or self._host.dtype).itemsize
 
     def _bytes(self, entry: _Loaded) -> int:
         """What dropping an entry would free: nothing for a model that adapters are on."""

@@ -139,3 +139,34 @@ def test_logprobs_are_kept_within_so_many_bytes() -> None:
     assert [cache.get(bytes([number])) is not None for number in range(4)] == [True, False, True, True]
     cache.put(b"huge", torch.zeros(10_000))
     assert len(cache) == 0
+
+
+@pytest.mark.parametrize("name", ["base", "tiny", "run-full/one", "run-lora/one"])
+def test_a_reference_is_of_the_dtype_that_was_asked_for(engine: LocalEngine, name: str) -> None:
+    for run_id, lora in (("run-full", None), ("run-lora", 4)):
+        engine.create(run_id, lora=lora)
+        engine.train(run_id, BATCH)
+        engine.do(run_id, save_checkpoint=pb.SaveCheckpoint(name="one"))
+    engine.create("run-a")
+    engine.train("run-a", BATCH)
+
+    def rewards(dtype: str | None) -> tuple[float, int]:
+        kwargs = json.dumps({"reference_model": name, "reference_dtype": dtype})
+        call = pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs)
+        metrics = engine.do("run-a", PAIRS, forward_backward=call).proto.loss.metrics
+        return metrics["reward_margin"], engine.engine.references.computed_sequences
+
+    (whole, first), (same, second), (rounded, third), (again, fourth) = map(
+        rewards, (None, "float32", "bfloat16", "bfloat16")
+    )
+    assert whole == same and first == second  # the server's own: nothing is computed or copied
+    assert third == fourth == second + 6
+    assert rounded == again == pytest.approx(whole, abs=0.02) and rounded != whole
+    assert engine.engine.references.loaded[-1].endswith("torch.bfloat16")
+
+
+def test_the_moving_average_is_of_the_runs_dtype(engine: LocalEngine) -> None:
+    engine.create("run-a")
+    call = pb.LossCall(loss_fn="dpo", loss_kwargs_json='{"reference_model": "ema", "reference_dtype": "bfloat16"}')
+    failed = engine.op("run-a", PAIRS, forward_backward=call)
+    assert (failed.proto.error.code, failed.proto.error.field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "reference_dtype")

@@ -16,7 +16,9 @@ import importlib
 import itertools
 import logging
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,8 +151,8 @@ class _Served:
     def __init__(self, model: str, engine: Any, lora: Any, sampling: Any) -> None:
         self.model = model
         self._engine, self._lora, self._sampling = engine, lora, sampling
-        memory = Path("/dev/shm")
-        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-", dir=memory if memory.is_dir() else None)
+        self._folder = _folder_in_memory()
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._requests: dict[str, tuple[LocalJob, int]] = {}  # and the number of the prompt
         self._policies: dict[LocalJob, Policy] = {}
         self._pushed: dict[str, tuple[tuple[object, ...], Any]] = {}
@@ -172,15 +174,14 @@ class _Served:
             return known[1]
         # Under another number, lest what vLLM keeps of prompts by the old weights be taken for the new ones'.
         number = next(self._ids)
-        folder = Path(self._folder.name) / str(number)
+        folder = self._folder / str(number)
         folder.mkdir()
         save_adapter(policy, folder)
         request = self._lora.LoRARequest(f"{policy.adapter}-{number}", number, str(folder))
         self._engine.add_lora(request)
         if known is not None:
             self._engine.remove_lora(known[1].lora_int_id)
-            for file in Path(known[1].lora_path).iterdir():
-                file.unlink()
+            shutil.rmtree(known[1].lora_path)
         self._pushed[policy.adapter] = version, request
         return request
 
@@ -242,6 +243,18 @@ class _Served:
         for request_id in gone:
             del self._requests[request_id]
         self._engine.abort_request(gone)
+
+
+def _folder_in_memory() -> Path:
+    """A new folder, in memory where there is such a place; those of processes that are gone are removed."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return Path(tempfile.mkdtemp(prefix="gradwire-adapters-"))
+    prefix = f"gradwire-adapters-{os.stat('/proc/self/ns/pid').st_ino}-"  # containers may share the place
+    for left in place.glob(f"{prefix}*"):
+        if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=place))
 
 
 def _rank(policy: LoraPolicy) -> int:

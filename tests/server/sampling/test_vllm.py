@@ -6,6 +6,7 @@ The stand-in's ``LLMEngine`` gives, a step each, tokens that the test wrote down
 from __future__ import annotations
 
 import enum
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -254,6 +255,16 @@ def test_an_adapter_is_pushed_when_its_weights_have_changed(stage: Stage) -> Non
     for name, weight in policy.state_tensors().items():
         assert torch.equal(engine.loras[pushed.lora_int_id][f"base_model.model.{name}"], weight)
     assert pushed.lora_path.startswith("/dev/shm")
+
+
+def test_adapters_of_a_process_that_is_gone_are_removed(stage: Stage) -> None:
+    stage.sampler.begin(stage.lora("run-a"), [[1, 2]], params())
+    here = Path(stage.engine.asked[0].lora.lora_path).parent  # type: ignore[union-attr]
+    gone = here.with_name(here.name.replace(f"-{os.getpid()}-", f"-{2**30}-"))
+    gone.mkdir()
+    again = VllmSampler(stage.host)
+    again.begin(stage.lora("run-b"), [[1, 2]], params())
+    assert here.exists() and not gone.exists()
 
 
 def test_the_base_model_goes_without_an_adapter(stage: Stage) -> None:

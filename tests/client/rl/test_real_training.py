@@ -25,7 +25,7 @@ from support.server import Server
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def run(*arguments: str | Path, timeout: float = 110) -> str:
+def run(*arguments: str | Path, timeout: float = 280) -> str:
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -9,11 +9,11 @@ import pytest
 from nbclient import NotebookClient
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_notebook_trains_across_cells(root: Path) -> None:
     notebook = nbformat.read(root / "examples" / "train_across_cells.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit the notebook without outputs"
-    client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(root / "examples")}})
+    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(root / "examples")}})
     client.execute()
     printed = [
         output["text"]

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from gradwire_server.engine import attention
 from gradwire_server.engine.grouped_lora import SpanLinear
+from gradwire_server.sampling.keyvalues import SlotLayer
 
 KINDS = 64
 """Of work that a layer's code may be compiled for; beyond them it runs as it is."""
@@ -26,6 +27,8 @@ def compile_layers(trunk: nn.Module) -> None:
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     if not hasattr(SpanLinear.forward, "_torchdynamo_disable"):
         SpanLinear.forward = torch.compiler.disable(SpanLinear.forward)  # type: ignore[method-assign]
+    if not hasattr(SlotLayer.update, "_torchdynamo_disable"):  # where a token's keys go is another place each step
+        SlotLayer.update = torch.compiler.disable(SlotLayer.update)  # type: ignore[method-assign]
     layers = max((module for module in trunk.modules() if isinstance(module, nn.ModuleList)), key=len)
     for layer in layers:
         layer.compile(dynamic=True)

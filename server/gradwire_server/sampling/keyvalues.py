@@ -67,7 +67,7 @@ class _Places:
         return self._on[device]
 
 
-class _SlotLayer(DynamicLayer):
+class SlotLayer(DynamicLayer):
     """One layer's keys and values ``[slots, heads, width, size]``."""
 
     keys: Tensor
@@ -99,7 +99,7 @@ class Slots:
     def __init__(self) -> None:
         self.longest = 1 << 62
         self._places = _Places()
-        self._layers: list[_SlotLayer] = []
+        self._layers: list[SlotLayer] = []
         self._rows = 0
 
     def prefill(self, policy: Policy, prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
@@ -170,7 +170,7 @@ class Slots:
             return new
 
         if not self._layers:
-            self._layers = [_SlotLayer(self._places, grown(None, keys), grown(None, values)) for keys, values in like]
+            self._layers = [SlotLayer(self._places, grown(None, keys), grown(None, values)) for keys, values in like]
             return
         for layer in self._layers:
             layer.keys = grown(layer.keys, layer.keys)

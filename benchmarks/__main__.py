@@ -32,7 +32,7 @@ ROWS = (
     "overhead", "in_process", "padded_loop", "against_trl", "memory", "second_epoch", "lora_runs", "growth",
     "sampling", "rl_rollouts",
 )  # fmt: skip
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 
 
 def run(row: str, repeats: int, smoke: bool) -> list[Figure] | str:

@@ -113,7 +113,7 @@ def draw(kind: str, source: Draw) -> Sequence[Any]:
 
 async def compare(rival: Rival, size: Size) -> Figure:
     kind = rival.kind
-    steps = size.pick(3, 2)
+    steps = 2
     source = Draw.of(2, smoke=size.smoke)
     batches = [draw(kind, source) for _ in range((size.repeats + 1) * steps)]
     turns = Turns("ours", "TRL")

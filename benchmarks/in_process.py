@@ -44,7 +44,7 @@ class InProcess:
 
 
 async def compare(size: Size) -> list[Figure]:
-    steps = size.pick(6, 2)
+    steps = size.pick(4, 2)
     draw = Draw.of(1, smoke=size.smoke)
     turns = Turns("remote", "in process")
     with tempfile.TemporaryDirectory() as folder:

@@ -41,15 +41,16 @@ def in_words(machine: dict[str, Any]) -> str:
 
 
 def engine_process() -> psutil.Process:
-    """The engine of the server that this process started.
+    """The engine of the newest server that this process started.
 
     Raises:
         ProcessLookupError: where there is none.
     """
-    for process in psutil.Process().children(recursive=True):
-        if "gradwire_server.engine" in process.cmdline():
-            return process
-    raise ProcessLookupError("this process has started no engine")
+    children = psutil.Process().children(recursive=True)
+    engines = [child for child in children if "gradwire_server.engine" in child.cmdline()]
+    if not engines:
+        raise ProcessLookupError("this process has started no engine")
+    return max(engines, key=lambda engine: engine.create_time())
 
 
 def memory_bytes(process: psutil.Process, field: str) -> int:

@@ -47,7 +47,7 @@ class PaddedLoop:
 
 
 async def compare(size: Size) -> list[Figure]:
-    steps = size.pick(4, 2)
+    steps = size.pick(3, 2)
     draw = Draw.of(0, smoke=size.smoke)
     batches = [draw.rows() for _ in range((size.repeats + 1) * steps)]
     turns = Turns("ours", "padded")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import ROOT
 from benchmarks.__main__ import BEGIN, END, ROWS, markdown
+from benchmarks.gpu_cases import Case, run_case
 from benchmarks.growth import FACTORS, deviation
 from benchmarks.qwen import SMOKE, Shape
-from benchmarks.report import Figure, line
+from benchmarks.report import Figure, Size, line
 from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
 
@@ -23,45 +24,60 @@ TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin
 QUICK = [row for row in ROWS if row not in ("against_trl", "rl_rollouts", "growth")]
 
 
-def run(module: str, *args: str) -> None:
+def run(module: str, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", module, *args], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-m", module, *args], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def figures(file: Path) -> list[Figure]:
-    return [Figure(**figure) for figure in json.loads(file.read_text())]
+    return done.stdout
 
 
 @pytest.mark.parametrize("row", QUICK)
-def test_rows_run(row: str, tmp_path: Path) -> None:
-    run(f"benchmarks.{row}", "--smoke", "--repeats", "1", "--json", str(tmp_path / "figures.json"))
-    found = figures(tmp_path / "figures.json")
+def test_rows_run(row: str) -> None:
+    found = importlib.import_module(f"benchmarks.{row}").measure(Size(repeats=1, smoke=True))
     assert found
     assert all(figure.value >= 0 and figure.detail for figure in found)
 
 
+@pytest.mark.timeout(600)  # seconds, where nothing else computes
+def test_the_table_is_one_command(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    said = run("benchmarks", "--smoke", "--repeats", "1", "--only", "overhead", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert [figure["name"] for figure in report["figures"]] == [
+        "overhead of the service, awaited",
+        "operations in a pipeline",
+    ]
+    assert not report["failures"]
+    assert {"cpu", "cores", "threads", "torch", "load_average", "commit"} <= set(report["machine"])
+    assert report["machine"]["torch"] in said
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not TRL_PYTHON.exists(), reason="no TRL here: make .venv-parity/.installed")
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_trl_computes_the_same_losses(kind: str, tmp_path: Path) -> None:
-    args = ("--smoke", "--repeats", "1", "--only", kind, "--json", str(tmp_path / "figures.json"))
-    run("benchmarks.against_trl", *args)  # an AssertionError inside where a loss differs
-    (figure,) = figures(tmp_path / "figures.json")
-    assert "losses equal" in figure.detail
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo", "sft-padding-free"])
+def test_trl_computes_the_same_losses(kind: str) -> None:
+    found = importlib.import_module("benchmarks.against_trl").measure(Size(repeats=1, smoke=True, only=(kind,)))
+    assert ["losses equal" in figure.detail for figure in found] == [True]  # an AssertionError where one differs
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)  # seconds, where nothing else computes
 def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> None:
-    results = tmp_path / "gpu.json"
-    args = ("--smoke", "--results", str(results), "--models", str(tmp_path / "models"), "--only", "0.6B:full:")
-    run("benchmarks.gpu", *args, "--only", "0.6B:lora:ours")
-    first: dict[str, Any] = json.loads(results.read_text())["cases"]
-    done = {name for name, case in first.items() if case.get("tokens_per_second", 0) > 0}
-    assert {"0.6B:full:ours", "0.6B:full:padded", "0.6B:lora:ours"} <= done
-    run("benchmarks.gpu", *args, "--only", "0.6B:lora:ours")
-    again = json.loads(results.read_text())["cases"]
-    assert {name: again[name] for name in done} == {name: first[name] for name in done}
+    results, models = tmp_path / "gpu.json", tmp_path / "models"
+    args = ("--smoke", "--results", str(results), "--models", str(models), "--only", "0.6B:full:padded")
+    said = run("benchmarks.gpu", *args)
+    assert "tokens/s" in said
+    first = json.loads(results.read_text())["cases"]
+    assert first["0.6B:full:padded"]["tokens_per_second"] > 0
+    run("benchmarks.gpu", *args)
+    assert json.loads(results.read_text())["cases"] == first
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_our_side_on_a_gpus_models(tuning: str, tmp_path: Path) -> None:
+    found = run_case(Case("0.6B", tuning, "ours"), tmp_path, "cpu", smoke=True)
+    assert found["tokens_per_second"] > 0
+    assert found["flops_per_second"] > 0
 
 
 def test_the_arithmetic_of_a_step_is_what_torch_counts() -> None:

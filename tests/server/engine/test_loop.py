@@ -11,7 +11,7 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.engine import Answer
-from gradwire_server.engine.loop import Loop, Request
+from gradwire_server.engine.loop import Groups, Loop, Request
 from gradwire_server.engine.outcome import Columns
 
 
@@ -70,11 +70,30 @@ class Stage:
         self.worked_on.append(list(request_ids))
         yield
 
-    def run(self, *requests: Request) -> list[str]:
+    def run(self, *requests: Request, groups: Groups | None = None) -> list[str]:
         for request in requests:
             self.requests.put(request)
-        Loop(self, self, self.requests, lambda answer: self.log.append(f"told {answer.reply.id}"), self.working).run()
+        Loop(self, self, self.requests, self.told, self.working, groups).run()
         return self.log
+
+    def told(self, answer: Answer) -> None:
+        self.log.append(f"told {answer.reply.id}")
+
+
+class Pairs:
+    """Steps of two runs go together, answered last first."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def choose(self, ready: Sequence[Request]) -> Sequence[Request]:
+        steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
+        return steps[:2] or ready[:1]
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        self.stage.log.append("together")
+        for request in reversed(requests):
+            yield self.stage.answer(request.message, request.columns)
 
 
 def ask(number: int, **kind: Any) -> Request:
@@ -138,3 +157,12 @@ def test_runs_are_made_and_dropped_in_their_order() -> None:
     log = Stage().run(sample(1, "a", tokens=2), sample(2, "a", tokens=4), drop, make, step(5, "a"), step(6, "b"), END)
     order = [log.index(what) for what in ("told 6", "told 2", "do 3", "do 4", "do 5", "do 99")]
     assert order == sorted(order)
+
+
+def test_those_that_go_together_are_told_each_as_it_is_done() -> None:
+    stage = Stage()
+    log = stage.run(step(1, "a"), step(2, "a"), step(3, "b"), sample(4, "b", tokens=1), END, groups=Pairs(stage))
+    assert log[:5] == ["together", "do 3", "told 3", "do 1", "told 1"]
+    assert log.index("do 2") > 4 and "begin 4" in log
+    assert [1, 3] in stage.worked_on
+    assert log[-2:] == ["do 99", "told 99"]

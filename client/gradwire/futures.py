@@ -114,7 +114,9 @@ class Future(Generic[T]):
                 waiter.set_result(None)
 
         def wake(_: concurrent.futures.Future[T]) -> None:
-            if not loop.is_closed():
+            if running_loop() is loop:
+                settle()
+            elif not loop.is_closed():
                 loop.call_soon_threadsafe(settle)
 
         self._inner.add_done_callback(wake)
@@ -150,10 +152,7 @@ class Future(Generic[T]):
     def _wait(self, timeout: float | None) -> None:
         if self._inner.done():
             return
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
+        here = running_loop()
         if here is not None and here is self._loop:
             raise WouldDeadlockError(
                 f"{self._label}: .result() would block the event loop that has to receive the result; use `await`"
@@ -173,6 +172,14 @@ class Future(Generic[T]):
         self._raised = True
         if self._on_raised is not None:
             self._on_raised()
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that this is called on, if it is."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def failed(label: str, error: BaseException, on_raised: Callable[[], None] | None = None) -> Future[Any]:

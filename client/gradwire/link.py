@@ -41,6 +41,7 @@ ACK_INTERVAL_S = 0.1
 FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
 PAYLOAD_TRIES = 3
+SENT_TOGETHER = 64
 
 FINAL = (errors.WriterError, errors.AccessError, errors.StorageFullError, errors.UnknownRunError)
 """Refusals that a later operation would meet as well."""
@@ -273,28 +274,31 @@ class RunLink:
         missing: set[int] = set()
         while True:
             self._send_work.clear()
+            ready: list[tuple[pb.OperationHeader, bytes]] = []
             while self._out_of_turn:
                 entry = self._out_of_turn.pop(0)
                 missing.discard(entry.index)
                 if entry.index < index:
-                    await self._write_entry(stream, entry)
-            while index <= min(
+                    self._add_ready(entry, ready)
+            while len(ready) < SENT_TOGETHER and index <= min(
                 self._queue.last_index,
                 min(missing, default=index) + self._window,
                 self._next_result + self._max_in_flight - 1,
             ):
                 pending = self._queue.unacknowledged(index)
-                if pending is not None and not await self._write_entry(stream, pending):
+                if pending is not None and not self._add_ready(pending, ready):
                     missing.add(index)
                 index += 1
-            if not self._out_of_turn:
+            if ready:
+                await stream.send(ready)
+            elif not self._out_of_turn:
                 await self._send_work.wait()
 
-    async def _write_entry(self, stream: SubmitStream, entry: Entry) -> bool:
+    def _add_ready(self, entry: Entry, ready: list[tuple[pb.OperationHeader, bytes]]) -> bool:
         request = entry.request
         if request is None:
             return False
-        await stream.send(self._queue.header(entry, request, self._epoch), request.payload)
+        ready.append((self._queue.header(entry, request, self._epoch), request.payload))
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:

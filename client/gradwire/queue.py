@@ -28,7 +28,7 @@ from gradwire.errors import (
     OperationCancelledError,
     ServiceClosedError,
 )
-from gradwire.futures import Future, failed
+from gradwire.futures import Future, failed, running_loop
 from gradwire.results import Columns
 
 T = TypeVar("T")
@@ -266,6 +266,9 @@ class RunQueue:
         self.last_index = entry.index
 
     def _on_loop(self, function: Callable[[], None]) -> None:
+        if running_loop() is self.loop:
+            function()
+            return
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop was closed under the service

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -26,6 +26,8 @@ from gradwire import errors
 from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError
 
 CHUNK_BYTES = 1 << 20
+TOGETHER_BYTES = 256 << 10
+"""Operations up to this size, taken together, go in one message."""
 SILENT_ATTEMPTS = 6
 """After so many in a row, about three seconds, whoever waits is told."""
 CLOSE_LINGER_S = 0.02
@@ -195,7 +197,7 @@ class Transport:
 
     def results(self, run_id: str, from_seq: int) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
         """Results with their payloads, from this number on, until the stream breaks."""
-        request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq)
+        request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq, batched=True)
         return _results(self._stub.Results(request, metadata=self._metadata), self.address)
 
     async def sample(self, request: pb.SampleRequest) -> tuple[pb.OperationResult, bytes]:
@@ -219,24 +221,46 @@ class SubmitStream:
         self._call = call
         self._address = address
 
-    async def send(self, header: pb.OperationHeader, payload: bytes) -> None:
-        """Writes the frames of one operation; returns when they left, not when they arrived."""
+    async def send(self, operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> None:
+        """Writes operations, small ones together; returns when they left, not when they arrived."""
         try:
-            await self._call.write(pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES]))
-            for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-                await self._call.write(pb.SubmitFrame(chunk=payload[start : start + CHUNK_BYTES]))
+            for frame in _submit_frames(operations):
+                await self._call.write(frame)
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc(error, self._address) from None
         except asyncio.InvalidStateError:
             # The call is over; the reader of the acknowledgements learns why.
             raise ConnectionLostError(f"{self._address} ended the stream of operations") from None
 
-    def acknowledgements(self) -> AsyncGenerator[pb.SubmitAck]:
+    async def acknowledgements(self) -> AsyncGenerator[pb.SubmitAck]:
         """Until the server ends the stream, or the connection breaks."""
-        return _frames(self._call, self._address)
+        async with contextlib.aclosing(_frames(self._call, self._address)) as frames:
+            async for frame in frames:
+                yield frame
+                for ack in frame.more:
+                    yield ack
 
     def cancel(self) -> None:
         self._call.cancel()
+
+
+def _submit_frames(operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> Iterator[pb.SubmitFrame]:
+    together, size = pb.SubmitFrame(), 0
+    for header, payload in operations:
+        length = header.ByteSize() + len(payload)
+        if size and size + length > TOGETHER_BYTES:
+            yield together
+            size = 0
+        if size:
+            together.more.add(header=header, chunk=payload)
+        else:
+            together = pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES], batched=True)
+        size += length
+        for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+            yield together
+            together = pb.SubmitFrame(chunk=payload[start : start + CHUNK_BYTES])
+    if size:
+        yield together
 
 
 async def _frames(call: AsyncCall[F], address: str) -> AsyncGenerator[F]:
@@ -252,14 +276,15 @@ async def _frames(call: AsyncCall[F], address: str) -> AsyncGenerator[F]:
 async def _results(call: AsyncCall[pb.ResultFrame], address: str) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
     header, chunks, missing = pb.OperationResult(), list[bytes](), 0
     async with contextlib.aclosing(_frames(call, address)) as frames:
-        async for frame in frames:
-            if frame.HasField("header"):
-                header, chunks, missing = frame.header, [], frame.header.payload_bytes
-            if chunk := frame.chunk:
-                chunks.append(chunk)
-                missing -= len(chunk)
-            if missing == 0:
-                yield header, b"".join(chunks)
+        async for first in frames:
+            for frame in (first, *first.more):
+                if frame.HasField("header"):
+                    header, chunks, missing = frame.header, [], frame.header.payload_bytes
+                if chunk := frame.chunk:
+                    chunks.append(chunk)
+                    missing -= len(chunk)
+                if missing == 0:
+                    yield header, b"".join(chunks)
 
 
 def checked_tls(ca_cert: Any, client_cert: Any, client_key: Any) -> Tls | None:

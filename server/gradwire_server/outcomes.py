@@ -103,8 +103,8 @@ class Outcomes:
         if self._storing:
             await asyncio.wait(self._storing, timeout=grace_s)
 
-    async def results(self, queue: RunQueue, from_seq: int) -> AsyncIterator[StoredResult]:
-        """Results in order of number, as they come, without end.
+    async def results(self, queue: RunQueue, from_seq: int) -> AsyncIterator[list[StoredResult]]:
+        """Results in order of number, as they come, without end: each time those that are there, some at least.
 
         Raises:
             RpcError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
@@ -122,15 +122,15 @@ class Outcomes:
             if record.rewound_epoch != rewound_epoch:
                 raise queue.rewound()
             if seq <= record.applied_seq:
-                recent = queue.recent(seq)
-                found = [recent] if recent else await self._journal.results(record.run_id, seq, record.applied_seq)
+                found = queue.recent(seq) or await self._journal.results(record.run_id, seq, record.applied_seq)
                 if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
                     continue  # while they were read
+                whole = list[StoredResult]()
                 for result in found or [lost_result(seq)]:
-                    for missing in range(seq, result.header.seq):
-                        yield lost_result(missing)
-                    yield result
+                    whole += [lost_result(missing) for missing in range(seq, result.header.seq)]
+                    whole.append(result)
                     seq = result.header.seq + 1
+                yield whole
                 continue
             if queue.closed is not None:
                 raise queue.closed

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -283,8 +284,10 @@ class RunQueue:
             self._stored.discard(self.record.applied_seq)
         self.notify()
 
-    def recent(self, seq: int) -> StoredResult | None:
-        return self._recent.get(seq)
+    def recent(self, seq: int) -> list[StoredResult]:
+        """The results from this number on that are in memory, as far as they may be seen."""
+        there = map(self._recent.get, range(seq, self.record.applied_seq + 1))
+        return [result for result in takewhile(lambda result: result is not None, there) if result is not None]
 
     def released(self, up_to_seq: int) -> None:
         self.record.released_seq = max(self.record.released_seq, up_to_seq)

@@ -134,7 +134,7 @@ class ScriptedService(TrainingServiceServicer):
 
     async def Submit(self, requests: AsyncIterator[pb.SubmitFrame], context: Any) -> AsyncIterator[pb.SubmitAck]:
         header, chunks = pb.OperationHeader(), b""
-        async for frame in requests:
+        async for frame in _one_by_one(requests):
             if frame.HasField("header"):
                 header, chunks = frame.header, b""
             chunks += frame.chunk
@@ -279,3 +279,10 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def _one_by_one(requests: AsyncIterator[pb.SubmitFrame]) -> AsyncIterator[pb.SubmitFrame]:
+    async for first in requests:
+        yield first
+        for frame in first.more:
+            yield frame

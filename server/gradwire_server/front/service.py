@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -20,12 +21,14 @@ from gradwire_server.front.creation import Creator
 from gradwire_server.front.interceptors import CALLER
 from gradwire_server.front.submissions import Submissions
 from gradwire_server.front.tokenizing import Tokenizers
+from gradwire_server.journal import StoredResult
 from gradwire_server.keys import Keys
 from gradwire_server.runs import RunRecord, Runs
 from gradwire_server.scheduler import Scheduler
-from gradwire_server.segments import Buffer
 
 PROTOCOL = 1
+TOGETHER_BYTES = 256 << 10
+"""Results up to this size, taken together, go in one message."""
 
 
 class TrainingService(TrainingServiceServicer):
@@ -137,10 +140,10 @@ class TrainingService(TrainingServiceServicer):
             yield ack
 
     async def Results(self, request: pb.ResultsRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
-        record = self._run(request.run_id)
-        async for result in self._scheduler.outcomes.results(self._scheduler.queue(record), request.from_seq):
+        queue = self._scheduler.queue(self._run(request.run_id))
+        async for results in self._scheduler.outcomes.results(queue, request.from_seq):
             self._run(request.run_id)  # it may be shared no longer
-            for frame in _frames(result.header, result.payload):
+            for frame in _together(results) if request.batched else chain.from_iterable(map(_frames, results)):
                 yield frame
 
     async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
@@ -171,7 +174,7 @@ class TrainingService(TrainingServiceServicer):
         except EngineDied as error:
             message = "the engine ended while it sampled; it is being started again, try again"
             raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
-        for frame in _frames(reply.result, payload):
+        for frame in _frames(StoredResult(reply.result, payload)):
             yield frame
 
     # ---- checkpoints ----
@@ -198,9 +201,25 @@ class TrainingService(TrainingServiceServicer):
             yield frame
 
 
-def _frames(header: pb.OperationResult, payload: Buffer) -> Iterator[pb.ResultFrame]:
-    header.payload_bytes = len(payload)
-    view = memoryview(payload)
-    yield pb.ResultFrame(header=header, chunk=bytes(view[:CHUNK_BYTES]))
-    for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+def _frames(result: StoredResult) -> Iterator[pb.ResultFrame]:
+    result.header.payload_bytes = len(result.payload)
+    view = memoryview(result.payload)
+    yield pb.ResultFrame(header=result.header, chunk=bytes(view[:CHUNK_BYTES]))
+    for start in range(CHUNK_BYTES, len(result.payload), CHUNK_BYTES):
         yield pb.ResultFrame(chunk=bytes(view[start : start + CHUNK_BYTES]))
+
+
+def _together(results: Iterable[StoredResult]) -> Iterator[pb.ResultFrame]:
+    """The frames of results, small ones in one message."""
+    first: pb.ResultFrame | None = None
+    size = 0
+    for frame in chain.from_iterable(map(_frames, results)):
+        size += (length := frame.ByteSize())
+        if first is not None and size <= TOGETHER_BYTES:
+            first.more.append(frame)
+            continue
+        if first is not None:
+            yield first
+        first, size = frame, length
+    if first is not None:
+        yield first

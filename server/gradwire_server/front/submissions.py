@@ -22,6 +22,8 @@ from gradwire_server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+MOST_TOGETHER = 255
+
 
 @dataclass
 class _Incoming:
@@ -91,6 +93,7 @@ class Submissions:
     def __init__(self, scheduler: Scheduler, runs: Runs, limits: Limits, caller: Caller) -> None:
         self._scheduler, self._runs, self._limits, self._caller = scheduler, runs, limits, caller
         self._acks: asyncio.Queue[pb.SubmitAck | None] = asyncio.Queue()
+        self._batched = False
         self._outstanding = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,7 +112,7 @@ class Submissions:
             while True:
                 ack = await self._acks.get()
                 if ack is not None:
-                    yield ack
+                    yield self._together(ack)
                 elif reader.done():
                     reader.result()
                     return
@@ -122,22 +125,38 @@ class Submissions:
             stopper.cancel()
             await asyncio.gather(reader, stopper, return_exceptions=True)
 
+    def _together(self, ack: pb.SubmitAck) -> pb.SubmitAck:
+        """An acknowledgement with those that wait behind it, for a client that reads them so."""
+        if not self._batched or self._acks.empty():
+            return ack
+        together = pb.SubmitAck()
+        together.CopyFrom(ack)  # it may be another stream's as well
+        while not self._acks.empty() and len(together.more) < MOST_TOGETHER:
+            following = self._acks.get_nowait()
+            if following is None:
+                self._acks.put_nowait(None)
+                break
+            together.more.append(following)
+        return together
+
     async def _read(self, frames: AsyncIterable[pb.SubmitFrame]) -> None:
         incoming: _Incoming | None = None
         try:
-            async for frame in frames:
-                if frame.HasField("header"):
-                    if incoming is not None:
-                        raise _broken(
-                            f"a header came before the payload of operation {incoming.header.seq} was complete"
-                        )
-                    incoming = self._begin(frame.header)
-                elif incoming is None:
-                    raise _broken("a chunk came before a header")
-                incoming.add(frame.chunk)
-                if incoming.complete:
-                    self._hand_over(incoming)
-                    incoming = None
+            async for first in frames:
+                self._batched |= first.batched
+                for frame in (first, *first.more):
+                    if frame.HasField("header"):
+                        if incoming is not None:
+                            raise _broken(
+                                f"a header came before the payload of operation {incoming.header.seq} was complete"
+                            )
+                        incoming = self._begin(frame.header)
+                    elif incoming is None:
+                        raise _broken("a chunk came before a header")
+                    incoming.add(frame.chunk)
+                    if incoming.complete:
+                        self._hand_over(incoming)
+                        incoming = None
             if incoming is not None:
                 raise _broken(f"it ended before the payload of operation {incoming.header.seq} was complete")
         finally:

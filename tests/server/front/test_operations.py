@@ -297,3 +297,27 @@ async def test_the_pipeline_is_quick_enough_to_pipeline(door: Door) -> None:
         await client.send(*client.frames(seq, bytes(1000), forward_backward=pb.LossCall(loss_fn="a")))
     await client.results(200)
     assert loop.time() - began < 20
+
+
+async def test_small_frames_go_together_both_ways(door: Door) -> None:
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    [first], *rest = [
+        client.frames(seq, bytes([seq]) * seq, forward_backward=pb.LossCall(loss_fn=str(seq))) for seq in range(1, 41)
+    ]
+    first.batched = True
+    for [frame] in rest:
+        first.more.append(frame)
+    await client.send(first)
+    acknowledged: list[int] = []
+    while len(acknowledged) < 40:
+        ack = await client.ack()
+        acknowledged += [each.seq for each in (ack, *ack.more)]
+    assert sorted(acknowledged) == list(range(1, 41))
+    door.engine.gate.set()
+    await client.results(40)
+    call = client.stub.Results(pb.ResultsRequest(run_id=client.run_id, from_seq=1, batched=True))
+    frame = await call.read()
+    call.cancel()
+    together = [(each.header.seq, each.chunk) for each in (frame, *frame.more)]
+    assert together == [(seq, bytes([seq]) * seq) for seq in range(1, 41)]

@@ -209,7 +209,7 @@ async def test_results_resume_by_number_and_are_acknowledged() -> None:
 async def test_the_server_gone_and_back_is_not_noticed_and_gone_for_good_is() -> None:
     script = Script()
     async with scripted_server(script) as (address, _):
-        service = await gradwire.connect(address, reconnect_timeout=1.5)
+        service = await gradwire.connect(address, reconnect_timeout=4.0)
         run = await service.create_run("tiny")
         assert (await run.optim_step()).step == 1
         script.hold.clear()

@@ -50,7 +50,7 @@ async def test_the_second_pass_has_no_reference_forward(
 
     async def expect(hits: float, misses: float) -> None:
         """The engine tells its counts once a second."""
-        for _ in range(100):
+        for _ in range(600):
             if (found := await asyncio.to_thread(lookups, metrics)) == (hits, misses):
                 return
             await asyncio.sleep(0.1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, describe
 
@@ -106,7 +107,7 @@ async def test_a_server_that_stops_takes_back_what_the_engine_has_not_begun(star
             await client.fb(seq, str(seq), b"payload")
         assert door.engine.most_in_pipe == 10
         stopping = asyncio.create_task(door.server.stop())
-        await asyncio.sleep(0.1)
+        await until(lambda: door.server.scheduler.pipeline._draining)
         door.engine.gate.set()
         await stopping
         assert door.engine.runs[client.run_id].history == ["1"]

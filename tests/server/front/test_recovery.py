@@ -210,7 +210,8 @@ async def test_without_payloads_a_run_goes_back_to_its_checkpoint_and_says_so(st
         if how == "engine":
             door.engine.die()
             await client.fb(4, "void")
-            await asyncio.sleep(0.1)
+            record = door.server.runs.get(client.run_id, Caller("", "admin"))
+            await until(lambda: record.epoch > client.epoch)
             await went_back(door, client)
     if how == "server":
         async with start(**settings) as door:

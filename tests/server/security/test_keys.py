@@ -158,7 +158,7 @@ async def test_the_sdk_waits_for_its_quota_and_goes_on(keyed: Any) -> None:
         gradwire.connect(door.door.server.address, api_key=door.secrets["bob"]) as service,
     ):
         run = await service.create_run("tiny")
-        await asyncio.wait_for(gradwire.gather(*(run.zero_grad() for _ in range(12))), 10)
+        await asyncio.wait_for(gradwire.gather(*(run.zero_grad() for _ in range(12))), 60)
         assert (await run.info()).applied_seq == 12 and len(door.engine.seen) == 12
 
 

@@ -73,9 +73,10 @@ class Batch:
         slots: whether the model's keys and values can be kept in slots, which rows may join at any time.
         cache_tokens: tokens of key-value cache, room for the tokens to come included.
         rows: at a time.
+        uniforms: where random numbers come from.
     """
 
-    def __init__(self, policy: Policy, slots: bool, cache_tokens: int, rows: int) -> None:
+    def __init__(self, policy: Policy, slots: bool, cache_tokens: int, rows: int, uniforms: Uniforms) -> None:
         self.policy = policy
         self._slots = slots
         self._cache_tokens, self._most = cache_tokens, rows
@@ -85,7 +86,7 @@ class Batch:
         self._kinds: list[tuple[SamplingParams, BoolArray]] = []
         self._searching = False
         self._jobs: list[LocalJob] = []
-        self._uniforms = Uniforms()
+        self._uniforms = uniforms
         self._empty()
 
     def _empty(self) -> None:
@@ -245,7 +246,7 @@ class Batch:
         uniform = self._next_uniform(drawing)
         tokens, by_token = np.empty(len(drawing), np.int64), np.empty(len(drawing), np.bool_)
         head = self.policy.output_head()
-        for kind in np.unique(rows.kind[start:]):
+        for kind in np.unique(rows.kind[start:]) if len(self._kinds) > 1 else (0,):
             params, ends = self._kinds[kind]
             of_kind = np.flatnonzero(rows.kind[start:] == kind)
             part = states

@@ -10,6 +10,7 @@ from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.tokenizers import TextTokenizer
 from gradwire_server.sampling.base import Samples, SamplingParams
 from gradwire_server.sampling.batch import Batch
+from gradwire_server.sampling.draw import Uniforms
 from gradwire_server.sampling.jobs import LocalJob
 from gradwire_server.sampling.keyvalues import fits_slots
 
@@ -25,6 +26,7 @@ class LocalSampler:
     def __init__(self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25) -> None:
         self._cache_tokens = cache_tokens
         self._logits_elements = logits_elements
+        self._uniforms = Uniforms()
         self._batches: dict[tuple[object, ...], Batch] = {}
         self._slots: WeakKeyDictionary[HostedModel, bool] = WeakKeyDictionary()
 
@@ -42,7 +44,7 @@ class LocalSampler:
         key = (policy.hosted, policy.adapter, job if alone else None)
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
-            self._batches[key] = Batch(policy, self._fits_slots(policy), self._cache_tokens, rows)
+            self._batches[key] = Batch(policy, self._fits_slots(policy), self._cache_tokens, rows, self._uniforms)
         self._batches[key].add(job)
         return job
 

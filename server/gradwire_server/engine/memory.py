@@ -93,11 +93,13 @@ class Memory:
         what cannot be foreseen."""
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
-        if kind not in self._token_bytes:
-            self._token_bytes[kind] = token_bytes(run.policy)
         room = self._room(run) * self._shares.get(kind, 1.0) / 3
+        if tokens is None:
+            if kind not in self._token_bytes:
+                self._token_bytes[kind] = token_bytes(run.policy)
+            tokens = max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens))
         return Budget(
-            tokens or max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens)),
+            tokens,
             min(int(room), most.activation_bytes) if activations is None else activations,
             max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
             min(int(room / 4 / KEPT_BYTES), most.kept_logits),
@@ -203,6 +205,7 @@ def in_smaller_pieces(engine: Engine, run: EngineRun, columns: Mapping[str, Colu
                 microbatch_tokens=max(tokens // 2, 1),
                 activation_bytes=engine.budget.activation_bytes // 2,
                 logits_elements=max(engine.budget.logits_elements // 2, 1),
+                kept_logits=engine.budget.kept_logits // 2,
             )
     finally:
         engine.budget = whole

@@ -363,6 +363,7 @@ class Reading:
                 correct="correct" in wanted,
                 chunk_elements=self.budget.logits_elements,
                 kept_elements=self.budget.kept_logits,
+                accumulate=True,
             )
             scores = {
                 "logprobs": found.logprobs[:, 0],

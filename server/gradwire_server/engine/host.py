@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.attention import LAYOUT
+from gradwire_server.engine.embedding import add_rows_in_place
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.packing import Layout, Padded
 from gradwire_server.engine.packing_check import choose_packing
@@ -107,6 +108,7 @@ class HostedModel:
         self._checkpointing = False
         self.has_dropout = _has_dropout(model)
         model.eval()
+        add_rows_in_place(model.get_input_embeddings())
         check_split(self)
         self.packing = choose_packing(self)
         if compiled:

@@ -55,6 +55,7 @@ def score_tokens(
     correct: bool = False,
     chunk_elements: int = 1 << 22,
     kept_elements: int = 0,
+    accumulate: bool = False,
 ) -> TokenScores:
     """Scores of ``ids [T, K]`` given ``hidden [T, H]``.
 
@@ -63,10 +64,12 @@ def score_tokens(
         entropy, mean_logprobs, collision, correct: whether to compute them.
         chunk_elements: logits in memory at once.
         kept_elements: logits that may be kept for the backward pass, beside those.
+        accumulate: the backward pass adds the head's weight its gradient in place, in ``weight.grad``, and autograd
+            never sees it: for ``torch.autograd.backward`` only.
     """
     keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
     chunk = max(1, chunk_elements // len(head.weight))
-    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps)
+    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps, accumulate)
     return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
@@ -85,6 +88,7 @@ class _Request:
     correct: bool
     chunk: int
     keeps: bool
+    accumulate: bool
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -133,7 +137,9 @@ class _ScoreTokens(torch.autograd.Function):
         hidden, weight, bias, ids, entropy, kept = ctx.saved_tensors
         request: _Request = ctx.request
         product = HeadProduct(weight)
-        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad)
+        # Not the saved tensor: behind hooks for saved tensors, that is another one than the parameter.
+        holder = request.head.weight if request.accumulate else None
+        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad, holder)
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
             of_p = of_p + grad_mean
@@ -193,20 +199,31 @@ def head_logits(
 class HeadGradients:
     """The gradients of hidden states, output weight and bias, put together chunk by chunk, where they are needed.
 
-    A parameter that has a gradient already gets its own added there, in place: beside a vocabulary of 100,000 and more,
-    a second one would be the most that a step holds for a moment. So, of the weight, ``torch.autograd.backward`` only.
+    Args:
+        holder: the weight as a parameter, whose ``grad`` is to take the weight's gradient if it has the products'
+            precision: beside a vocabulary of 100,000 and more, a second such tensor would be the most that a step holds
+            for a moment.
     """
 
     def __init__(
-        self, product: HeadProduct, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
+        self,
+        product: HeadProduct,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: Sequence[bool],
+        holder: Tensor | None = None,
     ) -> None:
         self._product, self._hidden = product, hidden
         self._dtypes = (weight.dtype, None if bias is None else bias.dtype)
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        held = weight.grad if needed[1] and weight.is_leaf else None
-        self._held = held is not None and held.dtype == product.dtype
-        self._of_weight = held
-        if needed[1] and not self._held:
+        self._of_weight = None
+        self._held = holder is not None and needed[1] and holder.is_leaf and holder.dtype == product.dtype
+        if holder is not None and self._held:
+            if holder.grad is None:
+                holder.grad = torch.zeros_like(holder)
+            self._of_weight = holder.grad
+        elif needed[1]:
             self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device)
         self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
 

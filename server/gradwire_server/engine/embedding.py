@@ -1,0 +1,52 @@
+"""Token embeddings on the CPU whose gradient is added to the rows that were looked up, and to no others.
+
+PyTorch's own backward makes a tensor of the whole vocabulary and adds that to the gradient there is: for a large one,
+most of what a step with few tokens reads and writes, and as much memory as the weights once more. Where the weight has
+no gradient yet, this is PyTorch's backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def add_rows_in_place(embedding: nn.Module) -> None:
+    """Makes an embedding do so from now on, where it is a plain one; for ``torch.autograd.backward`` only."""
+    plain = type(embedding) is nn.Embedding and not hasattr(embedding, "_hf_hook")
+    if plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse:
+        embedding.forward = partial(_embed, embedding)
+
+
+def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    weight = embedding.weight
+    if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
+        embedded: Tensor = _Embed.apply(ids, weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
+        return embedded
+    return nn.functional.embedding(ids, weight, embedding.padding_idx)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight  # not a saved tensor: behind hooks for those, it would not be the parameter
+        ctx.padding_idx = padding_idx
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        padding = -1 if ctx.padding_idx is None else ctx.padding_idx
+        total = weight.grad if weight.is_leaf else None
+        if total is None or total.dtype != grad.dtype:
+            return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), padding, False), None
+        ids, grad = ids.flatten(), grad.flatten(0, -2)
+        if padding >= 0:
+            grad = grad * (ids != padding)[:, None]
+        total.index_add_(0, ids, grad)
+        return None, None, None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,9 +40,18 @@ class Marks:
         self._begun, self._withdrawn = slots[:SLOTS], slots[SLOTS:]
 
     def begin(self, request_id: int) -> bool:
-        """The engine, before it carries a request out; False when that was taken back and is not to be."""
-        with self._locked():
-            return request_id not in self._withdrawn and _replace(self._begun, 0, request_id)
+        """The engine, before it carries a request out; False when that was taken back and is not to be.
+
+        Where no slot is free it waits until the front has read an answer: a request that was left out for that would
+        be missed by those behind it.
+        """
+        while True:
+            with self._locked():
+                if request_id in self._withdrawn:
+                    return False
+                if _replace(self._begun, 0, request_id):
+                    return True
+            time.sleep(0.001)
 
     def withdraw(self, request_id: int) -> bool:
         """The front takes back a request whose answer it has not read; False when it was begun already."""

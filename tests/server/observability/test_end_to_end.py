@@ -97,7 +97,7 @@ def running(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "serve", "--address", "127.0.0.1:0", "--model", f"tiny={tiny_model_path}", "--state-dir", str(state_dir),
         "--threads", "1", "--device", "cpu", "--metrics-address", metrics, "--metrics-runs",
         "--traces", f"http://{collector.address}", "--log-level", "info", "--log-format", "json",
-        "--heartbeat-timeout", "3",
+        "--heartbeat-timeout", "6",
     )  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with words.open("w") as stderr:

@@ -171,11 +171,11 @@ class Intake:
             queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._memory.full:
                 self._memory.let_go(operation)
-            if not operation.ack.done():
-                operation.ack.set_result(_ack(operation))
             if operation.cancelled:
                 self._outcomes.finish(queue, operation, cancelled(operation.seq))
-            self._pipeline.wake(queue)
+            self._pipeline.wake(queue)  # first: the engine may begin while the acknowledgement is written
+            if not operation.ack.done():
+                operation.ack.set_result(_ack(operation))
 
         appended.add_done_callback(durable)
 

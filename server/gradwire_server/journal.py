@@ -20,7 +20,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash import crash_point
 from gradwire_server.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
-from gradwire_server.store import Store
+from gradwire_server.store import Store, row_digest
 
 READ_BYTES = 8 << 20
 """About how many bytes of results are read at a time."""
@@ -117,12 +117,15 @@ class Journal:
             if moved.rowcount != 1:
                 raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
             location = self.segments.append(payload) if payload and self.keep_payloads else None
+            columns = (
+                header.run_id, header.seq, content, header.SerializeToString(), accepted_at, pb.STATUS_UNSPECIFIED,
+                *_columns(location),
+            )  # fmt: skip
             connection.execute(
-                "INSERT INTO operations (run_id, seq, identity, header, accepted_at, segment, offset)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (header.run_id, header.seq, content, header.SerializeToString(), accepted_at, *_columns(location)),
+                "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*columns, row_digest(*columns)),
             )
-            _seal(connection, "operations", OPERATION, header.run_id, header.seq)
             for name in uses(header.operation):
                 path = name if "/" in name else f"{header.run_id}/{name}"
                 connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
@@ -188,31 +191,31 @@ class Journal:
 
         def work(connection: sqlite3.Connection) -> None:
             location = self.segments.append(payload) if any(map(len, payload)) else None
+            header = result.SerializeToString()
+            digest = row_digest(run_id, result.seq, header, *_columns(location))
             connection.execute(
-                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (run_id, result.seq, result.SerializeToString(), time.time(), *_columns(location)),
+                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (run_id, result.seq, header, time.time(), *_columns(location), digest),
             )
-            _seal(connection, "results", RESULT, run_id, result.seq)
+            place = "segment, offset" if repeatable else "NULL, NULL"
             connection.execute(
-                f"UPDATE operations SET status = ?{'' if repeatable else ', segment = NULL, offset = NULL'}"
-                " WHERE run_id = ? AND seq = ?",
-                (result.status, run_id, result.seq),
+                f"UPDATE operations SET status = ?, (segment, offset) = ({place}),"
+                f" digest = {OPERATION.replace('status, segment, offset', f'?, {place}')} WHERE run_id = ? AND seq = ?",
+                (result.status, result.status, run_id, result.seq),
             )
-            _seal(connection, "operations", OPERATION, run_id, result.seq)
+            change, values = "", tuple[int | str, ...]()
+            if result.status != pb.STATUS_CANCELLED and not _is_late(connection, run_id, result.seq):
+                change, values = (
+                    "step = ?, failure_seq = ?, failure = ?, ",
+                    (marks.step, marks.failure_seq, marks.failure),
+                )
             connection.execute(
-                "UPDATE runs SET applied_seq = coalesce("
+                f"UPDATE runs SET {change}applied_seq = coalesce("
                 "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
                 " WHERE run_id = ?",
-                (run_id,),
+                (*values, run_id),
             )
-            if result.status != pb.STATUS_CANCELLED:  # it changes none, and is stored out of order
-                connection.execute(
-                    "UPDATE runs SET step = ?, failure_seq = ?, failure = ? WHERE run_id = ? AND NOT EXISTS ("
-                    "SELECT 1 FROM results JOIN operations USING (run_id, seq)"
-                    " WHERE run_id = ? AND seq > ? AND status != ?)",
-                    (marks.step, marks.failure_seq, marks.failure, run_id, run_id, result.seq, pb.STATUS_CANCELLED),
-                )
             if checkpoint is not None:
                 connection.execute(
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
@@ -333,8 +336,13 @@ class Journal:
         self.segments.close()
 
 
-def _seal(connection: sqlite3.Connection, table: str, digest: str, run_id: str, seq: int) -> None:
-    connection.execute(f"UPDATE {table} SET digest = {digest} WHERE run_id = ? AND seq = ?", (run_id, seq))
+def _is_late(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
+    """Whether a result behind this one is stored that told the run's marks; one of a cancellation tells none, and is
+    stored out of order."""
+    query = (
+        "SELECT 1 FROM results JOIN operations USING (run_id, seq) WHERE run_id = ? AND seq > ? AND status != ? LIMIT 1"
+    )
+    return connection.execute(query, (run_id, seq, pb.STATUS_CANCELLED)).fetchone() is not None
 
 
 def _columns(location: Location | None) -> tuple[int | None, int | None]:

@@ -173,7 +173,7 @@ class Store:
         connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA synchronous = FULL")
         connection.text_factory = lambda raw: raw.decode(errors="replace")  # a flipped bit is for the digest to find
-        connection.create_function("digest", -1, _digest, deterministic=True)
+        connection.create_function("digest", -1, row_digest, deterministic=True)
         return connection
 
     def _write(self) -> None:
@@ -215,7 +215,7 @@ class Store:
         return outcomes
 
 
-def _digest(*columns: str | bytes | int | float | None) -> bytes:
+def row_digest(*columns: str | bytes | int | float | None) -> bytes:
     """What a row is held to when it is read: SQLite does not notice a bit that its disk changed."""
     return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()
 

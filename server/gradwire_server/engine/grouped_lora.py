@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
+from gradwire_losses.batch import sent
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -91,8 +92,7 @@ class AdapterLayers:
             self._disable()
         self._active.spans, self._active.ends = tuple(spans), None
         if device is not None and device.type == "cuda" and len(spans) > 1:
-            ends = torch.tensor([span.stop for span in spans], dtype=torch.int32)
-            self._active.ends = ends.to(device, non_blocking=True)
+            self._active.ends = sent(torch.tensor([span.stop for span in spans], dtype=torch.int32), device)
 
     def _disable(self) -> None:
         self._active.peft, self._peft_adapter = False, None

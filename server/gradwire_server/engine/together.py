@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 import torch
-from gradwire_losses.batch import Batch
+from gradwire_losses.batch import Batch, sent
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientCollector, Key
@@ -68,7 +68,7 @@ def hidden_together(
     hosted.activate_spans(spans, checkpointing=first.gradient_checkpointing)
     states = hosted.states(arranged)
     wanted = arranged.places[torch.cat([own + begin for own, begin in zip(positions, begins, strict=True)])]
-    found = states.index_select(0, wanted.to(states.device, non_blocking=True))
+    found = states.index_select(0, sent(wanted, states.device))
     return list(found.split([len(own) for own in positions]))
 
 

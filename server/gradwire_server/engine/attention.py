@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gradwire_server.engine.packing import Bucket, Layout
+from gradwire_server.engine.packing import Bucket, Layout, lay_out
+
+logger = logging.getLogger(__name__)
 
 NAME = "gradwire"
 """Of the attention implementation."""
@@ -234,12 +237,39 @@ def _varlen(device: torch.device, dtype: torch.dtype) -> _Varlen | None:
         return None
     for name, kernel in (("torch.nn.attention.varlen", _torch_varlen), ("flash_attn", _flash_varlen)):
         try:
-            module = importlib.import_module(name)
+            importlib.import_module(name)
         except ImportError:
             continue
-        if name == "flash_attn" or {"scale", "window_size"} <= set(inspect.signature(module.varlen_attn).parameters):
-            return kernel
+        try:
+            if _is_right(kernel, device, dtype):
+                return kernel
+            reason = "its results differ from those of plain attention"
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # what kernels and their bindings raise
+            reason = str(error)
+        logger.warning("%s is not used on %s: %s", name, device, reason)
     return None
+
+
+@torch.no_grad()
+def _is_right(kernel: _Varlen, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel sees prefixes, windows and shared key heads as :func:`_one_by_one` does."""
+    lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
+    layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
+    generator = torch.Generator().manual_seed(0)
+    size = (1, 4, len(layout.input_ids), 64)
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
+    k, v = k[:, :2], v[:, :2]
+    for window in (None, 8):
+        found = kernel(q[0], k[0], v[0], layout, 0.2, window)
+        expected = _one_by_one(q, k, v, layout, 0.2, window, 0.0)[0]
+        if not (found - expected).abs().max().item() < 0.05:
+            return False
+    return True
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, window: int | None) -> Tensor:
@@ -269,12 +299,10 @@ def _varlen_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
     """``[H, M, D]`` as the kernels take it: tokens first, keys behind their prefix; causal to the end of the keys."""
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))
-    places = layout.key_places
+    queries, keys, places = layout.on(q.device)
     if places is not None:
-        places = places.to(k.device, non_blocking=True)
         k, v = k.index_select(0, places), v.index_select(0, places)
-    queries, keys = (each.to(q.device, non_blocking=True) for each in layout.cumulative)
-    return q, k, v, (queries, keys, max(segment.length for segment in layout.segments), layout.reach)
+    return q, k, v, (queries, keys, layout.longest, layout.reach)
 
 
 def _one_by_one(

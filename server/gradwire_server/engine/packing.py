@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -95,8 +95,14 @@ class Layout:
     places: Tensor
     own_lengths: Tensor
     segments: tuple[Segment, ...]
+    _copies: dict[torch.device, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
 
-    @property
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest segment."""
+        return max(segment.length for segment in self.segments)
+
+    @cached_property
     def reach(self) -> int:
         """Tokens of the longest sequence."""
         return max(segment.reach for segment in self.segments)
@@ -123,21 +129,27 @@ class Layout:
         return [_bucket(members) for members in buckets]
 
     @cached_property
-    def cumulative(self) -> tuple[Tensor, Tensor]:
+    def offsets(self) -> tuple[Tensor, Tensor]:
         """``[segments + 1]`` int32 twice: where each segment's queries, and its keys one behind the other, begin."""
         own = torch.tensor([0, *(segment.length for segment in self.segments)])
         keys = torch.tensor([0, *(segment.reach for segment in self.segments)])
         return own.cumsum(0).int(), keys.cumsum(0).int()
 
     @cached_property
-    def key_places(self) -> Tensor | None:
-        """The keys of each segment one behind the other: places on the axis. None where that is the axis itself."""
-        if not self.prefix_blocks:
-            return None
+    def key_places(self) -> Tensor:
+        """The keys of each segment one behind the other: places on the axis."""
         parts = []
         for start, length, prefix_start, prefix_length in self.segments:
             parts += [torch.arange(prefix_start, prefix_start + prefix_length), torch.arange(start, start + length)]
         return torch.cat(parts)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:attr:`offsets`, and :attr:`key_places` where they are not the axis itself, copied there once."""
+        if device not in self._copies:
+            places = self.key_places if self.prefix_blocks else None
+            queries, keys = (each.to(device, non_blocking=True) for each in self.offsets)
+            self._copies[device] = queries, keys, None if places is None else places.to(device, non_blocking=True)
+        return self._copies[device]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,73 @@
+"""Packed sequences and shared prefixes on a CUDA device: the varlen kernel against padded rows and plain attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gradwire_server.engine import attention
+from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.packing import Packing, arrange
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LENGTHS, GROUPS = [70, 90, 40, 41, 33, 33, 33, 120, 120, 64, 80], [2, 1, 4, 2, 2]
+
+
+@pytest.fixture(params=[LlamaConfig, MistralConfig])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = request.param(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    if isinstance(config, MistralConfig):
+        config.sliding_window = 32
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def states_and_gradient(hosted: HostedModel, packing: Packing) -> tuple[Tensor, Tensor]:
+    generator, lengths = torch.Generator().manual_seed(0), torch.tensor(LENGTHS)
+    parts, number = [], 0
+    for size in GROUPS:
+        beginning = torch.randint(64, (30,), generator=generator)
+        for _ in range(size):
+            parts += [beginning, torch.randint(64, (LENGTHS[number] - 30,), generator=generator)]
+            number += 1
+    arranged = arrange(packing, torch.cat(parts), lengths, torch.tensor(GROUPS))
+    states = hosted.states(arranged).float()[arranged.places.to(hosted.device)]
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states.device)
+    (gradient,) = torch.autograd.grad((states * weights).sum(), hosted.model.get_input_embeddings().weight)
+    return states.detach().cpu(), gradient.float().cpu()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_and_shared_are_as_near_to_float64_as_padded(path: Path, dtype: torch.dtype) -> None:
+    exact = states_and_gradient(ModelHost({"m": str(path)}, "cpu", torch.float64).load("m"), Packing.PADDED)
+    hosted = ModelHost({"m": str(path)}, "cuda", dtype).load("m")
+    assert hosted.packing is Packing.SHARED
+    padded = states_and_gradient(hosted, Packing.PADDED)
+    for packing in (Packing.PACKED, Packing.SHARED):
+        for mine, theirs, expected in zip(states_and_gradient(hosted, packing), padded, exact, strict=True):
+            assert relative_error(mine, expected) < 1.5 * relative_error(theirs, expected) + 1e-6
+
+
+def test_half_precision_uses_a_varlen_kernel() -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs compute capability 8.0")
+    assert attention._varlen(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16) is not None

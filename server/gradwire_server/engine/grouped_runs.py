@@ -68,12 +68,10 @@ class GroupedRuns:
             return steps[:1]
         chosen, tokens = [ready[0]], _least_tokens(ready[0])
         for request in ready[1:]:
-            other = self._trained(request)
-            tokens += _least_tokens(request)
-            if tokens > self._most_tokens:
-                break
-            if other is not None and can_go_together(first, other):
+            other, more = self._trained(request), _least_tokens(request)
+            if other is not None and tokens + more <= self._most_tokens and can_go_together(first, other):
                 chosen.append(request)
+                tokens += more
         return chosen
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:

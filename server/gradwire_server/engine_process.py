@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(8 << 20)}
+"""Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
+machine with other work; and memory of a chunk of logits goes back at once, instead of staying among what is kept."""
 
 
 Answer = tuple[engine_pb2.EngineReply, Buffer]
@@ -238,8 +241,7 @@ class EngineProcess:
         marks = Marks()
         with theirs:
             words = command(self._config, theirs.fileno(), marks.fd)
-            # OpenMP threads that spin while they wait slow the engine several times over on a machine with other work.
-            env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            env = ENVIRONMENT | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = await asyncio.create_subprocess_exec(
                 *words,
                 pass_fds=[theirs.fileno(), marks.fd],

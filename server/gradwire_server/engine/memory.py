@@ -6,7 +6,7 @@ are to take depends on the device:
 * A GPU's free memory, less what the run's gradients and moments will still need, asked for anew every second.
 * On a CPU half of the machine's memory, or of the control group's limit where that is lower: never what happens to be
   free. The plan of micro-batches, and with it the last bit of a result, then depends on the machine, the model
-  and the batch alone, so a replay of the journal gives the bits that were given before. Beyond 1,024 tokens a larger
+  and the batch alone, so a replay of the journal gives the bits that were given before. Beyond 2,048 tokens a larger
   micro-batch is hardly faster there, so that only a model that is large for its machine gets less.
 
 Memory may run out all the same. A forward that does not fit is divided and goes on, with half the budget from there

@@ -27,7 +27,7 @@ class Budget:
         kept_logits: that a micro-batch may keep for its backward; it computes more than that twice.
     """
 
-    microbatch_tokens: int = 1024
+    microbatch_tokens: int = 2048
     activation_bytes: int = 2 << 30
     logits_elements: int = 1 << 22
     kept_logits: int = 1 << 25

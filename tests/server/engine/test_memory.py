@@ -128,7 +128,7 @@ def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
 def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalEngine) -> None:
     engine.create("run-a")
     run, cpu = engine.engine.runs["run-a"], torch.device("cpu")
-    assert Memory(cpu).budget(run) == MOST["cpu"]  # 1,024 tokens of so small a model fit everywhere
+    assert Memory(cpu).budget(run) == MOST["cpu"]  # 2,048 tokens of so small a model fit everywhere
     needed = token_bytes(run.policy)
     assert Memory(cpu, machine_bytes=int(6 * 100.5 * needed)).budget(run).microbatch_tokens == 100
     assert Memory(cpu, machine_bytes=1).budget(run).microbatch_tokens == 1

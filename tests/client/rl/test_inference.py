@@ -10,9 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradwire
 import numpy as np
 import pytest
-from gradwire.errors import UnsupportedError
 from gradwire.rl.inference import (
     InferenceModule,
     LocalInference,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 
 class StandInRun:
-    """Gives the last prompt token plus one, and scores by the token's own number."""
+    """Gives the last prompt token plus one."""
 
     async def sample(self, prompts: Any, **options: Any) -> Any:
         self.options = options
@@ -40,9 +40,6 @@ class StandInRun:
             for prompt in prompts
         ]
         return SimpleNamespace(samples=samples)
-
-    async def compute_logprobs(self, rows: Any, temperature: float) -> Any:
-        return [-np.asarray(row[1:], np.float32) for row in rows]
 
 
 class StandInService:
@@ -60,16 +57,12 @@ class StandInService:
 async def test_the_runs_own_sampler() -> None:
     run = StandInRun()
     service = StandInService()
-    inference = RunInference(run, ServiceCodec(service, "tiny"), vocab_size=6)
+    inference = RunInference(run, ServiceCodec(service, "tiny"))
     assert isinstance(inference, InferenceModule)
     inference.stepped()
     (prompt,) = await inference.codec.encode(["A"])
     (generation,) = await inference.generate([prompt], SamplingParams(max_tokens=3, seed=5))
     assert (generation.text, generation.version, run.options["seed"]) == ("B", 1, 5)
-    (top,) = await inference.get_logits([prompt], top_k=2)
-    assert top.token_ids.tolist() == [0, 1]
-    with pytest.raises(UnsupportedError, match="give candidates"):
-        await RunInference(run, inference.codec, vocab_size=50_000).get_logits([prompt])
     await inference.codec.encode(["A", "B", "B"])
     assert service.asked == ["A", "B"]
 
@@ -149,6 +142,19 @@ async def test_a_local_model_scores_what_it_sampled(local: LocalInference) -> No
     greedy = await inference.generate(prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     top = await inference.get_logits(prompts, top_k=3)
     assert [t.token_ids[0] for t in top] == [g.token_ids[0] for g in greedy]
+
+
+async def test_the_likeliest_tokens_of_a_run(local: LocalInference, tiny_model_path: Path) -> None:
+    """Found through the server's sampler: those of the model itself, and no more than there are."""
+    prompts = await local.codec.encode(["ab", "abcdef"])
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        inference = await RunInference.of(service, await service.create_run("tiny"))
+        for top_k in (1, 7, 10_000):
+            ours = await inference.get_logits(prompts, top_k=top_k)
+            theirs = await local.get_logits(prompts, top_k=top_k)
+            for a, b in zip(ours, theirs):
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_allclose(a.logits, b.logits, atol=1e-4)
 
 
 async def test_generation_with_tools(rule_inference: Callable[..., Any]) -> None:

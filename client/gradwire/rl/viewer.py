@@ -19,10 +19,13 @@ Record = Mapping[str, Any]
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}
-h1{font-size:1.4rem}details{border:1px solid #ddd;border-radius:6px;margin:.6rem 0;padding:.3rem .8rem}
-summary{cursor:pointer;padding:.3rem 0}summary b{font-variant-numeric:tabular-nums}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin:1.6rem 0 .4rem}
+details{border:1px solid #ddd;border-radius:6px;margin:.4rem 0;padding:.2rem .8rem}
+summary{cursor:pointer;padding:.2rem 0;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+summary b{font-variant-numeric:tabular-nums}
 .step{border-left:3px solid #ccc;margin:.8rem 0;padding:.1rem .9rem}
-pre{white-space:pre-wrap;word-break:break-word;background:#f6f6f6;padding:.5rem;border-radius:4px;margin:.3rem 0}
+.turn{display:grid;grid-template-columns:6.5rem 1fr;align-items:baseline}.turn>span{font-size:.8rem;color:#777}
+pre{white-space:pre-wrap;word-break:break-word;background:#f6f6f6;padding:.3rem .5rem;border-radius:4px;margin:.15rem 0}
 pre.action{background:#fff;border:1px solid #e4e4e4}.token{border-radius:2px}
 .numbers{font-size:.85rem;color:#555}.good{color:#06723a}.bad{color:#b00020}.error{color:#b00020;font-weight:600}
 .legend span{padding:0 .5rem}
@@ -56,15 +59,27 @@ def view(
         limit: trajectories in the terminal, the newest; the page has all.
         iteration: only those of this one.
         out: where to, instead of the terminal.
+
+    Raises:
+        ValueError: when the file holds something else.
     """
-    records = [each for each in read_jsonl(path) if iteration is None or each["iteration"] == iteration]
+    records = [each for each in _records(path) if iteration is None or each["iteration"] == iteration]
     stream = out or sys.stdout
+    if html_path is not None:
+        Path(html_path).write_text(page(records, str(path)), encoding="utf-8")
     for record in records[-limit:] if limit else records:
         _show(record, stream)
     print(f"{len(records)} trajectories, {min(limit or len(records), len(records))} shown", file=stream)
     if html_path is not None:
-        Path(html_path).write_text(page(records, str(path)), encoding="utf-8")
         print(f"page: {html_path}", file=stream)
+
+
+def _records(path: Path | str) -> list[dict[str, Any]]:
+    records = read_jsonl(path)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, dict) or "steps" not in record:
+            raise ValueError(f"{path}, line {number} is no trajectory: give a file that a TrajectoryRecorder wrote")
+    return records
 
 
 def _show(record: Record, stream: TextIO) -> None:
@@ -75,13 +90,13 @@ def _show(record: Record, stream: TextIO) -> None:
         _show_plain(record, stream)
         return
     console = Console(file=stream, highlight=False)
-    console.rule(f"iteration {record['iteration']}  group {record['group']}.{record['member']}  {_verdict(record)}")
+    console.rule(Text(f"iteration {record['iteration']}  {_which(record)}  {_verdict(record)}"))
     if record.get("error"):
         console.print(Text(record["error"], style="bold red"))
     for step in record["steps"]:
         console.print(Text(f"step {step['index']}  {_numbers(step)}", style="bold"))
-        console.print(Text(step["observation"], style="cyan"))
-        action = Text()
+        console.print(Text(f"< {step['observation']}", style="cyan"))
+        action = Text("> ")
         for text, logprob in step.get("tokens") or [[step["action"], 0.0]]:
             action.append(text, style=terminal_colour(logprob))
         console.print(action)
@@ -90,16 +105,18 @@ def _show(record: Record, stream: TextIO) -> None:
 
 
 def _show_plain(record: Record, stream: TextIO) -> None:
-    print(
-        f"--- iteration {record['iteration']}  group {record['group']}.{record['member']}  {_verdict(record)}",
-        file=stream,
-    )
+    print(f"--- iteration {record['iteration']}  {_which(record)}  {_verdict(record)}", file=stream)
     if record.get("error"):
         print(f"error: {record['error']}", file=stream)
     for step in record["steps"]:
         print(f"step {step['index']}  {_numbers(step)}\n  < {step['observation']}\n  > {step['action']}", file=stream)
         for result in step.get("tool_results", ()):
             print(f"  {_tool(result)}", file=stream)
+
+
+def _which(record: Record) -> str:
+    task = " ".join(str(record.get("task", "")).split())
+    return f"group {record['group']}.{record['member']}  {task if len(task) <= 60 else task[:59] + '…'}"
 
 
 def _verdict(record: Record) -> str:
@@ -121,7 +138,13 @@ def _tool(result: Record) -> str:
 def page(records: Sequence[Record], title: str) -> str:
     """The trajectories as one self-contained page."""
     legend = "".join(f'<span style="background:{colour(each)}">{each:g}</span>' for each in LEGEND)
-    body = "".join(map(_trajectory, records))
+    iterations: dict[int, list[Record]] = {}
+    for record in records:
+        iterations.setdefault(record["iteration"], []).append(record)
+    body = "".join(
+        f"<h2>iteration {iteration}</h2>{''.join(map(_trajectory, members))}"
+        for iteration, members in iterations.items()
+    )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{len(records)} trajectories of {html.escape(title)}</h1>"
@@ -132,10 +155,12 @@ def page(records: Sequence[Record], title: str) -> str:
 def _trajectory(record: Record) -> str:
     tone = "good" if record["reward"] > 0 else "bad"
     error = f"<p class=error>{html.escape(record['error'])}</p>" if record.get("error") else ""
+    facts = [f"ground truth {record['ground_truth']}"] if record.get("ground_truth") is not None else []
+    facts += [f"{name} {value:.3g}" for name, value in record.get("metrics", {}).items()]
     return (
-        f"<details><summary>iteration {record['iteration']}, group {record['group']}.{record['member']}: "
-        f"<b class={tone}>{html.escape(_verdict(record))}</b>, {len(record['steps'])} steps</summary>"
-        f"{error}<p class=numbers>ground truth: {html.escape(str(record.get('ground_truth')))}</p>"
+        f"<details><summary>{html.escape(_which(record))}: <b class={tone}>{html.escape(_verdict(record))}</b>, "
+        f"{len(record['steps'])} steps</summary>"
+        f"{error}<p class=numbers>{html.escape(', '.join(facts))}</p>"
         f"{''.join(map(_html_step, record['steps']))}</details>"
     )
 
@@ -146,11 +171,17 @@ def _html_step(step: Record) -> str:
         for text, logprob in step.get("tokens") or [[step["action"], 0.0]]
     )
     tone = "good" if step["advantage"] > 0 else "bad" if step["advantage"] < 0 else ""
-    tools = "".join(f"<pre>{html.escape(_tool(each))}</pre>" for each in step.get("tool_results", ()))
+    tools = "".join(_turn("tool", f"<pre>{html.escape(_tool(each))}</pre>") for each in step.get("tool_results", ()))
+    observation = _turn("observation", f"<pre>{html.escape(step['observation'])}</pre>")
+    action = _turn("action", f"<pre class=action>{tokens}</pre>")
     return (
         f"<div class=step><span class='numbers {tone}'>step {step['index']}: {html.escape(_numbers(step))}</span>"
-        f"<pre>{html.escape(step['observation'])}</pre><pre class=action>{tokens}</pre>{tools}</div>"
+        f"{observation}{action}{tools}</div>"
     )
+
+
+def _turn(who: str, content: str) -> str:
+    return f"<div class=turn><span>{who}</span>{content}</div>"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,7 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.file.is_file():
         parser.error(f"there is no file {given.file}")
-    view(given.file, html_path=given.html, limit=given.limit, iteration=given.iteration)
+    try:
+        view(given.file, html_path=given.html, limit=given.limit, iteration=given.iteration)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

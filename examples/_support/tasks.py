@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -125,7 +125,8 @@ def from_files(sft_data: Path, preference_data: Path, prompt_data: Path, seed: i
     """A task from JSONL: ``question`` and ``answer`` (demonstrations, prompts); ``prompt``, ``chosen``, ``rejected``.
 
     One question in twenty of the demonstrations, one in eight of the preferences and one in four of the prompts are
-    held out, by question: pairs on one question never stand on both sides.
+    held out, by question: pairs on one question never stand on both sides, and what is held out of the prompts is
+    learned from in no other file.
     """
     demonstrations = [_problem(row) for row in _rows(sft_data, ("question", "answer"))]
     problems = [_problem(row) for row in _rows(prompt_data, ("question", "answer"))]
@@ -133,9 +134,10 @@ def from_files(sft_data: Path, preference_data: Path, prompt_data: Path, seed: i
         Preference(row["prompt"] + "\n", row["chosen"], row["rejected"])
         for row in _rows(preference_data, ("prompt", "chosen", "rejected"))
     ]
-    demonstrations, held_out_demonstrations = _split(demonstrations, 20, seed)
     prompts, held_out = _split(problems, 4, seed)
-    pairs, held_out_pairs = _split(pairs, 8, seed)
+    reserved = {problem.prompt for problem in held_out}
+    demonstrations, held_out_demonstrations = _split(demonstrations, 20, seed, reserved)
+    pairs, held_out_pairs = _split(pairs, 8, seed, reserved)
     return Task(demonstrations, held_out_demonstrations, prompts, held_out, pairs, held_out_pairs)
 
 
@@ -154,8 +156,9 @@ def _rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, str]]:
     return rows
 
 
-def _split(rows: list[T], one_in: int, seed: int) -> tuple[list[T], list[T]]:
-    questions = sorted({row.prompt for row in rows})
+def _split(rows: list[T], one_in: int, seed: int, reserved: Set[str] = frozenset()) -> tuple[list[T], list[T]]:
+    """The rows to learn from, and those held out: one question in ``one_in``, and the ``reserved`` questions."""
+    questions = sorted({row.prompt for row in rows} - reserved)
     random.Random(seed).shuffle(questions)
-    reserved = set(questions[: max(1, len(questions) // one_in)])
-    return [row for row in rows if row.prompt not in reserved], [row for row in rows if row.prompt in reserved]
+    held_out = reserved | set(questions[: max(1, len(questions) // one_in)])
+    return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]

@@ -112,8 +112,9 @@ class Runs:
 
     async def load(self) -> list[RunRecord]:
         """Reads the rows; forgets runs whose creation was never finished, leaves those alone that the disk changed."""
-        unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN}"
-        await self._store.write(lambda connection: connection.execute(unfinished).close())
+        unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN} RETURNING run_id"
+        for (run_id,) in await self._store.write(lambda connection: connection.execute(unfinished).fetchall()):
+            await asyncio.to_thread(shutil.rmtree, self._folder / run_id, ignore_errors=True)
         rows = await self._store.read(
             lambda connection: connection.execute(
                 f"SELECT digest = {RUN}, {', '.join(_COLUMNS)} FROM runs ORDER BY created_at"
@@ -302,21 +303,21 @@ class Runs:
             )
         return self._folder / run_id / kind / name
 
-    async def adopt(self, checkpoint: pb.Checkpoint, source: RunRecord, run_id: str) -> str:
-        """Gives a fork its origin as a checkpoint of its own (hard links where possible), so that deleting the
-        one it came from costs it nothing."""
-        target = self.folder(run_id, "checkpoints", ORIGIN)
-        folder = self.folder(source.run_id, "checkpoints", checkpoint.name)
+    async def adopt(self, record: RunRecord, folder: Path) -> None:
+        """Gives a fork the checkpoint that it starts from as one of its own (hard links where possible), so that
+        deleting the one it came from costs it nothing."""
+        target = self.folder(record.run_id, "checkpoints", ORIGIN)
 
         def copy() -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(folder, target, copy_function=_link_or_copy)
+            try:
+                shutil.copytree(folder, target, copy_function=_link_or_copy)
+            except OSError as error:
+                if folder.exists():
+                    raise
+                raise unknown_checkpoint(record.forked_from) from error  # deleted meanwhile
 
-        try:
-            await asyncio.to_thread(copy)
-        except FileNotFoundError as error:
-            raise unknown_checkpoint(checkpoint.path) from error
-        return f"{run_id}/{ORIGIN}"
+        await asyncio.to_thread(copy)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gradwire_server.carrier import Carrier
 from gradwire_server.config import ServerConfig
@@ -100,8 +101,9 @@ class Scheduler:
             queue.close(shutting_down())
         return left
 
-    async def create(self, record: RunRecord) -> None:
-        """Makes a run in the engine; durable before it returns.
+    async def create(self, record: RunRecord, origin: Path | None = None) -> None:
+        """Makes a run in the engine, for a fork from the folder of the checkpoint that it starts from; durable before
+        it returns.
 
         Raises:
             RpcError: what the engine has against it. Nothing is left of the run.
@@ -110,6 +112,8 @@ class Scheduler:
         try:
             check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
             await self._runs.insert(record)
+            if origin is not None:
+                await self._runs.adopt(record, origin)
             await self.pipeline.enter(record.owner)
             try:
                 created = await self._carrier.create(queue)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gradwire_proto.v1 import engine_pb2
@@ -12,7 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.keys import Caller
-from gradwire_server.runs import RunRecord, Runs, new_record
+from gradwire_server.runs import ORIGIN, RunRecord, Runs, new_record
 from gradwire_server.scheduler import Scheduler
 
 HEADS = ("", "value", "reward", "classification")
@@ -29,7 +30,7 @@ class Creator:
         self._scheduler, self._runs, self._limits = scheduler, runs, limits
         self._names = dict(models)
         self._by_path = {path: name for name, path in models.items()}
-        self._creating: dict[str, asyncio.Task[None]] = {}
+        self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, request: pb.CreateRunRequest, owner: str) -> RunRecord:
         config = pb.RunConfig()
@@ -47,17 +48,15 @@ class Creator:
         config.seed, config.name = request.seed, request.name
         self._check(config, request.idempotency_key)
         record = new_record(caller.name, config, request.idempotency_key, _content(request))
-        known = self._known(record)
-        if known is None:
-            record.origin = engine_pb2.EngineCreateRun(
-                run_id=record.run_id,
-                config=config,
-                checkpoint=await self._runs.adopt(checkpoint, source, record.run_id),
-                weights_only=not request.with_optimizer,
-                fresh_head=(config.head, config.num_labels) != (source.config.head, source.config.num_labels),
-            )
-            record.forked_from = checkpoint.path
-        return await self._once(record)
+        record.origin = engine_pb2.EngineCreateRun(
+            run_id=record.run_id,
+            config=config,
+            checkpoint=f"{record.run_id}/{ORIGIN}",
+            weights_only=not request.with_optimizer,
+            fresh_head=(config.head, config.num_labels) != (source.config.head, source.config.num_labels),
+        )
+        record.forked_from = checkpoint.path
+        return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))
 
     def model(self, name: str, field: str) -> str:
         """The allowed model of this name or path.
@@ -75,14 +74,15 @@ class Creator:
             )
         return name
 
-    async def _once(self, record: RunRecord) -> RunRecord:
+    async def _once(self, record: RunRecord, origin: Path | None = None) -> RunRecord:
         known = self._known(record)
         if known is None:
             known = record
-            task = self._creating[record.run_id] = asyncio.create_task(self._scheduler.create(record))
+            task = asyncio.create_task(self._scheduler.create(record, origin))
+            self._creating[record.run_id] = record, task
             task.add_done_callback(lambda done: self._created(record.run_id, done))
         if known.run_id in self._creating:
-            await asyncio.shield(self._creating[known.run_id])
+            await asyncio.shield(self._creating[known.run_id][1])
         return known
 
     def _created(self, run_id: str, task: asyncio.Task[Any]) -> None:
@@ -92,6 +92,10 @@ class Creator:
 
     def _known(self, record: RunRecord) -> RunRecord | None:
         known = self._runs.by_key(record.owner, record.idempotency_key)
+        if known is None and record.idempotency_key:  # its task may not have begun
+            sought = record.owner, record.idempotency_key
+            making = (other for other, _ in self._creating.values())
+            known = next((other for other in making if (other.owner, other.idempotency_key) == sought), None)
         if known is not None and known.request != record.request:
             raise RpcError(
                 pb.ERROR_CODE_ALREADY_EXISTS,

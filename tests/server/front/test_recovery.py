@@ -159,7 +159,7 @@ async def test_a_checkpoint_saved_over_another_holds_what_its_folder_says(start:
         assert door.engine.runs[client.run_id].history == ["a", "b", "c"]
 
 
-async def test_a_fork_outlives_the_run_it_came_from(start: Start) -> None:
+async def test_a_fork_outlives_the_run_it_came_from(start: Start, tmp_path: Path) -> None:
     async with start() as door:
         client = await (await door.client()).begin(seed=3)
         await client.fb(1, "a")
@@ -167,8 +167,9 @@ async def test_a_fork_outlives_the_run_it_came_from(start: Start) -> None:
         await save(client, 3, "base")
         await client.results(3)
         request = pb.ForkRunRequest(checkpoint=f"{client.run_id}/base", name="child", idempotency_key="k")
-        fork = await client.stub.ForkRun(request)
-        assert (await client.stub.ForkRun(request)).run_id == fork.run_id
+        fork, again = await asyncio.gather(client.stub.ForkRun(request), client.stub.ForkRun(request))
+        folders = {path.name for path in (tmp_path / "runs").iterdir()}
+        assert again.run_id == fork.run_id and folders == {client.run_id, fork.run_id}
         assert (fork.forked_from, fork.config.base_model, fork.step) == (f"{client.run_id}/base", "tiny", 0)
         await client.stub.DeleteRun(pb.DeleteRunRequest(run_id=client.run_id))
     async with start() as door:

@@ -12,10 +12,11 @@ import grpc
 import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.config import ServerConfig, parse_model
+from gradwire_server.config import Limits, ServerConfig, parse_model
 from gradwire_server.engine_process import EngineProcess
 from gradwire_server.errors import GRPC_STATUS, RpcError
 from gradwire_server.front import service as service_module
+from gradwire_server.front.creation import Creator
 from gradwire_server.serve import SERVICE, Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -185,6 +186,13 @@ async def test_one_key_makes_one_run(door: Door) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.CreateRun(request)
     assert error_of(caught).code == pb.ERROR_CODE_ALREADY_EXISTS
+
+
+async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
+    creator = Creator(door.server.scheduler, door.server.runs, Limits(), {"tiny": "/models/tiny"})
+    request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"), idempotency_key="k")
+    one, other = await asyncio.gather(creator.create(request, ""), creator.create(request, ""))
+    assert one is other and one.ready and door.server.runs.count == 1
 
 
 async def test_runs_are_listed_in_pages_and_their_number_is_bounded(start: Start) -> None:

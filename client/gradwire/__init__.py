@@ -5,6 +5,8 @@ without an event loop use :mod:`gradwire.sync`.
 """
 
 from gradwire import sync
+from gradwire.connection import Connection, connect
+from gradwire.descriptions import LossField, LossInfo, ModelInfo, RunInfo, ServerInfo
 from gradwire.errors import (
     AbandonedError,
     AbortedPredecessorError,
@@ -50,21 +52,9 @@ from gradwire.errors import (
     WriterError,
 )
 from gradwire.futures import Future, gather
-from gradwire.results import (
-    Checkpoint,
-    LossField,
-    LossInfo,
-    LossResult,
-    ModelInfo,
-    OptimStepResult,
-    RunInfo,
-    Sample,
-    SampleResult,
-    ServerInfo,
-    Timings,
-)
+from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampleResult, Timings
 from gradwire.sampling import SamplingClient
-from gradwire.service import Connection, ServiceClient, connect
+from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
 
 __all__ = [

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.descriptions import LossInfo
 from gradwire.errors import InvalidArgumentError, UnknownLossError
-from gradwire.results import Checkpoint, LossInfo
+from gradwire.results import Checkpoint
 
 
 class LossCatalogue:

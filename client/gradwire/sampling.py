@@ -10,7 +10,7 @@ from gradwire_proto.codec import Column, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
-from gradwire.batches import token_rows
+from gradwire.columns import token_rows
 from gradwire.errors import GradwireError, InvalidArgumentError
 from gradwire.futures import Future, failed, start
 from gradwire.losses import model_path

@@ -14,12 +14,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from gradwire import service, training
+from gradwire import connection, service, training
+from gradwire.connection import PathLike
 from gradwire.errors import ServiceClosedError
+from gradwire.operations import Operations
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient
-from gradwire.service import PathLike
-from gradwire.training import Operations
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -164,7 +164,7 @@ def connect(
     settings = dict(locals())
     loop_thread = LoopThread()
     try:
-        return ServiceClient(loop_thread.run(service.open_service(**settings)), loop_thread)
+        return ServiceClient(loop_thread.run(connection.open_service(**settings)), loop_thread)
     except BaseException:
         loop_thread.close()
         raise

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.batches import SCORING_FIELDS, to_columns, token_rows
+from gradwire.batches import SCORING_FIELDS, to_columns
+from gradwire.columns import token_rows
+from gradwire.descriptions import LossField
 from gradwire.errors import InvalidBatchError
-from gradwire.results import LossField
 from gradwire_proto.codec import Column, encode
 
 IDS = LossField("input_ids", "int", ("[rows, tokens]",), required=True, padding_mask="attention_mask")

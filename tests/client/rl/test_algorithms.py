@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from gradwire.batches import to_columns
+from gradwire.descriptions import LossField
 from gradwire.errors import NonFiniteError
-from gradwire.results import LossField
 from gradwire.rl import (
     Algorithm,
     AlgorithmConfig,

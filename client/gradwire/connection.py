@@ -1,0 +1,145 @@
+"""The door: ``connect`` to a server, or start one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire.descriptions import ServerInfo
+from gradwire.embedded import EmbeddedServer
+from gradwire.errors import InvalidArgumentError, UnsupportedError
+from gradwire.service import ServiceClient
+from gradwire.transport import Transport, checked_tls
+
+PROTOCOL = 1
+
+PathLike = str | os.PathLike[str]
+
+
+class Connection:
+    """A service that is being connected: ``await`` it, or enter it with ``async with``."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._service: ServiceClient | None = None
+
+    def __await__(self) -> Generator[Any, None, ServiceClient]:
+        return open_service(**self._settings).__await__()
+
+    async def __aenter__(self) -> ServiceClient:
+        self._service = await self
+        return self._service
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._service is not None:
+            await self._service.close()
+
+
+def connect(
+    address: str | None = None,
+    *,
+    api_key: str | None = None,
+    models: str | Sequence[PathLike] = (),
+    state_dir: PathLike | None = None,
+    server_args: Sequence[str] = (),
+    ca_cert: PathLike | None = None,
+    client_cert: PathLike | None = None,
+    client_key: PathLike | None = None,
+    connect_timeout: float = 15.0,
+    start_timeout: float = 300.0,
+    reconnect_timeout: float = 600.0,
+) -> Connection:
+    """Connects to a server, or starts one: ``service = await connect(...)`` or ``async with connect(...) as service``.
+
+    Args:
+        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS. None starts a server on this machine, with ``models``,
+            and ends it with the service.
+        api_key: by default the environment's ``GRADWIRE_API_KEY``.
+        models: for a server of one's own: names or paths of models, as of ``gradwire serve --model``.
+        state_dir: for a server of one's own: where it keeps runs and checkpoints; None: a temporary folder.
+        server_args: for a server of one's own: further arguments of ``gradwire serve``.
+        ca_cert: PEM file with the authority that signed the server's certificate; speaks TLS.
+        client_cert: PEM file with this client's certificate, for mTLS.
+        client_key: PEM file with its key.
+        connect_timeout: seconds to try for a first answer.
+        start_timeout: seconds that a server of one's own may take until it listens.
+        reconnect_timeout: seconds for which operations wait while the server is away.
+
+    Raises:
+        ConnectionLostError: when nothing answers at the address.
+        ServerStartError: when the embedded server does not start.
+        UnauthenticatedError: when the key is missing or wrong.
+    """
+    return Connection(dict(locals()))
+
+
+async def open_service(
+    address: str | None,
+    *,
+    api_key: str | None,
+    models: str | Sequence[PathLike],
+    state_dir: PathLike | None,
+    server_args: Sequence[str],
+    ca_cert: PathLike | None,
+    client_cert: PathLike | None,
+    client_key: PathLike | None,
+    connect_timeout: float,
+    start_timeout: float,
+    reconnect_timeout: float,
+) -> ServiceClient:
+    """See :func:`connect`."""
+    tls = checked_tls(ca_cert, client_cert, client_key)
+    models = [models] if isinstance(models, str | os.PathLike) else list(models)
+    embedded = None
+    if address is None:
+        if not models:
+            raise InvalidArgumentError(
+                "connect() with no address starts a server, which needs a model: connect(models=[NAME_OR_PATH])",
+                field="models",
+                rule="at least one",
+            )
+        folder = Path(state_dir) if state_dir else None
+        embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args)
+    elif models or state_dir or server_args:
+        raise InvalidArgumentError(
+            "models, state_dir and server_args are for a server that connect() starts; this one has an address",
+            field="address",
+            rule="no address",
+        )
+    transport = None
+    try:
+        if embedded is not None:
+            address = await embedded.listening(start_timeout)
+        transport = Transport(
+            address or "",
+            api_key=api_key or os.environ.get("GRADWIRE_API_KEY"),
+            tls=tls,
+            patience_s=reconnect_timeout,
+            check_alive=embedded.check_alive if embedded else lambda: None,
+        )
+        answer = await transport.unary(
+            lambda stub: stub.GetServerInfo,
+            pb.GetServerInfoRequest(),
+            timeout_s=connect_timeout,
+            patience_s=connect_timeout,
+        )
+        if answer.protocol > PROTOCOL:
+            raise UnsupportedError(
+                f"the server speaks protocol {answer.protocol}, this client {PROTOCOL}: upgrade the package gradwire"
+            )
+        service = ServiceClient(transport, ServerInfo.from_message(answer), embedded)
+        await service.list_losses()
+        return service
+    except BaseException:
+        if transport is not None:
+            await transport.close()
+        if embedded is not None:
+            await embedded.close()
+        raise

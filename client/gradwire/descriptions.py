@@ -1,0 +1,222 @@
+"""What a server says of itself: its runs, models and losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as the server knows it.
+
+    Attributes:
+        run_id: its id.
+        base_model: the model it trains.
+        lora: rank, alpha, dropout and target_modules; None where all weights are trained.
+        head: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
+        seed: of its generators.
+        name: for people.
+        tags: for people.
+        gradient_checkpointing: whether activations are recomputed in the backward pass.
+        step: optimizer steps taken.
+        accepted_seq: operations up to this number are durable.
+        applied_seq: operations up to this number have results.
+        latest_checkpoint: path of the newest; empty where there is none.
+        created_at: Unix time, seconds.
+        num_trainable_parameters: of the adapter or the whole model, heads included.
+        forked_from: path of the checkpoint it started from; empty where it is none's fork.
+        owner: the name of the key that made it; empty on a server without keys.
+        readers: the names of the keys that it is shared with.
+        num_labels: of a classification head; 0 for any other.
+    """
+
+    run_id: str
+    base_model: str
+    lora: Mapping[str, Any] | None
+    head: str
+    seed: int
+    name: str
+    tags: Mapping[str, str]
+    gradient_checkpointing: bool
+    step: int
+    accepted_seq: int
+    applied_seq: int
+    latest_checkpoint: str
+    created_at: float
+    num_trainable_parameters: int
+    forked_from: str
+    owner: str = ""
+    readers: tuple[str, ...] = ()
+    num_labels: int = 0
+
+    @staticmethod
+    def from_message(run: pb.Run) -> RunInfo:
+        config, lora = run.config, None
+        if config.HasField("lora"):
+            lora = {
+                "rank": config.lora.rank,
+                "alpha": config.lora.alpha or 2 * config.lora.rank,
+                "dropout": config.lora.dropout,
+                "target_modules": list(config.lora.target_modules),
+            }
+        return RunInfo(
+            run_id=run.run_id,
+            base_model=config.base_model,
+            lora=lora,
+            head=config.head,
+            seed=config.seed,
+            name=config.name,
+            tags=dict(config.tags),
+            gradient_checkpointing=config.gradient_checkpointing,
+            step=run.step,
+            accepted_seq=run.accepted_seq,
+            applied_seq=run.applied_seq,
+            latest_checkpoint=run.latest_checkpoint,
+            created_at=run.created_at,
+            num_trainable_parameters=run.num_trainable_parameters,
+            forked_from=run.forked_from,
+            owner=run.owner,
+            readers=tuple(run.readers),
+            num_labels=config.num_labels,
+        )
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """The server.
+
+    Attributes:
+        version: of the server's package.
+        device: e.g. ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
+        engine_ready: whether the process that computes is up.
+        uptime_s: seconds.
+        durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
+        limits: by name, e.g. ``max_payload_bytes``.
+    """
+
+    version: str
+    device: str
+    engine_ready: bool
+    uptime_s: float
+    durability: str
+    limits: Mapping[str, int]
+
+    @staticmethod
+    def from_message(info: pb.ServerInfo) -> ServerInfo:
+        return ServerInfo(
+            info.version, info.device, info.engine_ready, info.uptime_s, info.durability, dict(info.limits)
+        )
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that runs can be created on."""
+
+    name: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    num_layers: int
+    dtype: str
+    has_tokenizer: bool
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @staticmethod
+    def from_message(model: pb.ModelInfo) -> ModelInfo:
+        return ModelInfo(
+            name=model.name,
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            hidden_size=model.hidden_size,
+            num_layers=model.num_layers,
+            dtype=model.dtype,
+            has_tokenizer=model.has_tokenizer,
+            eos_token_ids=tuple(model.eos_token_ids),
+            pad_token_id=model.pad_token_id if model.HasField("pad_token_id") else None,
+        )
+
+
+@dataclass(frozen=True)
+class LossField:
+    """A batch field of a loss: see :class:`LossInfo`.
+
+    Attributes:
+        name: as typed in a batch.
+        dtype: ``"int"``, ``"float"`` or ``"bool"``.
+        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``.
+        required: whether a batch must have it.
+        description: one sentence.
+        aligned_with: the ids field whose tokens this one's entries belong to.
+        padding_mask: for an ids field: the mask field that says which entries are padding.
+    """
+
+    name: str
+    dtype: str
+    shapes: tuple[str, ...]
+    required: bool = False
+    description: str = ""
+    aligned_with: str = ""
+    padding_mask: str = ""
+
+    @staticmethod
+    def from_message(message: pb.LossField) -> LossField:
+        return LossField(
+            message.name,
+            message.dtype,
+            tuple(message.shapes),
+            message.required,
+            message.description,
+            message.aligned_with,
+            message.padding_mask,
+        )
+
+
+@dataclass(frozen=True)
+class LossInfo:
+    """A loss as it declares itself.
+
+    Attributes:
+        name: what ``loss_fn`` takes.
+        summary: what it computes.
+        formula: in one line.
+        reference: the paper or source of the formula.
+        fields: the batch fields.
+        kwargs_schema: JSON schema of ``loss_kwargs``.
+        metrics: name -> what it is.
+        layout: ``"rows"``, ``"pairs"`` or ``"groups"``.
+        head: the head that a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
+    """
+
+    name: str
+    summary: str
+    formula: str
+    reference: str
+    fields: tuple[LossField, ...]
+    kwargs_schema: Mapping[str, Any] = field(repr=False)
+    metrics: Mapping[str, str]
+    layout: str
+    head: str
+
+    @staticmethod
+    def from_message(loss: pb.LossInfo) -> LossInfo:
+        return LossInfo(
+            name=loss.name,
+            summary=loss.summary,
+            formula=loss.formula,
+            reference=loss.reference,
+            fields=tuple(LossField.from_message(each) for each in loss.fields),
+            kwargs_schema=json.loads(loss.config_schema_json or "{}"),
+            metrics=dict(loss.metrics),
+            layout=loss.layout,
+            head=loss.head,
+        )

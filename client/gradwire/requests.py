@@ -1,0 +1,135 @@
+"""What a call asks, as it travels: the arguments checked, the message and its columns made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire.batches import SCORING_FIELDS, to_columns
+from gradwire.errors import InvalidArgumentError
+from gradwire.losses import LossCatalogue, kwargs_json, model_path
+from gradwire.queue import Request
+from gradwire.results import Checkpoint
+
+M = TypeVar("M")
+Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Columns or rows: see :mod:`gradwire.batches`."""
+Output = Literal[
+    "logprobs",
+    "candidate_logprobs",
+    "entropy",
+    "mean_logprobs",
+    "collision",
+    "divergence",
+    "values",
+    "rewards",
+    "token_rewards",
+    "class_logits",
+    "token_class_logits",
+]
+OnNonFinite = Literal["error", "skip"]
+
+
+def forward_backward(
+    losses: LossCatalogue,
+    batch: Batch,
+    loss_fn: str,
+    loss_kwargs: Mapping[str, Any] | None,
+    outputs: Sequence[Output],
+    on_nonfinite: OnNonFinite,
+) -> Request:
+    """A loss and its gradients."""
+    loss = losses.get(loss_fn)
+    call = message(
+        pb.LossCall,
+        loss_fn=loss.name,
+        loss_kwargs_json=kwargs_json(loss, loss_kwargs),
+        outputs=_names(outputs),
+        skip_nonfinite=skips(on_nonfinite),
+    )
+    return Request.of(pb.Operation(forward_backward=call), to_columns(loss.name, loss.fields, batch))
+
+
+def forward_loss(
+    losses: LossCatalogue,
+    batch: Batch,
+    loss_fn: str,
+    loss_kwargs: Mapping[str, Any] | None,
+    outputs: Sequence[Output],
+    model: str | Checkpoint | None,
+) -> Request:
+    """A loss without gradients."""
+    loss = losses.get(loss_fn)
+    call = message(
+        pb.LossCall,
+        loss_fn=loss.name,
+        loss_kwargs_json=kwargs_json(loss, loss_kwargs),
+        outputs=_names(outputs),
+        model=model_path(model),
+    )
+    return Request.of(pb.Operation(forward=call), to_columns(loss.name, loss.fields, batch))
+
+
+def forward_scores(
+    batch: Batch, outputs: Sequence[Output], model: str | Checkpoint | None, temperature: float
+) -> Request:
+    """What tokens score, without a loss."""
+    call = message(pb.LossCall, outputs=_names(outputs), model=model_path(model), temperature=temperature)
+    _check_temperature(temperature)
+    return Request.of(pb.Operation(forward=call), to_columns("forward", SCORING_FIELDS, batch))
+
+
+def kept_forward(batch: Batch, scores: Sequence[Output], weight: float, temperature: float) -> Request:
+    """The first half of a loss of the caller's own; what the second half is to say is checked already."""
+    call = message(pb.KeptForward, scores=_names(scores), temperature=temperature)
+    _check_temperature(temperature)
+    message(pb.Backward, weight=weight)
+    columns = to_columns("forward_backward_custom", SCORING_FIELDS, batch)
+    return Request.of(pb.Operation(kept_forward=call), columns)
+
+
+def as_rows(batch: Batch | Sequence[Any]) -> Batch:
+    """A batch as it is; plain rows of token ids as a batch of them."""
+    if isinstance(batch, Mapping) or (isinstance(batch, Sequence) and batch and isinstance(batch[0], Mapping)):
+        return batch
+    return {"input_ids": batch}
+
+
+def message(kind: Callable[..., M], **values: Any) -> M:
+    """A message of these values.
+
+    Raises:
+        InvalidArgumentError: with the argument that does not fit it.
+    """
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError):
+                raise InvalidArgumentError(
+                    f"{name} = {value!r} is not valid: {error}", field=name, rule="type"
+                ) from None
+        raise
+
+
+def skips(on_nonfinite: str) -> bool:
+    if on_nonfinite not in ("error", "skip"):
+        raise InvalidArgumentError(
+            f'on_nonfinite is "error" or "skip", not {on_nonfinite!r}', field="on_nonfinite", rule="error or skip"
+        )
+    return on_nonfinite == "skip"
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:  # which the wire would take for its default
+        raise InvalidArgumentError(
+            f"temperature is {temperature}; it divides the logits, and is positive", field="temperature", rule="> 0"
+        )
+
+
+def _names(outputs: Sequence[str]) -> list[str]:
+    return [outputs] if isinstance(outputs, str) else list(outputs)

@@ -33,7 +33,7 @@ from gradwire_server.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 SERVICE = "gradwire.v1.TrainingService"
-STREAMS_GRACE_S = 1.0
+STREAMS_GRACE_S = 5.0
 ENGINE_GRACE_S = 5.0
 
 

@@ -65,7 +65,7 @@ async def test_what_is_behind_is_sent_while_the_loss_is_computed_and_the_loop_is
     script, go = Script(answer=scores), threading.Event()
 
     def slow(batch: Any, given: Any) -> Any:
-        assert go.wait(10)
+        assert go.wait(60)
         return squares(batch, given)
 
     async with scripted_run(script) as (run, _):
@@ -84,7 +84,7 @@ async def test_a_gap_survives_a_break() -> None:
     script.break_submit = lambda count: count == 3
 
     def slow(batch: Any, given: Any) -> Any:
-        assert go.wait(10)
+        assert go.wait(60)
         return squares(batch, given)
 
     async with scripted_run(script) as (run, _):

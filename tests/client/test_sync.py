@@ -25,9 +25,9 @@ def address(script: Script) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     context = scripted_server(script)
-    found, _ = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(10)
+    found, _ = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(60)
     yield found
-    asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(10)
+    asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -38,13 +38,13 @@ def test_a_script_without_a_loop(script: Script, address: str) -> None:
         assert [model.name for model in service.list_models()] == ["tiny"]
         run = service.create_run("tiny")
         steps = [run.optim_step() for _ in range(20)]
-        assert [step.result(10).step for step in steps] == list(range(1, 21))
+        assert [step.result(60).step for step in steps] == list(range(1, 21))
         with pytest.raises(gradwire.InvalidBatchError):
             run.forward_backward({"input_idz": [[1]]}, "row_loss").result()
-        assert run.forward_backward(BATCH, "row_loss").result(10).loss == 21
+        assert run.forward_backward(BATCH, "row_loss").result(60).loss == 21
         assert run.info().accepted_seq == 21
         again = service.get_training_client(run.run_id)
-        assert again.optim_step().result(10).step == 22
+        assert again.optim_step().result(60).step == 22
         with pytest.raises(gradwire.UnknownModelError):
             service.create_run("gpt-9")
     assert not any(thread.name == "gradwire" for thread in threading.enumerate())
@@ -60,7 +60,7 @@ def test_a_future_of_the_synchronous_client_can_be_awaited_in_a_notebook(address
         run = service.create_run("tiny")
 
         async def cell() -> int:
-            return (await run.optim_step()).step + run.optim_step().result(10).step
+            return (await run.optim_step()).step + run.optim_step().result(60).step
 
         assert asyncio.run(cell()) == 1 + 2
 

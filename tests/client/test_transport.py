@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -53,19 +54,23 @@ async def test_closing_during_a_call() -> None:
             await call
 
 
-async def test_backoff_waits_longer_gives_up_and_starts_again() -> None:
-    backoff, lost = Backoff(0.3), gradwire.ConnectionLostError("lost")
-    loop = asyncio.get_running_loop()
-    began, waits = loop.time(), []
+async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    backoff, lost = Backoff(60.0), gradwire.ConnectionLostError("lost")
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    clock = SimpleNamespace(time=lambda: sum(waits))
+    monkeypatch.setattr("gradwire.transport.asyncio", SimpleNamespace(get_running_loop=lambda: clock, sleep=sleep))
     with pytest.raises(gradwire.ConnectionLostError):
-        for _ in range(50):
-            start = loop.time()
+        for _ in range(100):
             await backoff.pause(lost)
-            waits.append(loop.time() - start)
-    assert 0.3 <= loop.time() - began < 20
-    assert waits[-1] > waits[0]
+    assert 60.0 <= sum(waits) <= 65.0
+    assert waits[0] <= 0.05 < waits[4] and max(waits) <= 5.0
     backoff.progress()
     await backoff.pause(lost)
+    assert waits[-1] <= 0.05
 
 
 class Files(ScriptedService):

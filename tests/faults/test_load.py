@@ -47,7 +47,7 @@ def loaded(tmp_path: Path) -> Iterator[Loaded]:
         assert process.stdout is not None
         yield Loaded(process.stdout.readline().strip(), tmp_path, process)
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 async def one_client(address: str, operations: int, large: int, latencies: dict[str, list[float]]) -> None:

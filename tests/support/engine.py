@@ -161,11 +161,11 @@ class EngineProcess(Driver):
 
     def shut_down(self) -> int:
         self.request(shutdown={})
-        code = self.process.wait(20)
+        code = self.process.wait(120)
         self.link.close()
         return code
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(120)
         self.link.close()

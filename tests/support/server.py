@@ -30,7 +30,7 @@ class Server:
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)
-        code = self.process.wait(timeout=30)
+        code = self.process.wait(timeout=120)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

@@ -72,7 +72,7 @@ class Stage:
         return self
 
     def create(self, **settings: Any) -> str:
-        with gradwire.sync.connect(self.server.address) as service:
+        with gradwire.sync.connect(self.server.address, connect_timeout=PATIENCE_S) as service:
             return str(service.create_run("tiny", **settings).run_id)
 
     def run_client(self, run_id: str, seed: int, count: int) -> None:
@@ -82,11 +82,11 @@ class Stage:
 
     def restart_client(self) -> None:
         assert self.client is not None
-        self.client.wait(30)
+        self.client.wait(PATIENCE_S)
         self.client = subprocess.Popen([sys.executable, program.__file__, *self._loop])
 
     def restart_server(self) -> None:
-        self.server.process.wait(30)
+        self.server.process.wait(PATIENCE_S)
         assert self.server.process.stdout is not None
         self.server.process.stdout.close()
         self.start()
@@ -128,7 +128,7 @@ class Stage:
     def state_of(self, run_id: str) -> dict[str, Any]:
         """Checksums of everything that the run is: weights, moments, accumulated gradients, moving average,
         generators; and how many steps it took."""
-        with gradwire.sync.connect(self.server.address, connect_timeout=60) as service:
+        with gradwire.sync.connect(self.server.address, connect_timeout=PATIENCE_S) as service:
             run = service.get_training_client(run_id)
             run.save_checkpoint("final").result(PATIENCE_S)
         manifest = self.folder / "state" / "runs" / run_id / "checkpoints" / "final" / "manifest.json"
@@ -141,6 +141,6 @@ class Stage:
         for process in (self.client, self.server.process):
             if process is not None and process.poll() is None:
                 process.terminate()
-                process.wait(30)
+                process.wait(PATIENCE_S)
         if self.server.process.stdout is not None:
             self.server.process.stdout.close()

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 SECURE = ("https://", "grpcs://")
-CALL_S = 5.0
+CALL_S = 15.0
 PAGE = 500
 
 

@@ -18,11 +18,11 @@ def test_it_reports_what_the_engine_does_while_it_does_it(tiny_model_path: Path,
     sent: queue.Queue[engine_pb2.EngineReply] = queue.Queue()
     heartbeat = Heartbeat(local.engine, sent.put, interval_s=0.02)
     heartbeat.start()
-    idle = sent.get(timeout=10).heartbeat
+    idle = sent.get(timeout=60).heartbeat
     assert idle.busy_s == idle.request_s == 0 and idle.memory_bytes > 10 << 20 and not idle.HasField("device")
     with heartbeat.working():
         time.sleep(0.1)
-        while (at_work := sent.get(timeout=10).heartbeat).request_s < 0.05:
+        while (at_work := sent.get(timeout=60).heartbeat).request_s < 0.05:
             pass
     assert at_work.busy_s == at_work.request_s
     after = heartbeat.report()
@@ -44,6 +44,6 @@ def test_it_ends_with_the_link(tiny_model_path: Path, tmp_path: Path) -> None:
         raise LinkClosed("gone")
 
     Heartbeat(LocalEngine({"tiny": tiny_model_path}, tmp_path).engine, closed, interval_s=0.01).start()
-    tries.get(timeout=10)
+    tries.get(timeout=60)
     time.sleep(0.1)
     assert tries.empty()

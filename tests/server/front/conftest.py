@@ -32,7 +32,7 @@ class Client:
         self.stub: Any = TrainingServiceStub(channel)
         self.run_id, self.epoch = "", 0
         self.acks: dict[int, list[pb.SubmitAck]] = {}
-        self.patience_s = 30.0
+        self.patience_s = 60.0
         self._stream: Any = None
 
     async def begin(self, **config: Any) -> Client:
@@ -130,8 +130,8 @@ def start(tmp_path: Path) -> Start:
     @asynccontextmanager
     async def run(limits: dict[str, int] | None = None, **settings: Any) -> AsyncIterator[Door]:
         config = ServerConfig(
-            address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"}, grace_s=2,
-            limits=Limits.model_validate(limits or {}), **settings,
+            address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"},
+            limits=Limits.model_validate(limits or {}), **{"grace_s": 2} | settings,
         )  # fmt: skip
         engine = FakeEngine(tmp_path)
         async with AsyncExitStack() as clients, Server(config, engine) as server:

@@ -25,8 +25,8 @@ class FakeRun:
 
 
 class FakeEngine:
-    """Carries requests out one after the other. `loss_fn` says what a forward_backward does:
-    "fail" fails, "die" ends the engine, anything else is written down."""
+    """Carries requests out one after the other; `newest` is the one that was begun last. `loss_fn` says what a
+    forward_backward does: "fail" fails, "die" ends the engine, anything else is written down."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
@@ -46,6 +46,7 @@ class FakeEngine:
         self._turn = asyncio.Lock()
         self._unanswered: dict[asyncio.Future[Answer], asyncio.Task[None]] = {}
         self._begun: asyncio.Future[Answer] | None = None
+        self.newest = engine_pb2.EngineRequest()
         self.most_in_pipe = 0
         self.all_suspect = False
         self.hello = engine_pb2.EngineHello(device="fake", models=[pb.ModelInfo(name="tiny", vocab_size=64)])
@@ -86,7 +87,7 @@ class FakeEngine:
             async with self._turn:
                 if generation != self.generation:
                     raise EngineDied(suspect=self.all_suspect)
-                self._begun = answer
+                self._begun, self.newest = answer, request
                 await self.work(request)
                 if generation != self.generation:
                     raise EngineDied(suspect=False)

@@ -153,7 +153,7 @@ async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(sta
         await saved(client, "best", "two", "three")
         journal = door.server._journal
         assert journal is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await journal.user_of(client.run_id, "best") is not None:  # noqa: ASYNC110 - trimmed behind two saves
                 await asyncio.sleep(0.02)
         await client.stub.DeleteCheckpoint(delete)

@@ -22,9 +22,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.observability.test_metrics import scrape
@@ -97,7 +98,7 @@ def running(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "serve", "--address", "127.0.0.1:0", "--model", f"tiny={tiny_model_path}", "--state-dir", str(state_dir),
         "--threads", "1", "--device", "cpu", "--metrics-address", metrics, "--metrics-runs",
         "--traces", f"http://{collector.address}", "--log-level", "info", "--log-format", "json",
-        "--heartbeat-timeout", "6",
+        "--heartbeat-timeout", "10",
     )  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     with words.open("w") as stderr:
@@ -109,43 +110,48 @@ def running(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield Running(line.split()[-1], metrics, made.stdout.strip(), collector, state_dir, words, process)
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
         collector.close()
 
 
-@pytest.fixture
-def client_spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What this program's own OpenTelemetry records."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    return exporter
-
-
-def wait_for(found: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(found: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not found():
         assert time.monotonic() < deadline, "it did not come in time"
         time.sleep(0.1)
 
 
-async def test_a_step_is_one_trace_from_the_client_to_the_optimizer_and_is_counted(
-    running: Running, client_spans: InMemorySpanExporter
-) -> None:
-    async with gradwire.connect(running.address, api_key=running.key) as service:
-        run = await service.create_run("tiny", lora={"rank": 2}, name="[red]loud[/]\x1b[31m")
-        batch = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]]}
-        run.forward_backward(batch, "causal_lm")
-        await run.optim_step(learning_rate=1e-3)
-        preferences = {"chosen_input_ids": [[5, 6, 7]], "rejected_input_ids": [[5, 6, 8]]}
-        for _ in range(2):  # the second epoch finds the reference's log-probabilities
-            await run.forward(preferences, "dpo", {"reference_model": "base"})
-        await run.sample([CANARY], max_tokens=3)
-        with pytest.raises(gradwire.InvalidBatchError):
-            await run.forward_backward({"input_ids": [[10**6, 5]]}, "causal_lm")
-    steps = [span for span in client_spans.get_finished_spans() if span.name == "gradwire.client.optim_step"]
-    (step,) = steps
-    (lost,) = [span for span in client_spans.get_finished_spans() if not span.status.is_ok and not span.status.is_unset]
+@dataclass(frozen=True)
+class Trained:
+    """What went through the server before any of the tests: the run, and the spans of this program's OpenTelemetry."""
+
+    run_id: str
+    client_spans: tuple[ReadableSpan, ...]
+
+
+@pytest.fixture(scope="module")
+async def trained(running: Running) -> Trained:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "get_tracer", provider.get_tracer)
+        async with gradwire.connect(running.address, api_key=running.key, connect_timeout=120) as service:
+            run = await service.create_run("tiny", lora={"rank": 2}, name="[red]loud[/]\x1b[31m")
+            batch = {"input_ids": [[5, 6, 7, 8], [9, 10, 11]]}
+            run.forward_backward(batch, "causal_lm")
+            await run.optim_step(learning_rate=1e-3)
+            preferences = {"chosen_input_ids": [[5, 6, 7]], "rejected_input_ids": [[5, 6, 8]]}
+            for _ in range(2):  # the second epoch finds the reference's log-probabilities
+                await run.forward(preferences, "dpo", {"reference_model": "base"})
+            await run.sample([CANARY], max_tokens=3)
+            with pytest.raises(gradwire.InvalidBatchError):
+                await run.forward_backward({"input_ids": [[10**6, 5]]}, "causal_lm")
+    return Trained(run.run_id, exporter.get_finished_spans())
+
+
+def test_a_step_is_one_trace_from_the_client_to_the_optimizer(running: Running, trained: Trained) -> None:
+    (step,) = [span for span in trained.client_spans if span.name == "gradwire.client.optim_step"]
+    (lost,) = [span for span in trained.client_spans if span.status.status_code == StatusCode.ERROR]
     assert (lost.name, lost.status.description) == ("gradwire.client.forward_backward", "InvalidBatchError")
 
     def chain() -> dict[str, tuple[str, Any]]:
@@ -169,22 +175,26 @@ async def test_a_step_is_one_trace_from_the_client_to_the_optimizer_and_is_count
         above = step.context.span_id.to_bytes(8) if parent is None else spans[parent][1].span_id
         assert (service_name, span.parent_span_id) == (process, above), name
 
-    wait_for(lambda: scrape(running.metrics).get('gradwire_cache_requests_total{cache="logprobs",result="hit"}') == 2)
-    page = scrape(running.metrics)
+
+def test_operations_are_counted(running: Running, trained: Trained) -> None:
     one = 'gradwire_operations_total{kind="%s",loss="%s",outcome="%s"}'
+    last = one % ("forward_backward", "causal_lm", "invalid_batch")
+    wait_for(lambda: scrape(running.metrics).get('gradwire_cache_requests_total{cache="logprobs",result="hit"}') == 2)
+    wait_for(lambda: scrape(running.metrics).get(last) == 1)
+    page = scrape(running.metrics)
     assert page[one % ("optim_step", "", "succeeded")] == 1
-    assert page[one % ("forward_backward", "causal_lm", "invalid_batch")] == 1
     assert page[one % ("forward", "dpo", "succeeded")] == 2
     assert page['gradwire_cache_requests_total{cache="logprobs",result="miss"}'] == 2
     assert page['gradwire_tokens_total{use="trained"}'] == 7 and page['gradwire_tokens_total{use="sampled"}'] >= 1
-    assert page[f'gradwire_loss_metric{{loss="dpo",metric="reward_margin",run="{run.run_id}"}}'] is not None
-    assert page[f'gradwire_run_step{{run="{run.run_id}"}}'] == 1
+    assert page[f'gradwire_loss_metric{{loss="dpo",metric="reward_margin",run="{trained.run_id}"}}'] is not None
+    assert page[f'gradwire_run_step{{run="{trained.run_id}"}}'] == 1
     assert page['gradwire_operation_engine_seconds_sum{kind="optim_step"}'] > 0
-    assert page["gradwire_engine_ready"] == 1 and page["gradwire_engine_memory_bytes"] > 1e7
+    assert page["gradwire_engine_memory_bytes"] > 1e7
+    wait_for(lambda: scrape(running.metrics)["gradwire_engine_ready"] == 1)
     assert page["gradwire_journal_commit_seconds_count"] > 0
 
 
-def test_the_terminal_shows_it_with_a_key_and_nothing_without(running: Running) -> None:
+def test_the_terminal_shows_it_with_a_key_and_nothing_without(running: Running, trained: Trained) -> None:
     def run(*words: str, key: str = running.key) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"COLUMNS": "200", "GRADWIRE_API_KEY": key}
         return subprocess.run(
@@ -201,7 +211,8 @@ def test_the_terminal_shows_it_with_a_key_and_nothing_without(running: Running) 
     assert refused.returncode == 1 and "API key" in refused.stderr and not refused.stdout
 
 
-def test_lines_of_the_log_are_objects_and_hold_no_key_no_prompt_no_token(running: Running) -> None:
+def test_lines_of_the_log_are_objects_and_hold_no_key_no_prompt_no_token(running: Running, trained: Trained) -> None:
+    wait_for(lambda: "forward_backward: invalid_batch" in running.words.read_text())
     text = running.words.read_text()
     objects = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     done = {(line.get("kind"), line["message"]): line for line in objects if "seq" in line}
@@ -216,10 +227,10 @@ def test_a_stopped_engine_is_live_and_not_ready_until_it_goes_on(running: Runnin
         check = health_pb2_grpc.HealthStub(channel).Check
 
         def status(service: str) -> int:
-            found: int = check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+            found: int = check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
             return found
 
-        assert (status(""), status(READY)) == (SERVING, SERVING)
+        wait_for(lambda: (status(""), status(READY)) == (SERVING, SERVING))
         pid = running.engine_pid()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -233,6 +244,6 @@ def test_a_stopped_engine_is_live_and_not_ready_until_it_goes_on(running: Runnin
 
 
 def test_the_page_is_one_that_prometheus_reads(running: Running) -> None:
-    with urllib.request.urlopen(f"http://{running.metrics}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{running.metrics}/metrics", timeout=60) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     assert len({family.name for family in families}) == len(families) > 25

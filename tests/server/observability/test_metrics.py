@@ -193,7 +193,7 @@ def test_vitals_tell_a_silent_engine_and_how_busy_it_was(monkeypatch: pytest.Mon
 
 
 def scrape(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as page:
         lines = page.read().decode().splitlines()
     return {name: float(number) for name, _, number in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 

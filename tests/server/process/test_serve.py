@@ -39,14 +39,14 @@ def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) 
             yield line.split()[-1]
         finally:
             process.send_signal(end)
-            assert process.wait(30) == (0 if end == signal.SIGTERM else -end)
+            assert process.wait(120) == (0 if end == signal.SIGTERM else -end)
 
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[Client]:
     async with grpc.aio.insecure_channel(address) as channel:
         client = Client(channel)
-        client.patience_s = 60.0  # an engine that is started again loads torch first
+        client.patience_s = 120.0  # an engine that is started again loads torch first
         yield client
 
 
@@ -102,10 +102,10 @@ async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, t
 
 
 def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
-    missing = subprocess.run(command(tmp_path / "nothing", tmp_path), capture_output=True, text=True, timeout=60)
+    missing = subprocess.run(command(tmp_path / "nothing", tmp_path), capture_output=True, text=True, timeout=120)
     assert missing.returncode == 1 and "gradwire:" in missing.stderr and "nothing" in missing.stderr
     address = subprocess.run(
-        [*command(tmp_path, tmp_path), "--address", "nowhere"], capture_output=True, text=True, timeout=60
+        [*command(tmp_path, tmp_path), "--address", "nowhere"], capture_output=True, text=True, timeout=120
     )
     assert address.returncode == 2 and "HOST:PORT" in address.stderr
 
@@ -126,7 +126,7 @@ def test_it_ends_with_its_parent(tiny_model_path: Path, tmp_path: Path) -> None:
         engine_of(str(tmp_path / "state"))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -47,14 +47,14 @@ def keyed(start: Start, tmp_path: Path) -> Any:
 
     @asynccontextmanager
     async def run(
-        limits: dict[str, int] | None = None, quotas: dict[str, Quota] | None = None
+        limits: dict[str, int] | None = None, quotas: dict[str, Quota] | None = None, **settings: Any
     ) -> AsyncIterator[KeyedDoor]:
         file, secrets = KeyFile(tmp_path), dict[str, str]()
         for name in ("ada", "bob", "carl", "root", "eve"):
             role = "admin" if name == "root" else "user"
             secrets[name] = file.create(name, role, (quotas or {}).get(name), replace=True)
         file.revoke("eve")
-        async with start(limits=limits) as door:
+        async with start(limits=limits, **settings) as door:
             yield KeyedDoor(door, file, secrets)
 
     return run

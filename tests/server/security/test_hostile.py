@@ -60,7 +60,7 @@ class Hostile:
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(30) == 0
+        assert self.process.wait(120) == 0
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -94,7 +94,7 @@ async def client(server: Hostile) -> AsyncIterator[Client]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         client = Client(channel)
         client.stub = Keyed(client.stub, server.secret)
-        client.patience_s = 60.0
+        client.patience_s = 120.0
         yield client
 
 

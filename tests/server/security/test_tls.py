@@ -61,7 +61,7 @@ def config(folder: Path, papers: dict[str, Papers], *, mutual: bool = False) -> 
     )  # fmt: skip
 
 
-async def connect(address: str, patience_s: float = 30.0, **settings: object) -> str:
+async def connect(address: str, patience_s: float = 60.0, **settings: object) -> str:
     async with gradwire.connect(address, connect_timeout=patience_s, **settings) as service:  # type: ignore[arg-type]
         return (await service.server_info()).device
 

@@ -27,11 +27,11 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine.evaluate import forward_backward
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.training import forward_backward
 
 LENGTH, PROMPT, SAMPLES, CANDIDATES = 128, 32, 4, 8
 RESPONSE = LENGTH - PROMPT

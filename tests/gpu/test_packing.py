@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from gradwire_server.engine import attention
-from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import HostedModel
 from gradwire_server.engine.packing import Packing, arrange
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig

@@ -13,12 +13,13 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import evaluate
+from gradwire_server.engine import evaluation
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.memory import MOST, Memory
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.training import Training, forward_backward
 from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -44,10 +45,10 @@ def run_on(path: Path, device: str, dtype: Any = None, *, compiled: bool = False
 def evaluated(run: EngineRun, columns: dict[str, Column], loss_fn: str, budget: Budget = WHOLE, **kwargs: Any) -> Any:
     loss = get_loss(loss_fn)
     batch = read_batch(loss, columns, vocab_size=VOCAB, context_length=256)
-    training = evaluate.Training(
+    training = Training(
         run.policy, batch, loss, loss.config(**kwargs), run.accumulator, outputs=["logprobs"], budget=budget
     )
-    return evaluate.forward_backward(training)
+    return forward_backward(training)
 
 
 def rows(count: int, length: int) -> dict[str, Column]:
@@ -69,14 +70,14 @@ def groups(prompts: int, samples: int) -> dict[str, Column]:
 @pytest.fixture
 def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A wait for the device raises, until an operation asks for its figures. How often one did."""
-    real, asked = evaluate.settled, []
+    real, asked = evaluation.settled, []
 
     def settled(figures: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         asked.append(1)
         return real(figures)
 
-    monkeypatch.setattr(evaluate, "settled", settled)
+    monkeypatch.setattr(evaluation, "settled", settled)
     yield asked
     torch.cuda.set_sync_debug_mode("default")
 

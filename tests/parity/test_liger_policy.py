@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.hosted import OutputHead
 from gradwire_server.engine.scoring import score_tokens
 from parity.rollouts import Rollouts
 

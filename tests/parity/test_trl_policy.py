@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.hosted import OutputHead
 from parity.rollouts import SAMPLES, Rollouts
 
 pytest.importorskip("trl")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.hosted import OutputHead
 from gradwire_server.engine.scoring import HeadGradients, HeadProduct, head_logits
 
 

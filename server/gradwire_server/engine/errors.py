@@ -42,3 +42,8 @@ class OperationError(Exception):
         if self.row is not None:
             error.row = self.row
         return error
+
+
+def invalid(message: str, argument: str) -> OperationError:
+    """INVALID_ARGUMENT, of this argument."""
+    return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=argument)

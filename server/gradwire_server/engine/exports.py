@@ -11,10 +11,11 @@ from gradwire_proto.v1 import training_pb2
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.checkpoints import replacing
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.folders import replacing
 from gradwire_server.engine.heads import Head
-from gradwire_server.engine.host import ModelFacts, ModelHost
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import ModelFacts
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
 

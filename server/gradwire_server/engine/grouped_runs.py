@@ -16,14 +16,15 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from torch import Tensor
 
 from gradwire_server.crash import crash_point
-from gradwire_server.engine import operations
+from gradwire_server.engine import loss_operations
 from gradwire_server.engine.engine import Answer, Engine, succeeded
-from gradwire_server.engine.evaluate import LossEvaluation, Training
+from gradwire_server.engine.evaluation import LossEvaluation
 from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
 from gradwire_server.engine.loop import Request
 from gradwire_server.engine.policy import LoraPolicy
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.together import can_go_together, fits, forward_backward_together
+from gradwire_server.engine.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class GroupedRuns:
         engine.budget = engine.memory.budget(run)
         try:
             with run.rng():
-                training = operations.prepare(engine, run, asked.operation.forward_backward, request.columns)
+                training = loss_operations.prepare(engine, run, asked.operation.forward_backward, request.columns)
         except Exception as error:  # the same is raised where it is carried out alone, and answered there
             if is_fatal(error):
                 raise
@@ -160,7 +161,7 @@ class GroupedRuns:
 
     def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
         asked = member.request.message.operation
-        outcome = operations.trained(self._engine, member.run, member.call, member.training, lambda: evaluation)
+        outcome = loss_operations.trained(self._engine, member.run, member.call, member.training, lambda: evaluation)
         outcome.result.loss.grouped_runs = num_runs
         member.run.seq = asked.seq
         answer = succeeded(outcome, asked.seq, seconds)

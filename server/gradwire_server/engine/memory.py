@@ -10,7 +10,7 @@ are to take depends on the device:
   micro-batch is hardly faster there, so that only a model that is large for its machine gets less.
 
 Memory may run out all the same. A forward that does not fit is divided and goes on, with half the budget from there
-(:mod:`.evaluate`, :mod:`.forward`); one that fails where gradients were being added up is an operation to repeat. On a
+(:func:`.forward.in_pieces`); one that fails where gradients were being added up is an operation to repeat. On a
 GPU the next operations of such runs get less, too; on a CPU, where that would make bits depend on an accident, not.
 """
 
@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from gradwire_proto.codec import Column
+from torch import Tensor
 
 from gradwire_server.engine.failures import unless_out_of_memory
-from gradwire_server.engine.forward import ActivationMeter
-from gradwire_server.engine.host import preserved_rng
+from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 
@@ -121,6 +121,23 @@ class Memory:
         # Gradients of an operation in float32; once the run takes its first step, those accumulated and two moments.
         copies = 1 if run.step else 4
         return max(0.9 * self._free_bytes - 4.0 * copies * run.policy.num_trainable_parameters, 0.0)
+
+
+class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that autograd saves within, weights and buffers of the model not among them."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self.bytes = 0
+        tensors = [*policy.model.parameters(), *policy.model.buffers(), *policy.trainable_parameters().values()]
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor
 
 
 def token_bytes(policy: Policy) -> float:

@@ -17,7 +17,7 @@ from gradwire_server.engine import attention
 from gradwire_server.engine.packing import MIN_SAVED, Packing, arrange, lay_out
 
 if TYPE_CHECKING:
-    from gradwire_server.engine.host import HostedModel
+    from gradwire_server.engine.hosted import HostedModel
 
 logger = logging.getLogger(__name__)
 

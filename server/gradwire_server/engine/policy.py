@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.heads import Head, make_head
-from gradwire_server.engine.host import HostedModel, ModelFacts, ModelHost, OutputHead, preserved_rng
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import HostedModel, ModelFacts, OutputHead
 from gradwire_server.engine.packing import Packing, arrange
 
 HEAD_PREFIX = "head."

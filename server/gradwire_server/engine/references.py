@@ -2,22 +2,17 @@
 
 A name is ``"base"`` (the run's base model, adapter off), ``"ema"`` (the run's moving average), a model of the server,
 or a checkpoint ``"RUN_ID/NAME"``. Loaded ones are kept in an LRU cache bounded in bytes; checkpoints of adapters
-share their base's weights and cost next to nothing. Log-probabilities are kept too, by reference, temperature and
-tokens, so that a second epoch over a batch computes none.
+share their base's weights and cost next to nothing. Their log-probabilities are kept too (:mod:`.logprob_cache`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from gradwire_losses.batch import Batch, segment_ids
 from gradwire_proto.v1 import training_pb2
@@ -27,7 +22,9 @@ from gradwire_server.engine.checkpoints import CheckpointStore, Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.heads import Head, make_head
-from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import HostedModel
+from gradwire_server.engine.logprob_cache import LogprobCache, sequence_keys
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
@@ -144,7 +141,7 @@ class References:
         """
         _check_fits(reference, batch)
         self._keep_new()
-        keys = _keys(reference.identity, temperature, batch)
+        keys = sequence_keys(reference.identity, temperature, batch)
         found = [self._logprobs.get(key) for key in keys]
         missing = [index for index, known in enumerate(found) if known is None]
         self.computed_sequences += len(missing)
@@ -264,60 +261,12 @@ class References:
         return 0 if in_use else entry.own_bytes
 
 
-class LogprobCache:
-    """Log-probabilities of sequences, least recently used first to go beyond so many bytes."""
-
-    OVERHEAD = 300  # bytes of an entry beside its numbers
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: bytes) -> Tensor | None:
-        values = self._entries.get(key)
-        if values is not None:
-            self._entries.move_to_end(key)
-        return values
-
-    def put(self, key: bytes, values: Tensor) -> None:
-        """Keeps values, and forgets others for them."""
-        if key not in self._entries:
-            self._bytes += values.nbytes + self.OVERHEAD
-        self._entries[key] = values
-        while self._bytes > self._max_bytes:
-            _, dropped = self._entries.popitem(last=False)
-            self._bytes -= dropped.nbytes + self.OVERHEAD
-
-
 def _only(batch: Batch, sequences: Tensor) -> Batch:
     """Some sequences of a batch, without its fields; those of an example stay together, as they may begin alike."""
     ones = torch.ones_like(batch.lengths)
     alone = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
     sizes = segment_ids(batch.group_sizes)[sequences].bincount(minlength=batch.num_examples)
     return replace(alone.select(sequences), group_sizes=sizes[sizes > 0])
-
-
-def _keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:
-    start = hashlib.blake2b(f"{identity}\0{temperature!r}\0".encode(), digest_size=16)
-    parts = [_cut(batch.input_ids, batch.lengths), _cut(batch.scored, batch.lengths)]
-    if batch.target_tokens is not None:
-        parts.append(_cut(batch.target_tokens, batch.row_lengths))
-    keys = []
-    for of_sequence in zip(*parts, strict=True):
-        state = start.copy()
-        for part in of_sequence:
-            state.update(len(part).to_bytes(8))
-            state.update(part.tobytes())
-        keys.append(state.digest())
-    return keys
-
-
-def _cut(values: Tensor, lengths: Tensor) -> list[npt.NDArray[Any]]:
-    return np.split(values.numpy(), lengths.cumsum(0)[:-1].numpy())
 
 
 def _check_fits(reference: Reference, batch: Batch) -> None:

@@ -12,12 +12,13 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientAccumulator
-from gradwire_server.engine.host import ModelHost, generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.optimizer import Optimizer
 from gradwire_server.engine.policy import Policy, make_policy
 
 if TYPE_CHECKING:
-    from gradwire_server.engine.forward import KeptScores
+    from gradwire_server.engine.kept_scores import KeptScores
 
 
 _EMA_VERSIONS = itertools.count()

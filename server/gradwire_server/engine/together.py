@@ -12,12 +12,14 @@ from gradwire_losses.batch import Batch, sent
 from torch import Tensor
 
 from gradwire_server.engine.accumulate import GradientCollector, Key
-from gradwire_server.engine.evaluate import LossEvaluation, Training
+from gradwire_server.engine.evaluation import LossEvaluation
 from gradwire_server.engine.failures import is_fatal
-from gradwire_server.engine.forward import Reading, assemble, to_backward
+from gradwire_server.engine.forward import Reading, assemble
 from gradwire_server.engine.grouped_lora import Span
+from gradwire_server.engine.kept_scores import to_backward
 from gradwire_server.engine.packing import Packing, arrange
 from gradwire_server.engine.policy import LoraPolicy
+from gradwire_server.engine.training import Training
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
 def forward_backward_together(
     trainings: Sequence[Training], run_rngs: Sequence[Callable[[], AbstractContextManager[None]]]
 ) -> list[LossEvaluation | None]:
-    """What :func:`.evaluate.forward_backward` does, for several runs with one forward and one backward of the trunk.
+    """What :func:`.training.forward_backward` does, for several runs with one forward and one backward of the trunk.
 
     Args:
         trainings: of policies that :func:`can_go_together`, each scoring something, that :func:`fits`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
-from gradwire_server.engine.host import HostedModel
+from gradwire_server.engine.hosted import HostedModel
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.tokenizers import TextTokenizer
 from gradwire_server.sampling.base import Samples, SamplingParams

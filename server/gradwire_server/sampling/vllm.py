@@ -29,7 +29,8 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.exports import save_adapter
 from gradwire_server.engine.failures import is_fatal
-from gradwire_server.engine.host import ModelHost, preserved_rng
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.policy import LoraPolicy, Policy
 from gradwire_server.engine.tokenizers import TextTokenizer
 from gradwire_server.sampling.base import SamplingParams

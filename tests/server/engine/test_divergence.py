@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.hosted import OutputHead
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

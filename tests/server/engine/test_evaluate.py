@@ -14,19 +14,13 @@ from gradwire_losses.outputs import LossOutput, Term
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import (
-    LossEvaluation,
-    Reference,
-    Training,
-    custom_backward,
-    forward,
-    forward_backward,
-    kept_forward,
-)
+from gradwire_server.engine.evaluate import Reference, custom_backward, forward, kept_forward
+from gradwire_server.engine.evaluation import LossEvaluation
 from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.training import Training, forward_backward
 
 load_builtin_losses()
 CORE = {

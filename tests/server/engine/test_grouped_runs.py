@@ -17,7 +17,7 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import grouped_runs, operations, together
+from gradwire_server.engine import grouped_runs, loss_operations, together
 from gradwire_server.engine.grouped_runs import GroupedRuns
 from gradwire_server.engine.loop import Request
 from support.engine import Columns, LocalEngine, Result, token_rows
@@ -162,7 +162,7 @@ def test_a_loss_with_two_units_takes_two_backward_passes(engines: Engines) -> No
         return replace(output, terms=output.terms | {"more": more})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "get_loss", lambda name: replace(plain, function=two_units))
+        patch.setattr(loss_operations, "get_loss", lambda name: replace(plain, function=two_units))
         alone, grouped = engines.ask_alone(work), engines.ask_together(work)
     for run_id in work:
         assert_same(grouped[run_id], alone[run_id])

@@ -11,8 +11,7 @@ import pytest
 import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.forward import ActivationMeter
-from gradwire_server.engine.memory import MOST, Memory, _group_limits, machine_memory, token_bytes
+from gradwire_server.engine.memory import MOST, ActivationMeter, Memory, _group_limits, machine_memory, token_bytes
 from gradwire_server.engine.policy import Policy
 from support.engine import LocalEngine, token_rows
 

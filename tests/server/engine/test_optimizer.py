@@ -12,9 +12,9 @@ from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.accumulate import GradientAccumulator
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import Training, forward_backward
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.training import Training, forward_backward
 
 
 def settings(**changes: Any) -> OptimStep:

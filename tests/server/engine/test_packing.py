@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from gradwire_server.engine import attention
-from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import HostedModel
 from gradwire_server.engine.packing import MIN_SAVED, Layout, Packing, arrange, lay_out, shared_lengths
 from gradwire_server.engine.policy import Policy
 from torch import Tensor
@@ -107,7 +108,7 @@ def test_segments_one_by_one_are_the_blocks(load: Load, monkeypatch: pytest.Monk
     hosted = load()
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     blocks = states_and_gradients(hosted, Packing.SHARED, *inputs)
-    monkeypatch.setattr(attention._Blocks, "apply", lambda *args: attention._one_by_one(*args, None, 0.0))
+    monkeypatch.setattr(attention, "in_blocks", lambda *args: attention.one_by_one(*args, None, 0.0))
     for key, values in states_and_gradients(hosted, Packing.SHARED, *inputs).items():
         torch.testing.assert_close(values, blocks[key], atol=1e-5 * values.abs().max().item(), rtol=0)
 

@@ -12,11 +12,11 @@ from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import Training, forward_backward
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.training import Training, forward_backward
 from transformers import AutoModelForCausalLM
 
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, max_grad_norm=1.0)

@@ -10,10 +10,12 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import Training, forward, forward_backward, kept_forward
-from gradwire_server.engine.forward import Teacher, score_batch
+from gradwire_server.engine.evaluate import forward, kept_forward
+from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
+from gradwire_server.engine.scores import Teacher
+from gradwire_server.engine.training import Training, forward_backward
 
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
 SMALL = Budget(microbatch_tokens=9, activation_bytes=0, logits_elements=3 * 64)

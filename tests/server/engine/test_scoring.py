@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gradwire_server.engine.host import OutputHead
+from gradwire_server.engine.hosted import OutputHead
 from gradwire_server.engine.scoring import score_tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

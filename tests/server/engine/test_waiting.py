@@ -13,13 +13,15 @@ import pytest
 import torch
 from gradwire_losses.registry import all_losses, get_loss
 from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine import evaluate
+from gradwire_server.engine import evaluation
 from gradwire_server.engine.accumulate import GradientAccumulator
 from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.heads import make_head
-from gradwire_server.engine.host import HostedModel, ModelHost
+from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.hosted import HostedModel
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import FullPolicy, Policy
+from gradwire_server.engine.training import Training, forward_backward
 
 META = torch.device("meta")
 BUDGETS = {
@@ -61,8 +63,8 @@ def test_a_loss_waits_for_its_figures_only(
     head = loss.head or ("value" if "values" in loss.optional_scores else "")
     policy = FullPolicy(hosted, head=make_head(RunConfig(head=head, num_labels=64), hosted.facts.hidden_size, META))
     base = Policy(frozen)
-    monkeypatch.setattr(evaluate, "settled", settled)
-    training = evaluate.Training(
+    monkeypatch.setattr(evaluation, "settled", settled)
+    training = Training(
         policy,
         batches.batch(loss),
         loss,
@@ -73,4 +75,4 @@ def test_a_loss_waits_for_its_figures_only(
         budget=BUDGETS[budget],
     )
     with pytest.raises(Asked):
-        evaluate.forward_backward(training)
+        forward_backward(training)

@@ -2,7 +2,7 @@
 
 One name, two forms of batch. With ``behavior_log_probs`` fields are token-aligned and the loss is a mean. With
 ``target_tokens`` the batch is in Tinker's convention (see ``tinker.py``): ``logprobs`` and ``advantages`` belong to
-predictions, and the loss is the plain sum that Tinker documents.
+predictions, and the loss is the plain sum that Tinker documents, unless the caller gives a ``reduction``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROW_TOKE
 from gradwire_losses.kl import KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Term
 from gradwire_losses.policy import probability_ratio
-from gradwire_losses.reduction import ReductionConfig, reduced
+from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 from gradwire_losses.tinker import MASK, TARGET_TOKENS, written
 
 
 class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
-    """Arguments of ``importance_sampling``; ``reduction`` is for ``behavior_log_probs [rows, tokens]``."""
+    """Arguments of ``importance_sampling``."""
 
+    reduction: Reduction = Field(
+        "token_mean",
+        description="how tokens are averaged; with target_tokens and none given, the sum. With behavior_log_probs "
+        "[rows] there is one ratio a row and none to give",
+    )
     beta: float = Field(
         0.1, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
     )
@@ -67,6 +72,19 @@ def _token_advantages(batch: Batch) -> Tensor:
     return batch.per_token("rewards")
 
 
+def _predictions(batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor, ImportanceSamplingConfig]:
+    """In Tinker's convention: which of ``[T]`` count, how many a row has, and the arguments, a sum by default."""
+    there = written(batch)
+    if "reduction" not in config.model_fields_set:
+        config = config.model_copy(update={"reduction": "sum"})
+    return there, segment_sum(there.long(), batch.row_lengths), config
+
+
+def _loss_sum(weighted: Tensor, kl: Tensor | None, config: ImportanceSamplingConfig) -> Sum:
+    whole = weighted if kl is None else weighted + config.beta * kl
+    return Sum(whole.detach().double().sum())
+
+
 def _sequence_advantages(batch: Batch) -> Tensor:
     """``[S]``: the batch's advantages or rewards; those of tokens added up."""
     name = "advantages" if "advantages" in batch.fields else "rewards"
@@ -102,7 +120,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "clipped_fraction": "share of ratios above clip_ratio: they give no gradient",
         "kl_divergence": "mean KL of a token to the reference (nats); NaN with no reference",
         "advantage_mean": "mean advantage of a token or row",
-        "loss:sum": "with target_tokens: the loss; NaN without",
+        "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
     "documentation",
@@ -119,7 +137,8 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     row being the sum over its tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no
     baseline is subtracted.
 
-    With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``.
+    With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``; with a
+    ``reduction``, what it says.
 
     Raises:
         BatchError: when the batch has neither ``rewards`` nor ``advantages``, or both; when it has no
@@ -136,37 +155,36 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     lengths, logprobs = batch.row_lengths, scores.logprobs
     reference = reference_logprobs(batch, scores)
     kl = None if reference is None else kl_estimate(logprobs, reference, config.kl_estimator)
-    if batch.levels[behavior] == "token":
-        ratio = probability_ratio(logprobs, batch[behavior])
-        advantages, unit = _token_advantages(batch), "tokens"
+    bound = math.inf if tinker else 10.0
+    bound = bound if config.clip_ratio is None else config.clip_ratio
+    by_token = batch.levels[behavior] == "token"
+    if tinker:
+        there, lengths, config = _predictions(batch, config)
+        ratio = select(probability_ratio(logprobs, batch[behavior]), there)
+        advantages, kl = select(batch["advantages"], there), None if kl is None else select(kl, there)
+    elif by_token:
+        ratio, advantages = probability_ratio(logprobs, batch[behavior]), _token_advantages(batch)
     else:
         there = lengths > 0
         ratio = select(probability_ratio(segment_sum(logprobs, lengths), batch[behavior]), there)
-        advantages, unit = select(_sequence_advantages(batch), there), "sequences"
-    bound = math.inf if tinker else 10.0
-    bound = bound if config.clip_ratio is None else config.clip_ratio
+        advantages = select(_sequence_advantages(batch), there)
     weighted = -(ratio.clamp(max=bound) * advantages)
-    if unit == "tokens" and not tinker:
+    if by_token:
         policy = reduced(weighted, lengths, config)
         penalty = None if kl is None else reduced(kl, lengths, config)
     else:
         if config.reduction != "token_mean":
             raise BatchError(
-                f"reduction {config.reduction!r} is for behavior_log_probs [rows, tokens]: with one ratio a row the "
-                "loss is a mean over rows, and with target_tokens a sum",
+                f"reduction {config.reduction!r} is for ratios of tokens: with one ratio a row the loss is a mean over "
+                "rows. Leave reduction out, or give behavior_log_probs [rows, tokens]",
                 field="reduction",
-                rule="only with behavior_log_probs [rows, tokens]",
+                rule="only with behavior_log_probs [rows, tokens] or target_tokens",
             )
-        count, unit = (1, "sum") if tinker else (len(ratio), unit)
-        policy = Term(weighted.sum(), count, unit)
-        penalty = None if kl is None else Term(kl.sum(), count, unit)
+        policy = Term(weighted.sum(), len(ratio), "sequences")
+        penalty = None if kl is None else Term(kl.sum(), len(ratio), "sequences")
     terms = {"policy": policy}
     if config.beta and penalty is not None:
         terms["kl"] = penalty.scaled(config.beta)
-    if tinker:
-        there = written(batch)
-        ratio, advantages = select(ratio, there), select(advantages, there)
-        kl = None if kl is None else select(kl, there)
     metrics: dict[str, Metric] = {
         "policy_loss": policy.metric(),
         "is_ratio_mean": Mean.of(ratio),
@@ -175,6 +193,6 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "clipped_fraction": Mean.of(ratio > bound),
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
-        "loss:sum": Sum(sum(term.sum.detach().double() for term in terms.values())) if tinker else Mean(0.0, 0),
+        "loss:sum": _loss_sum(weighted, kl, config) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

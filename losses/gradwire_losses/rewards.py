@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire_losses.batch import Batch, BatchError, Scores, beside, pad, segment_ids, select
 from gradwire_losses.fields import GROUP_FIELDS, INPUT_IDS, ROW_TOKENS, row_field, sample_field
 from gradwire_losses.outputs import Correlation, LossOutput, Mean, Std, Sum, Term
+from gradwire_losses.reduction import ReductionConfig, reduced
 from gradwire_losses.registry import LossConfig, register_loss
 
 
@@ -181,8 +182,13 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
     )
 
 
+class ProcessRewardConfig(ReductionConfig):
+    """Arguments of ``process_reward``; the tokens that ``reduction`` speaks of are the labelled ones, one a step."""
+
+
 @register_loss(
     "process_reward",
+    config=ProcessRewardConfig,
     fields=(
         INPUT_IDS,
         row_field(
@@ -205,8 +211,10 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
     streams=True,
     head="reward",
 )
-def process_reward(batch: Batch, scores: Scores, config: LossConfig) -> LossOutput:
-    """A verdict on each step of a solution, read by the reward head at the step's last token; a mean over steps.
+def process_reward(batch: Batch, scores: Scores, config: ProcessRewardConfig) -> LossOutput:
+    """A verdict on each step of a solution, read by the reward head at the step's last token.
+
+    A mean over steps, or what ``reduction`` says.
 
     Raises:
         BatchError: for a label below 0 or above 1 that is not -100.
@@ -226,7 +234,7 @@ def process_reward(batch: Batch, scores: Scores, config: LossConfig) -> LossOutp
     right = (logits > 0) == (labels > 0.5)
     rows, _ = pad(right, batch.row_lengths, fill=True)
     return LossOutput(
-        {"steps": Term(losses.sum(), len(losses), "tokens")},
+        {"steps": reduced(losses, batch.row_lengths, config)},
         {
             "step_accuracy": Mean.of(right),
             "row_accuracy": Mean.of(select(rows.all(dim=1), batch.row_lengths > 0)),

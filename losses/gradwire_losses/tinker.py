@@ -1,11 +1,11 @@
-"""Losses in Tinker's convention: plain sums, and nothing is shifted.
+"""Losses in Tinker's convention: plain sums unless ``reduction`` says otherwise, and nothing is shifted.
 
 Entry t of every field is about the prediction made after reading ``input_ids[..t]``: ``target_tokens`` says what is
 predicted there, ``weights`` or ``advantages`` what it counts. A sum is not averaged: the calls of one accumulation add
 up, and who wants a mean divides the weights. ``importance_sampling`` takes this form too.
 
 A prompt's predictions are masked, or have advantage 0 and, as nobody sampled them, 0 in place of a log-probability:
-such entries are placeholders, which add nothing to a sum, and no metric and no row's ratio counts them.
+such entries are placeholders, which add nothing to a sum, and no mean, no metric and no row's ratio counts them.
 
 ``T`` predictions, ``K`` candidates at each, ``S`` rows. Names, fields and defaults: Tinker's documentation, "Losses".
 """
@@ -23,6 +23,7 @@ from gradwire_losses.fields import INPUT_IDS, ROW_TOKENS, row_field
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Sum, Term
 from gradwire_losses.policy import clipped_surrogate, own_gradient_ratio, probability_ratio, weighted_surrogate
+from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.registry import FieldSpec, ScoreName, TemperatureConfig, register_loss
 
 CANDIDATES = "[rows, tokens, candidates]"
@@ -45,7 +46,7 @@ LOGPROBS = row_field(
 ADVANTAGES = row_field("advantages", ROW_TOKENS, "Advantage of each target; 0 where it is a prompt's.", required=True)
 POLICY_FIELDS = (INPUT_IDS, TARGET_TOKENS, LOGPROBS, ADVANTAGES, MASK)
 POLICY_METRICS = {
-    "loss:sum": "the loss",
+    "loss:sum": "the sum over predictions, whatever reduction says",
     "ratio_mean": "mean over predictions of the policy's probability over that of logprobs",
     "ratio_max": "largest ratio",
     "clip_fraction": "share of predictions whose ratio is clipped",
@@ -53,8 +54,14 @@ POLICY_METRICS = {
 }
 
 
-class CrossEntropyConfig(TemperatureConfig):
-    """Arguments of ``cross_entropy``."""
+class SumConfig(TemperatureConfig, ReductionConfig):
+    """Arguments of every loss of this file."""
+
+    reduction: Reduction = Field("sum", description="as Tinker has it: not averaged. Means are over predictions")
+
+
+class CrossEntropyConfig(SumConfig):
+    """Arguments of ``cross_entropy``; a mean is over the predictions that have a target of non-zero weight."""
 
 
 def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -80,7 +87,7 @@ def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -
     ),
     scores=_cross_entropy_scores,
     metrics={
-        "loss:sum": "the loss",
+        "loss:sum": POLICY_METRICS["loss:sum"],
         "nll": "mean negative log-likelihood of a target, by weight (nats)",
         "num_tokens": "targets of non-zero weight",
     },
@@ -105,19 +112,27 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
         raise BatchError(
             f"weights has {have} where target_tokens has {want}", field="weights", rule="the shape of target_tokens"
         )
-    counted = (batch.host["weights"] != 0).flatten()
+    counted = batch.host["weights"] != 0
     # A target of no weight may have no probability either.
-    losses = -select(weights.flatten(), counted) * select(logprobs.flatten(), counted)
-    term = Term(losses.sum(), 1, "sum")
+    losses = torch.where(beside(counted, logprobs), -weights * logprobs, 0.0)
+    if losses.ndim == 2:
+        losses, there = losses.sum(dim=1), counted.any(dim=1)
+    else:
+        there = counted
     total = losses.detach().double().sum()
     return LossOutput(
-        {"cross_entropy": term},
+        {"cross_entropy": _over(there, losses, batch, config)},
         {
-            "loss:sum": term.metric(),
+            "loss:sum": Sum(total),
             "nll": Mean(total, weights.double().sum()),
             "num_tokens": Sum(int(counted.sum())),
         },
     )
+
+
+def _over(there: Tensor, losses: Tensor, batch: Batch, config: ReductionConfig) -> Term:
+    """``[T] bool on the host, [T]`` -> the term of the predictions that are there."""
+    return reduced(select(losses, there), segment_sum(there.long(), batch.row_lengths), config)
 
 
 def written(batch: Batch) -> Tensor:
@@ -125,20 +140,22 @@ def written(batch: Batch) -> Tensor:
     return (batch.host["advantages"] != 0) | (batch.host["logprobs"] != 0)
 
 
-def plain_sum(batch: Batch, scores: Scores, losses: Tensor, ratio: Tensor, clipped: Tensor) -> LossOutput:
-    """The sum as a loss, and the metrics of this file's policy losses. ``losses``, ``ratio``, ``clipped``: ``[T]``."""
-    term, there = Term(losses.sum(), 1, "sum"), written(batch)
+def _policy_output(
+    batch: Batch, scores: Scores, config: SumConfig, losses: Tensor, ratio: Tensor, clipped: Tensor
+) -> LossOutput:
+    """The term and the metrics of this file's policy losses. ``losses``, ``ratio``, ``clipped``: ``[T]``."""
+    there = written(batch)
     metrics: dict[str, Metric] = {
-        "loss:sum": term.metric(),
+        "loss:sum": Sum(select(losses, there).detach().double().sum()),
         "ratio_mean": Mean.of(select(ratio, there)),
         "ratio_max": Max.of(select(ratio, there)),
         "clip_fraction": Mean.of(select(clipped, there)),
         "approx_kl": Mean.of(select(kl_estimate(batch["logprobs"], scores.logprobs, "k3"), there)),
     }
-    return LossOutput({"policy": term}, metrics)
+    return LossOutput({"policy": _over(there, losses, batch, config)}, metrics)
 
 
-class ClipConfig(TemperatureConfig):
+class ClipConfig(SumConfig):
     """Arguments of ``ppo``."""
 
     clip_low_threshold: float = Field(0.8, ge=0, description="the ratio counts at least so (itself, not its distance)")
@@ -168,7 +185,7 @@ def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
     losses, clipped = clipped_surrogate(
         ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(batch, scores, losses, ratio, clipped)
+    return _policy_output(batch, scores, config, losses, ratio, clipped)
 
 
 class CISPOConfig(ClipConfig):
@@ -198,10 +215,10 @@ def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
     losses, clipped = weighted_surrogate(
         ratio, scores.logprobs, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(batch, scores, losses, ratio, clipped)
+    return _policy_output(batch, scores, config, losses, ratio, clipped)
 
 
-class DROConfig(TemperatureConfig):
+class DROConfig(SumConfig):
     """Arguments of ``dro``."""
 
     beta: float = Field(0.05, gt=0, description="weight of the squared log-ratio, which holds the policy back")
@@ -222,9 +239,8 @@ def dro(batch: Batch, scores: Scores, config: DROConfig) -> LossOutput:
     old = batch["logprobs"]
     log_ratio = scores.logprobs - old
     losses = -(batch["advantages"] * scores.logprobs - 0.5 * config.beta * log_ratio.square())
-    losses = torch.where(beside(written(batch), losses), losses, 0.0)
     ratio = probability_ratio(scores.logprobs, old)
-    return plain_sum(batch, scores, losses, ratio, torch.zeros_like(ratio))
+    return _policy_output(batch, scores, config, losses, ratio, torch.zeros_like(ratio))
 
 
 class GSPOConfig(ClipConfig):
@@ -269,4 +285,4 @@ def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
     losses, clipped = clipped_surrogate(
         ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
     )
-    return plain_sum(batch, scores, losses, ratio, clipped)
+    return _policy_output(batch, scores, config, losses, ratio, clipped)

@@ -96,6 +96,12 @@ def case(loss: str, build: Any, reference: Any, label: str = "", gradcheck: bool
 
 
 RL = ("logprobs", "advantages")
+WAYS: list[dict[str, Any]] = [
+    {"reduction": "token_mean"},
+    {"reduction": "sequence_mean"},
+    {"reduction": "sequence_mean_token_sum"},
+    {"reduction": "fixed", "reduction_divisor": 7.0},
+]
 
 CASES = [
     case("cross_entropy", lambda r: predictions(r, "weights"), plain.cross_entropy),
@@ -117,6 +123,22 @@ CASES = [
         gradcheck=False,
         clip_low_threshold=0.5,
         clip_high_threshold=2.0,
+    ),
+    *(
+        case(
+            loss, lambda r, f=fields, k=candidates: predictions(r, *f, candidates=k), reference, way["reduction"], **way
+        )
+        for loss, fields, candidates, reference in (
+            ("cross_entropy", ("weights",), 3, plain.cross_entropy),
+            ("importance_sampling", RL, 0, plain.importance_sum),
+            ("ppo", RL, 0, plain.tinker_policy("ppo")),
+            ("dro", RL, 0, plain.tinker_policy("dro")),
+        )
+        for way in WAYS
+    ),
+    *(
+        case(loss, lambda r: predictions(r, *RL), plain.tinker_policy(loss), "means", gradcheck=False, **WAYS[1])
+        for loss in ("cispo", "gspo")
     ),
     case("reinforce", lambda r: trajectories(r), plain.reinforce),
     case(
@@ -311,6 +333,8 @@ def test_a_prompts_placeholders_are_as_good_as_a_mask(loss: str, rng: np.random.
         "logprobs": [[0.0, 0.0, -1.0, -2.0]],
         "advantages": [[0.0, 0.0, 1.0, 2.0]],
     }
+    if loss == "importance_sampling":
+        columns["ref_log_probs"] = [[-9.0, -9.0, -1.0, -1.5]]
     drawn = case(loss, lambda _: columns, None).draw(rng)
     placeholders, found = drawn.output(), gradient(drawn)
     masked = drawn.output(

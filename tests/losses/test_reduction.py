@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
-from gradwire_losses import classification, importance_sampling  # noqa: F401  (registers them)
 from gradwire_losses.batch import Batch, BatchError, Scores
-from gradwire_losses.registry import get_loss
+from gradwire_losses.reduction import Reduction
+from gradwire_losses.registry import all_losses, get_loss, load_builtin_losses
 from torch import Tensor
+
+load_builtin_losses()
+
+OF_SEQUENCES = {
+    "bco", "cpo", "dpo", "kto", "orpo", "plackett_luce", "reward_modeling", "score_regression",
+    "sequence_classification", "simpo",
+}  # fmt: skip
 
 WAYS = {
     "token_mean": lambda x: sum(x) / 5,
@@ -27,6 +36,15 @@ def batch(fields: dict[str, Tensor], level: str = "token") -> Batch:
 
 def kwargs(way: str) -> dict[str, object]:
     return {"reduction": way} | ({"reduction_divisor": 4} if way == "fixed" else {})
+
+
+def test_every_loss_of_tokens_takes_every_reduction() -> None:
+    assert set(get_args(Reduction)) == set(WAYS)
+    taking = {loss.name for loss in all_losses() if "reduction" in loss.config.model_fields}
+    assert {loss.name for loss in all_losses()} - taking == OF_SEQUENCES
+    for name in taking:
+        for way in WAYS:
+            get_loss(name).config(**kwargs(way))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -71,6 +71,8 @@ CASES = [
     case("plackett_luce", lambda r: rankings(r, ranks=True), plain.plackett_luce, "top", top_k=2),
     case("process_reward", steps, plain.process_reward),
     case("process_reward", lambda r: steps(r, soft=True), plain.process_reward, "soft"),
+    case("process_reward", steps, plain.process_reward, "rows", reduction="sequence_mean"),
+    case("process_reward", steps, plain.process_reward, "fixed", reduction="fixed", reduction_divisor=3.0),
     case("sequence_classification", classes, plain.sequence_classification),
     case(
         "sequence_classification",

@@ -31,27 +31,32 @@ def reference_of(row: SimpleNamespace) -> list[float] | None:
     return found
 
 
-# ------------------------------------------------------------------ Tinker's convention: plain sums
+# ------------------------------------------------------------------ Tinker's convention
 
 
 def cross_entropy(examples: Examples, config: Any) -> Result:
-    total, weight, counted = 0.0, 0.0, 0
+    losses: list[list[float]] = []
+    weight, counted = 0.0, 0
     for [row] in examples:
+        losses.append([])
         for t in range(row.n):
             many = hasattr(row, "score_candidate_logprobs")
             logprobs = row.score_candidate_logprobs[t] if many else [row.score_logprobs[t]]
-            for w, lp in zip(row.weights[t] if many else [row.weights[t]], logprobs, strict=True):
-                if w:
-                    total -= w * lp
-                    weight += w
-                    counted += 1
-    return total, {"loss:sum": total, "nll": total / weight if weight else math.nan, "num_tokens": counted}
+            weights = row.weights[t] if many else [row.weights[t]]
+            if any(weights):
+                losses[-1].append(-math.fsum(w * lp for w, lp in zip(weights, logprobs, strict=True) if w))
+            weight += math.fsum(weights)
+            counted += sum(w != 0 for w in weights)
+    total = math.fsum(loss for row in losses for loss in row)
+    metrics = {"loss:sum": total, "nll": total / weight if weight else math.nan, "num_tokens": counted}
+    return reduce(losses, config), metrics
 
 
 def tinker_policy(name: str) -> Any:
     def reference(examples: Examples, config: Any) -> Result:
-        total, ratios, clips, kls = 0.0, [], [], []
+        losses, ratios, clips, kls = [], [], [], []
         for [row] in examples:
+            losses.append([])
             differences = [lp - old for lp, old in zip(row.score_logprobs, row.logprobs, strict=True)]
             counted = [bool(m) for m in getattr(row, "sequence_ratio_mask", [1] * row.n)]
             inside = [d for d, m in zip(differences, counted, strict=True) if m]
@@ -62,18 +67,18 @@ def tinker_policy(name: str) -> Any:
                 ratios.append(r)
                 kls.append(math.exp(differences[t]) - 1 - differences[t])
                 if name == "dro":
-                    total -= lp * a - config.beta / 2 * differences[t] ** 2
+                    losses[-1].append(config.beta / 2 * differences[t] ** 2 - lp * a)
                     clips.append(0.0)
                 elif name == "cispo":
                     bounded = clip(r, config.clip_low_threshold, config.clip_high_threshold)
-                    total -= bounded * a * lp
+                    losses[-1].append(-bounded * a * lp)
                     clips.append(float(bounded != r))
                 else:
                     loss, active = surrogate(r, a, config.clip_low_threshold, config.clip_high_threshold, None)
-                    total += loss
+                    losses[-1].append(loss)
                     clips.append(float(active))
-        return total, {
-            "loss:sum": total,
+        return reduce(losses, config), {
+            "loss:sum": math.fsum(loss for row in losses for loss in row),
             "ratio_mean": mean(ratios),
             "ratio_max": max(ratios),
             "clip_fraction": mean(clips),
@@ -84,16 +89,19 @@ def tinker_policy(name: str) -> Any:
 
 
 def importance_sum(examples: Examples, config: Any) -> Result:
+    """The plain sum where the call says nothing of a reduction."""
     bound = math.inf if config.clip_ratio is None else config.clip_ratio
-    pairs = [
-        (math.exp(lp - old), a)
+    rows = [
+        [(math.exp(lp - old), a) for lp, old, a in zip(row.score_logprobs, row.logprobs, row.advantages, strict=True)]
         for [row] in examples
-        for lp, old, a in zip(row.score_logprobs, row.logprobs, row.advantages, strict=True)
     ]
-    total = -math.fsum(min(r, bound) * a for r, a in pairs)
+    losses = [[-min(r, bound) * a for r, a in row] for row in rows]
+    pairs = [pair for row in rows for pair in row]
     ratios = [r for r, _ in pairs]
-    return total, {
-        "policy_loss": total,
+    total = math.fsum(loss for row in losses for loss in row)
+    loss = reduce(losses, config) if "reduction" in config.model_fields_set else total
+    return loss, {
+        "policy_loss": loss,
         "loss:sum": total,
         "is_ratio_mean": mean(ratios),
         "is_ratio_max": max(ratios),

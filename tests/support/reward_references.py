@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from support.loss_references import Examples, Result, log_sigmoid, mean, std
+from support.loss_references import Examples, Result, log_sigmoid, mean, reduce, std
 
 
 def score_regression(examples: Examples, config: Any) -> Result:
@@ -63,19 +63,20 @@ def plackett_luce(examples: Examples, config: Any) -> Result:
 def process_reward(examples: Examples, config: Any) -> Result:
     losses, right, rows, probabilities = [], [], [], []
     for [row] in examples:
-        verdicts = []
+        verdicts: list[bool] = []
+        losses.append([])
         for y, z in zip(row.step_labels, row.score_token_rewards, strict=True):
-            losses.append(-y * log_sigmoid(z) - (1 - y) * log_sigmoid(-z))
+            losses[-1].append(-y * log_sigmoid(z) - (1 - y) * log_sigmoid(-z))
             verdicts.append((z > 0) == (y > 0.5))
             probabilities.append(math.exp(log_sigmoid(z)))
         right += [float(verdict) for verdict in verdicts]
         if verdicts:
             rows.append(float(all(verdicts)))
-    return mean(losses), {
+    return reduce(losses, config), {
         "step_accuracy": mean(right),
         "row_accuracy": mean(rows),
         "step_probability": mean(probabilities),
-        "num_steps": len(losses),
+        "num_steps": sum(map(len, losses)),
     }
 
 

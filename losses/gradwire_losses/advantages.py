@@ -1,4 +1,6 @@
-"""Advantage estimators: pure functions of rewards and values, without gradient.
+"""Advantage estimators in torch: pure functions of rewards and values, without gradient.
+
+Their twins in numpy, for the client, are ``gradwire.rl.advantages``, with the same names and meaning.
 
 Ragged throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number
 a sequence, cut into groups by ``group_sizes [B]``. Lengths and sizes are on the host.
@@ -13,8 +15,6 @@ from gradwire_losses.batch import beside, pad, segment_ids, segment_mean, segmen
 
 GROUP_STD_FLOOR = 1e-4
 WHITEN_FLOOR = 1e-8
-
-
 BLOCK = 128
 
 
@@ -44,6 +44,7 @@ def gae(
     gamma: float = 0.99,
     gae_lambda: float = 0.95,
     bootstrap_values: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
@@ -55,10 +56,25 @@ def gae(
         gae_lambda: 1 gives discounted returns less values, 0 one-step errors.
         bootstrap_values: ``[S]``, the value of the state after each sequence's last token, for sequences that were
             cut off (truncated). By default 0: the end is terminal.
+        mask: ``[T]`` bool, on the host; False for tokens that the policy did not write (observations, tool results).
+            Time does not pass at them: the step after the last token before one is the first token after it. Their
+            rewards and values are ignored, their advantage and return are 0. A batch of the server has none of them.
 
     Returns:
         Advantages and returns (advantages + values), both ``[T]``.
     """
+    if mask is not None:
+        found = gae(
+            select(rewards, mask),
+            select(values, mask),
+            segment_sum(mask.long(), row_lengths),
+            gamma=gamma,
+            gae_lambda=gae_lambda,
+            bootstrap_values=bootstrap_values,
+        )
+        index = beside(mask.nonzero().squeeze(1), values)
+        advantages, returns = (torch.zeros_like(values).index_copy(0, index, part) for part in found)
+        return advantages, returns
     reward_rows, mask = pad(rewards, row_lengths)
     value_rows, _ = pad(values, row_lengths)
     next_values = torch.cat([value_rows[:, 1:], torch.zeros_like(value_rows[:, :1])], dim=1)
@@ -202,6 +218,45 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor
     The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
     """
     return whiten(spread(group_advantages(rewards, group_sizes, scale=False), row_lengths))
+
+
+def gigpo_states(group_sizes: Tensor, step_counts: Tensor, anchor_ids: Tensor) -> Tensor:
+    """``[B], [S], [M] int64 -> [M] int64``, all on the host: a number for each step's group and anchor state together.
+
+    Equal where both are, from 0 on without gaps.
+    """
+    groups = segment_ids(group_sizes)[segment_ids(step_counts)]
+    states: Tensor = torch.unique(torch.stack([groups, anchor_ids], dim=1), dim=0, return_inverse=True)[1]
+    return states
+
+
+def gigpo_advantages(
+    episode_rewards: Tensor,
+    group_sizes: Tensor,
+    step_rewards: Tensor,
+    step_counts: Tensor,
+    anchor_ids: Tensor,
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    scale: bool = True,
+) -> Tensor:
+    """``[M]``: ``A_E + omega A_S`` of each step (Feng et al. 2025, arXiv 2505.10978).
+
+    Args:
+        episode_rewards: ``[S]``, of each whole episode.
+        group_sizes: ``[B]``, episodes that started from one state.
+        step_rewards: ``[M]``, of all episodes' steps, one episode after the other.
+        step_counts: ``[S]``, steps of each episode.
+        anchor_ids: ``[M]`` int64, on the host: a number for the state that each step was taken in.
+        gamma: discount of a step.
+        omega: weight of the step level. A step alone in its group's state has none.
+        scale: divide both levels by their groups' standard deviations + 1e-4.
+    """
+    episode = group_advantages(episode_rewards, group_sizes, scale=scale)
+    returns = rewards_to_go(step_rewards, step_counts, gamma)
+    states = gigpo_states(group_sizes, step_counts, anchor_ids)
+    return spread(episode, step_counts) + omega * subgroup_advantages(returns, states, scale=scale)
 
 
 def subgroup_advantages(numbers: Tensor, keys: Tensor, *, scale: bool = True) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire_losses.advantages import at_last_token, group_advantages, rewards_to_go, subgroup_advantages
-from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, segment_sum, spread
+from gradwire_losses.advantages import at_last_token, gigpo_advantages, gigpo_states
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids, segment_sum
 from gradwire_losses.fields import GROUP_POLICY_FIELDS, SAMPLE_TOKENS, sample_field
 from gradwire_losses.grpo import GRPO_METRICS, GRPOConfig, group_objective, grpo_scores, reward_advantages
 from gradwire_losses.outputs import LossOutput, Mean
@@ -83,13 +83,12 @@ def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
             raise BatchError(
                 f"gigpo needs {name}, or advantages", field=name, rule="step_ids and anchor_ids, or advantages"
             )
-    scale = bool(config.scale_rewards)
-    advantages, alone = _advantages(batch, config, scale)
+    advantages, alone = _advantages(batch, config)
     output = group_objective(batch, scores, config, advantages, advantages)
     return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean.of(alone)})
 
 
-def _advantages(batch: Batch, config: GiGPOConfig, scale: bool) -> tuple[Tensor, Tensor]:
+def _advantages(batch: Batch, config: GiGPOConfig) -> tuple[Tensor, Tensor]:
     """``[T]`` advantages, and ``[M]`` bool, on the host, whether a step is alone in its state."""
     lengths, rewards = batch.row_lengths, batch["rewards"]
     episodes, steps = segment_ids(lengths), batch.host["step_ids"]
@@ -103,9 +102,16 @@ def _advantages(batch: Batch, config: GiGPOConfig, scale: bool) -> tuple[Tensor,
         step_rewards = segment_sum(batch["step_rewards"], step_lengths)
     else:
         step_rewards = at_last_token(rewards, step_counts)
-    returns = rewards_to_go(step_rewards, step_counts, config.gamma)
-    states = torch.stack([segment_ids(batch.group_sizes)[step_episodes], batch.host["anchor_ids"][begins]], dim=1)
-    _, keys, sizes = torch.unique(states, dim=0, return_inverse=True, return_counts=True)
-    episode = spread(group_advantages(rewards, batch.group_sizes, scale=scale), lengths)
-    step = subgroup_advantages(returns, keys, scale=scale)
-    return episode + config.step_weight * step[beside(step_of_token, step)], sizes[keys] == 1
+    anchors = batch.host["anchor_ids"][begins]
+    advantages = gigpo_advantages(
+        rewards,
+        batch.group_sizes,
+        step_rewards,
+        step_counts,
+        anchors,
+        gamma=config.gamma,
+        omega=config.step_weight,
+        scale=bool(config.scale_rewards),
+    )
+    states = gigpo_states(batch.group_sizes, step_counts, anchors)
+    return advantages[beside(step_of_token, advantages)], torch.bincount(states)[states] == 1

@@ -1,14 +1,120 @@
-"""Estimators that no loss uses by itself, against the sums of their papers. The others are tested with their losses,
-and all of them with their numpy twins in ``tests/client/rl/test_advantages.py``."""
+"""The estimators, in torch for the server and in numpy for the client, by one set of tests.
+
+Each is held to its paper's sum, written out in plain Python, or to numbers worked out by hand.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
+import gradwire_losses.advantages as in_torch
 import numpy as np
 import pytest
 import torch
-from gradwire_losses.advantages import BLOCK, discounted_sums, gae, vtrace
+from gradwire.rl import advantages as in_numpy
+from gradwire_losses.advantages import BLOCK, discounted_sums
+
+ESTIMATORS = [
+    "gae",
+    "vtrace",
+    "rewards_to_go",
+    "at_last_token",
+    "group_spread",
+    "group_advantages",
+    "subgroup_advantages",
+    "whiten",
+    "rloo_advantages",
+    "opo_advantages",
+    "remax_advantages",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "gigpo_advantages",
+]
+
+
+class Estimators:
+    """Those of one library, called with lists and giving numpy arrays."""
+
+    def __init__(self, library: str) -> None:
+        self._module = {"torch": in_torch, "numpy": in_numpy}[library]
+        self._torch = library == "torch"
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = {key: self._own(value) for key, value in kwargs.items()}
+            found = getattr(self._module, name)(*map(self._own, args), **given)
+            several = found if isinstance(found, tuple) else (found,)
+            arrays = tuple(each.numpy() if self._torch else each for each in several)
+            return arrays if isinstance(found, tuple) else arrays[0]
+
+        return call
+
+    def _own(self, value: Any) -> Any:
+        if isinstance(value, (bool, float, int)):
+            return value
+        array = np.asarray(value)
+        return torch.from_numpy(array) if self._torch else array
+
+
+@pytest.fixture(params=["torch", "numpy"])
+def estimators(request: pytest.FixtureRequest) -> Any:
+    return Estimators(request.param)
+
+
+def close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_each_is_there_in_both_with_the_same_arguments() -> None:
+    for name in ESTIMATORS:
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (in_torch, in_numpy))
+        assert [p.default for p in ours.values()] == [p.default for p in theirs.values()], name
+        renamed = {"anchor_states": "anchor_ids"}  # of numpy anything that can be told apart, of torch numbers
+        assert list(ours) == [renamed.get(p, p) for p in theirs], name
+
+
+# ------------------------------------------------------------------ with values
+
+
+def plain_gae(rewards: Any, values: Any, gamma: float, lam: float, end: float) -> list[float]:
+    following = [*values[1:], end][: len(values)]
+    errors = [r + gamma * v1 - v for r, v1, v in zip(rewards, following, values, strict=True)]
+    return [math.fsum((gamma * lam) ** (u - t) * errors[u] for u in range(t, len(errors))) for t in range(len(errors))]
+
+
+def test_gae_is_the_sum_of_the_paper(estimators: Any, rng: np.random.Generator) -> None:
+    lengths = [3, 0, int(rng.integers(1, 300)), 1]
+    rewards, values = rng.normal(size=(2, sum(lengths)))
+    ends, cuts = rng.normal(size=4), np.cumsum(lengths)[:-1]
+    advantages, returns = estimators.gae(rewards, values, lengths, gamma=0.9, gae_lambda=0.8, bootstrap_values=ends)
+    rows = zip(np.split(rewards, cuts), np.split(values, cuts), ends, strict=True)
+    close(advantages, [a for r, v, end in rows for a in plain_gae(r.tolist(), v.tolist(), 0.9, 0.8, end)])
+    close(returns, advantages + values)
+
+
+def test_a_truncated_end_has_a_value_and_a_terminated_one_has_none(estimators: Any) -> None:
+    rewards, values, lengths = [1.0, 1.0], [0.0, 0.0], [1, 1]
+    close(estimators.gae(rewards, values, lengths, gamma=0.5)[0], [1.0, 1.0])
+    close(estimators.gae(rewards, values, lengths, gamma=0.5, bootstrap_values=[0.0, 4.0])[0], [1.0, 3.0])
+
+
+def test_what_the_policy_did_not_write_is_passed_over_by_gae(estimators: Any) -> None:
+    """Time does not pass at an observation, whatever stands there: its NaNs reach nothing."""
+    nan = math.nan
+    ends = [0.5, 0.25]
+    masked = estimators.gae(
+        [1.0, nan, nan, 2.0, 3.0],
+        [0.5, nan, nan, 1.0, 4.0],
+        [4, 1],
+        mask=[True, False, False, True, True],
+        bootstrap_values=ends,
+    )
+    compact = estimators.gae([1.0, 2.0, 3.0], [0.5, 1.0, 4.0], [2, 1], bootstrap_values=ends)
+    for found, expected in zip(masked, compact, strict=True):
+        close(found[[0, 3, 4]], expected)
+        close(found[[1, 2]], [0.0, 0.0])
 
 
 def plain_targets(
@@ -27,47 +133,157 @@ def plain_targets(
     return targets
 
 
-def test_vtrace_is_the_sum_of_the_paper(rng: np.random.Generator) -> None:
+def test_vtrace_is_the_sum_of_the_paper(estimators: Any, rng: np.random.Generator) -> None:
     lengths = [3, 0, 5, 1]
-    ratios, rewards, values = (rng.gamma(2, 0.6, 9), rng.normal(size=9), rng.normal(size=9))
-    ends = rng.normal(size=4)
-    advantages, targets = vtrace(
-        torch.from_numpy(np.log(ratios)),
-        torch.zeros(9, dtype=torch.float64),
-        torch.from_numpy(rewards),
-        torch.from_numpy(values),
-        torch.tensor(lengths),
+    ratios, rewards, values, ends = rng.gamma(2, 0.6, 9), rng.normal(size=9), rng.normal(size=9), rng.normal(size=4)
+    advantages, targets = estimators.vtrace(
+        np.log(ratios),
+        np.zeros(9),
+        rewards,
+        values,
+        lengths,
         gamma=0.9,
         rho_clip=1.3,
         c_clip=0.8,
-        bootstrap_values=torch.from_numpy(ends),
+        bootstrap_values=ends,
     )
     expected, expected_advantages, start = [], [], 0
     for length, end in zip(lengths, ends.tolist(), strict=True):
-        part = slice(start, start + length)
-        own = [array[part].tolist() for array in (ratios, rewards, values)]
+        own = [array[start : start + length].tolist() for array in (ratios, rewards, values)]
         row = plain_targets(*own, 0.9, 1.3, 0.8, end)
         expected += row
         for t in range(length):
             following = row[t + 1] if t + 1 < length else end
             expected_advantages.append(min(1.3, own[0][t]) * (own[1][t] + 0.9 * following - own[2][t]))
         start += length
-    np.testing.assert_allclose(targets.numpy(), expected, rtol=1e-10)
-    np.testing.assert_allclose(advantages.numpy(), expected_advantages, rtol=1e-10)
+    close(targets, expected)
+    close(advantages, expected_advantages)
 
 
-def test_on_policy_vtrace_has_the_returns_for_targets() -> None:
-    zeros = torch.zeros(3, dtype=torch.float64)
-    rewards = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    values = torch.tensor([9.0, -3.0, 0.5], dtype=torch.float64)
-    _, targets = vtrace(zeros, zeros, rewards, values, torch.tensor([3]), gamma=0.5)
-    torch.testing.assert_close(targets, torch.tensor([3.0, 4.0, 4.0], dtype=torch.float64))
+def test_on_policy_vtrace_has_the_returns_for_targets(estimators: Any) -> None:
+    zeros = [0.0, 0.0, 0.0]
+    _, targets = estimators.vtrace(zeros, zeros, [1.0, 2.0, 4.0], [9.0, -3.0, 0.5], [3], gamma=0.5)
+    close(targets, [3.0, 4.0, 4.0])
 
 
-def test_distant_policies_stay_finite() -> None:
-    far = torch.tensor([0.0, -900.0])
-    advantages, targets = vtrace(far, far.flip(0), torch.ones(2), torch.ones(2), torch.tensor([2]))
-    assert torch.isfinite(advantages).all() and torch.isfinite(targets).all()
+def test_vtrace_of_distant_policies_stays_finite(estimators: Any) -> None:
+    advantages, targets = estimators.vtrace([0.0, -900.0], [-900.0, 0.0], [1.0, 1.0], [1.0, 1.0], [2])
+    assert np.isfinite(advantages).all() and np.isfinite(targets).all()
+
+
+# ------------------------------------------------------------------ with groups
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_groups_are_centred_and_if_asked_scaled(estimators: Any, scale: bool, rng: np.random.Generator) -> None:
+    rewards, sizes = rng.normal(size=9), [3, 1, 5]
+    expected = []
+    for group in np.split(rewards, [3, 4]):
+        std = group.std(ddof=1) if len(group) > 1 else 0.0
+        expected += ((group - group.mean()) / (std + 1e-4 if scale else 1.0)).tolist()
+    close(estimators.group_advantages(rewards, sizes, scale=scale), expected)
+
+
+def test_leaving_one_out_is_less_the_mean_of_the_others(estimators: Any) -> None:
+    close(estimators.rloo_advantages([1.0, 0.0, 2.0, 5.0], [3, 1]), [0.0, -1.5, 1.5, 0.0])
+
+
+def test_opo_weighs_by_length(estimators: Any) -> None:
+    """The baseline is (1 * 3 + 0 * 1) / 4."""
+    close(estimators.opo_advantages([1.0, 0.0], [3, 1], [2]), [0.25, -0.75])
+
+
+def test_remax_is_less_the_greedy_reward(estimators: Any) -> None:
+    close(estimators.remax_advantages([1.0, 0.0, 2.0], [1.0, 1.0, 0.5]), [0.0, -1.0, 1.5])
+
+
+@pytest.mark.parametrize("name", ["group", "group_unscaled", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_equal_rewards_give_exactly_zero_and_are_counted(estimators: Any, name: str) -> None:
+    """0.1 three times has a mean that is not 0.1 in floating point: the advantage is 0 all the same."""
+    rewards, sizes = [0.3, 0.1, 0.1, 0.1, 0.7, 0.7], [1, 3, 2]
+    found = {
+        "group": lambda: estimators.group_advantages(rewards, sizes),
+        "group_unscaled": lambda: estimators.group_advantages(rewards, sizes, scale=False),
+        "rloo": lambda: estimators.rloo_advantages(rewards, sizes),
+        "opo": lambda: estimators.opo_advantages(rewards, [2, 5, 1, 1, 3, 4], sizes),
+        "reinforce_plus_plus_baseline": lambda: estimators.reinforce_plus_plus_baseline_advantages(
+            rewards, sizes, [1] * 6
+        ),
+    }[name]()
+    np.testing.assert_array_equal(found, np.zeros(6))
+    mean, std, differ = estimators.group_spread([*rewards, 0.0, 1.0], [*sizes, 2])
+    assert differ.tolist() == [False, False, False, True]
+    np.testing.assert_array_equal(std[:3], 0.0)
+    close(mean, [0.3, 0.1, 0.7, 0.5])
+
+
+def test_reinforce_plus_plus_whitens_over_all_tokens(estimators: Any, rng: np.random.Generator) -> None:
+    rewards, lengths = rng.normal(size=10), [4, 6]
+    to_go = [
+        math.fsum(0.9**k * r for k, r in enumerate(row[t:])) for row in np.split(rewards, [4]) for t in range(len(row))
+    ]
+    close(estimators.rewards_to_go(rewards, lengths, 0.9), to_go)
+    whitened = (to_go - np.mean(to_go)) / np.sqrt(np.var(to_go, ddof=1) + 1e-8)
+    close(estimators.reinforce_plus_plus_advantages(rewards, lengths, gamma=0.9), whitened)
+    found = estimators.reinforce_plus_plus_baseline_advantages([1.0, 0.0, 3.0, 3.0], [2, 2], [1, 2, 1, 1])
+    centred = np.array([0.5, -0.5, -0.5, 0, 0])
+    close(found, (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8))
+
+
+def test_whitening_keeps_a_mean_if_asked(estimators: Any, rng: np.random.Generator) -> None:
+    values = rng.normal(3.0, 2.0, 12)
+    kept = estimators.whiten(values, shift_mean=False)
+    close([kept.mean(), kept.var(ddof=1)], [values.mean(), values.var(ddof=1) / (values.var(ddof=1) + 1e-8)])
+    close(estimators.whiten(values), kept - values.mean())
+
+
+# ------------------------------------------------------------------ with steps
+
+
+def test_gigpo_by_hand(estimators: Any) -> None:
+    """Two episodes of a group pass through the doorway: one reaches the goal from there, the other walks on.
+
+    Episode 0: start -> door -> goal (reward 1). Episode 1: start -> door -> wall (0). gamma 1/2, no scaling.
+    A_E = [1/2, -1/2]. Returns: start 1/2, door 1 | start 0, door 0, wall 0.
+    A_S: start +-1/4, door +-1/2, wall alone 0. With omega 2: A = A_E + 2 A_S.
+    """
+    start, door, wall = 7, 8, 9
+    found = estimators.gigpo_advantages(
+        [1.0, 0.0], [2], [0.0, 1.0, 0.0, 0.0, 0.0], [2, 3], [start, door, start, door, wall],
+        gamma=0.5, omega=2.0, scale=False,
+    )  # fmt: skip
+    close(found, [0.5 + 0.5, 0.5 + 1.0, -0.5 - 0.5, -0.5 - 1.0, -0.5])
+
+
+def test_gigpo_compares_no_states_of_different_tasks(estimators: Any) -> None:
+    """Two tasks of two episodes of one step, all in a state of the same number."""
+    rewards = [1.0, 0.0, 5.0, 2.0]
+    found = estimators.gigpo_advantages(rewards, [2, 2], rewards, [1] * 4, [3] * 4, omega=1.0, scale=False)
+    close(found, [1.0, -1.0, 3.0, -3.0])
+
+
+def test_gigpo_scales_both_levels(estimators: Any) -> None:
+    found = estimators.gigpo_advantages([1.0, 0.0], [2], [3.0, 0.0], [1, 1], [0, 0], omega=0.5)
+    level = [0.5 / (math.sqrt(0.5) + 1e-4), 1.5 / (math.sqrt(4.5) + 1e-4)]
+    close(found, [level[0] + 0.5 * level[1], -level[0] - 0.5 * level[1]])
+
+
+def test_groups_by_key_need_not_be_neighbours(estimators: Any) -> None:
+    close(estimators.subgroup_advantages([1.0, 5.0, 3.0, 9.0], [4, 1, 4, 1], scale=False), [-1.0, -2.0, 1.0, 2.0])
+
+
+# ------------------------------------------------------------------ at the edges
+
+
+def test_advantages_of_nothing_are_nothing(estimators: Any) -> None:
+    empty, no_groups = np.zeros(0), np.zeros(0, dtype=np.int64)
+    for lengths in (no_groups, np.array([0, 0])):
+        for found in estimators.gae(empty, empty, lengths, bootstrap_values=np.ones(len(lengths))):
+            assert len(found) == 0
+    for name in ("group_advantages", "rloo_advantages"):
+        assert len(getattr(estimators, name)(empty, no_groups)) == 0
+    assert len(estimators.whiten(empty)) == 0
+    close(estimators.at_last_token([1.0, 2.0, 3.0], [2, 0, 1]), [0.0, 1.0, 3.0])
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 0.99 * 0.95, 1.0])
@@ -79,10 +295,3 @@ def test_discounted_sums_of_long_rows_are_those_of_a_loop(factor: float, rng: np
         following = numbers[:, t] + factor * following
         expected[:, t] = following
     torch.testing.assert_close(discounted_sums(numbers, factor), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_advantages_of_nothing_are_nothing() -> None:
-    empty = torch.zeros(0)
-    for lengths in (torch.zeros(0, dtype=torch.long), torch.tensor([0, 0])):
-        advantages, returns = gae(empty, empty, lengths, bootstrap_values=torch.ones(len(lengths)))
-        assert len(advantages) == len(returns) == 0

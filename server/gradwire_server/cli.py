@@ -104,6 +104,9 @@ for _entry_point in importlib.metadata.entry_points(group="gradwire.commands"):
 @app.command()
 def serve(
     model: Annotated[list[str], typer.Option(help="Hugging Face name, folder, or NAME=FOLDER; repeat for more.")],
+    allow_model: Annotated[
+        list[str] | None, typer.Option(help="One that is read when a client first names it; as --model; repeat.")
+    ] = None,
     state_dir: Annotated[Path, typer.Option(help="Where runs, checkpoints and the journal live.")] = Path(
         "gradwire-state"
     ),
@@ -174,6 +177,7 @@ def serve(
     try:
         config = ServerConfig(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
+            allowed_models=dict(map(parse_model, allow_model or ())),
             losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
             device=device, dtype=dtype,  # type: ignore[arg-type]  # checked by the model
             compile=compile, sampler=sampler.value, group_runs=group_runs.value, microbatch_tokens=microbatch_tokens,

@@ -55,6 +55,9 @@ class ServerConfig(BaseModel):
     address: str = "127.0.0.1:50051"
     state_dir: Path
     models: dict[str, str] = Field(description="model name -> path or Hugging Face name")
+    allowed_models: dict[str, str] = Field(
+        default={}, description="more of them, which are read when a client first names them and not at the start"
+    )
     losses: tuple[Path, ...] = ()
     durability: Literal["journal", "checkpoint"] = "journal"
     device: str = ""
@@ -128,6 +131,11 @@ class ServerConfig(BaseModel):
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
         return self
+
+    @property
+    def all_models(self) -> dict[str, str]:
+        """Whatever a client may name."""
+        return self.allowed_models | self.models
 
     @property
     def loopback(self) -> bool:

@@ -92,6 +92,8 @@ def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
     words += ["--marks", str(marks_fd)]
     for name, path in config.models.items():
         words += ["--model", f"{name}={path}"]
+    for name, path in config.allowed_models.items():
+        words += ["--allow-model", f"{name}={path}"]
     for losses in config.losses:
         words += ["--losses", str(losses)]
     for flag, value in flags.items():

@@ -95,6 +95,7 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
     return Engine(
         dict(options.model),
         options.state_dir,
+        allowed=dict(options.allow_model),
         device=options.device,
         dtype=_DTYPES[options.dtype] if options.dtype else None,
         compiled=options.compile,
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--model", type=_model, action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--allow-model", type=_model, action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=list(_DTYPES))

@@ -49,7 +49,8 @@ class Engine:
     """Answers one ordered stream of requests.
 
     Args:
-        models: name -> folder or hub name.
+        models: name -> folder or hub name; the engine says at once what they are.
+        allowed: more of them, which are read when they are first named.
         state_dir: where checkpoints and exports are.
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
         dtype: of the weights, or ``"mixed"``: see :class:`.host.ModelHost`, as for ``compiled``.
@@ -70,6 +71,7 @@ class Engine:
         models: Mapping[str, str],
         state_dir: Path,
         *,
+        allowed: Mapping[str, str] | None = None,
         device: str | None = None,
         dtype: Dtype | None = None,
         compiled: bool = False,
@@ -80,7 +82,8 @@ class Engine:
         tracing: Tracing | None = None,
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.host = ModelHost(models, device, dtype, compiled=compiled)
+        self._models, usable = list(models), {**(allowed or {}), **models}
+        self.host = ModelHost(usable, device, dtype, compiled=compiled)
         self.store = CheckpointStore(state_dir)
         self.sampler: Sampler[Any] = make_sampler(sampler, self.host)
         self.references = References(
@@ -91,7 +94,7 @@ class Engine:
         self.tracing = tracing or Tracing()
         self.runs: dict[str, EngineRun] = {}
         self.marks: Marks | None = None
-        self._tokenizer_files = {name: file for name, path in models.items() if (file := find_tokenizer(path))}
+        self._tokenizer_files = {name: file for name, path in usable.items() if (file := find_tokenizer(path))}
         self._handlers: Mapping[str, Callable[[engine_pb2.EngineRequest, Columns], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
@@ -117,7 +120,7 @@ class Engine:
             device = f"{device} ({torch.cuda.get_device_name(self.host.device)})"
         return engine_pb2.EngineHello(
             device=device,
-            models=[self._model_info(name) for name in self.host.names],
+            models=[self._model_info(name) for name in self._models],
             losses=[loss_info(loss) for loss in all_losses()],
             tokenizer_files={name: str(file) for name, file in self._tokenizer_files.items()},
         )

@@ -37,7 +37,7 @@ class TrainingService(TrainingServiceServicer):
     def __init__(self, config: ServerConfig, engine: Engine, runs: Runs, scheduler: Scheduler, keys: Keys) -> None:
         self._config, self._engine, self._runs, self._scheduler = config, engine, runs, scheduler
         self._keys = keys
-        self._creator = Creator(scheduler, runs, config.limits, config.models)
+        self._creator = Creator(scheduler, runs, config.limits, config.all_models)
         self._tokenizers = Tokenizers(engine.hello.tokenizer_files)
         self._began = time.monotonic()
         self.stopping = asyncio.Event()
@@ -164,7 +164,7 @@ class TrainingService(TrainingServiceServicer):
             raise RpcError.of(refusal)
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
-        if request.model in self._config.models or "/" not in request.model:
+        if request.model in self._config.all_models or "/" not in request.model:
             asked.model = self._creator.model(request.model, "model")
         else:
             self._runs.checkpoint(request.model, CALLER.get())

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.anyio
 
 UNAUTHENTICATED_MIB = 256
 ALLOWED_GROWTH_MIB = 24
+ALLOWED = ("torn", "later")
 SECRETS = ("tell-nobody-prompt", "tell-nobody-tag", "tell-nobody-stop", "tell-nobody-note", "tell-nobody-argument")
 
 
@@ -46,7 +47,7 @@ class Hostile:
         command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0", "--threads", "1"]
         command += ["--state-dir", str(folder / "state")]
         for name, path in models.items():
-            command += ["--model", f"{name}={path}"]
+            command += ["--allow-model" if name in ALLOWED else "--model", f"{name}={path}"]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
@@ -68,7 +69,7 @@ class Hostile:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model_path: Path) -> Iterator[Hostile]:
     folder = tmp_path_factory.mktemp("hostile")
-    models = {"tiny": tiny_model_path}
+    models = {"tiny": tiny_model_path, "later": tiny_model_path}
     for name in ("empty", "pickled", "torn"):
         models[name] = shutil.copytree(tiny_model_path, folder / name)
         (models[name] / "model.safetensors").unlink()
@@ -145,6 +146,14 @@ async def test_errors_of_models_tell_no_path_and_run_no_pickle(server: Hostile, 
         stated(error_of_sample(await outcome(client.stub, "Sample", sampled)), server)
     assert not (server.folder / "sprung").exists()
     assert str(server.models["empty"]) in server.log  # whoever runs the server is told where
+
+
+async def test_only_models_that_the_server_was_given_may_be_named(client: Client) -> None:
+    listed = (await client.stub.ListModels(pb.ListModelsRequest())).models
+    assert {"tiny"} <= {model.name for model in listed} and not {model.name for model in listed} & set(ALLOWED)
+    for name, expected in (("later", "yes"), ("/etc", "unknown_model"), ("org/other-model", "unknown_model")):
+        request = pb.CreateRunRequest(config=pb.RunConfig(base_model=name))
+        assert code_of(await outcome(client.stub, "CreateRun", request)) == expected
 
 
 def error_of_sample(answer: Any) -> pb.Error:

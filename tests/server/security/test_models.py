@@ -11,6 +11,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.host import ModelHost
+from support.engine import LocalEngine
 
 ROOT = Path(__file__).parents[3]
 CALLS = ("eval", "exec", "compile", "__import__", "pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib")
@@ -46,6 +47,15 @@ def test_only_models_that_were_allowed_are_looked_for(tmp_path: Path, tiny_model
         with pytest.raises(OperationError) as caught:
             host.get(name)
         assert caught.value.to_proto().code == pb.ERROR_CODE_UNKNOWN_MODEL
+
+
+def test_an_allowed_model_is_read_when_it_is_first_named(tmp_path: Path, tiny_model_path: Path) -> None:
+    allowed = {"later": str(tiny_model_path), "missing": str(tmp_path / "nowhere")}
+    local = LocalEngine({"tiny": tiny_model_path}, tmp_path, allowed=allowed)
+    assert [model.name for model in local.engine.hello().models] == ["tiny"]
+    assert local.create("run-a", base_model="later").run_created.num_trainable_parameters > 0
+    assert local.create("run-b", base_model="missing").error.code == pb.ERROR_CODE_UNSUPPORTED
+    assert local.create("run-c", base_model="other").error.code == pb.ERROR_CODE_UNKNOWN_MODEL
 
 
 def runs_data(source: str) -> list[str]:

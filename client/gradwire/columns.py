@@ -44,8 +44,9 @@ def to_column(field: LossField, value: Any) -> Column:
     if shape is None and _is_hollow(value):
         shape = next((dims for dims in map(_dimensions, field.shapes) if len(dims) > rank), None)
     if shape is None:
-        got = "a single value" if rank == 0 else f"{rank} dimension{'s' * (rank != 1)}"
-        raise place.error(f"must be {field.dtype} {shapes_of(field)}, got {got}", f"shape {shapes_of(field)}")
+        raise place.error(
+            f"must be {field.dtype} {shapes_of(field)}, got {_described(value, rank)}", f"shape {shapes_of(field)}"
+        )
     ragged = sum(name in RAGGED for name in shape)
     if isinstance(value, np.ndarray):
         parts, levels = _cut_array(value, ragged)
@@ -190,6 +191,14 @@ def _joined(place: Place, parts: list[Array], rows: list[int], levels: tuple[Arr
 def _is_hollow(value: Any) -> bool:
     value = _plain(value)
     return value.size == 0 if isinstance(value, np.ndarray) else isinstance(value, list) and all(map(_is_hollow, value))
+
+
+def _described(value: Any, rank: int) -> str:
+    if rank == 0:
+        return "a single value"
+    if rank == 1 and any(isinstance(each, str) for each in value):
+        return "text; token ids come of a tokenizer, or of `await service.encode(model, texts)`"
+    return f"{rank} dimensions" if rank > 1 else "1 dimension; a batch of one row is a list with one row in it"
 
 
 def _dimensions(shape: str) -> tuple[str, ...]:

@@ -34,7 +34,11 @@ class LossCatalogue:
             raise InvalidArgumentError(f"loss_fn is the name of a loss, not a {type(name).__name__}", field="loss_fn")
         if name not in self._losses:
             known = ", ".join(sorted(self._losses)) or "none"
-            raise UnknownLossError(f"there is no loss {name!r}{_hint(name, self._losses)}; the server has: {known}")
+            raise UnknownLossError(
+                f"there is no loss {name!r}{_hint(name, self._losses)}; the server has: {known}",
+                field="loss_fn",
+                rule="a loss of the server's",
+            )
         return self._losses[name]
 
 
@@ -44,6 +48,12 @@ def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
     Raises:
         InvalidArgumentError: for a name that is unknown or missing, or a value that JSON cannot carry.
     """
+    if not isinstance(loss_kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            f"loss_kwargs is a mapping from argument to value, not a {type(loss_kwargs).__name__}",
+            field="loss_kwargs",
+            rule="a mapping",
+        )
     kwargs = dict(loss_kwargs or {})
     known = loss.kwargs_schema.get("properties", {})
     for name in kwargs:

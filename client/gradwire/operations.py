@@ -57,15 +57,29 @@ class Operations:
         """Computes a loss of the batch, and adds its gradients to those since the last ``optim_step``.
 
         Args:
-            batch_data: columns or rows, with the fields that the loss declares (``list_losses``).
-            loss_fn: the name of a loss.
-            loss_kwargs: its arguments.
-            outputs: what to return for each scored token (``"rewards"``: for each sequence) beside loss and metrics.
-            on_nonfinite: whether a loss or gradient that is not finite is an error, which names the row, or leaves the
-                batch out with a warning: it then counts for nothing, and its loss is NaN.
+            batch_data: columns (a mapping from field to values) or rows (a list of mappings), with the fields that the
+                loss declares: their dtypes and shapes are in ``list_losses`` and docs/losses.md. Most losses take
+                ``input_ids`` int ``[rows, tokens]``, ragged, or padded with an ``attention_mask`` of 0 and 1. What a
+                token has (``loss_mask``, ``old_log_probs`` in nats, ``rewards``) is ``[rows, tokens]``, entry t being
+                token t's. Lists, numpy arrays or torch tensors.
+            loss_fn: the name of a loss, e.g. ``"causal_lm"``.
+            loss_kwargs: its arguments; the loss's defaults for those left out.
+            outputs: what the result shall hold beside loss and metrics, none by default: see :meth:`forward`.
+            on_nonfinite: whether a loss or gradient that is not finite is an error, which names the row, or
+                (``"skip"``) leaves the batch out with a warning: it then counts for nothing, and its loss is NaN.
 
-        Errors of the future: InvalidBatchError, InvalidArgumentError, UnknownLossError, NonFiniteError,
-        OutOfMemoryError.
+        Returns:
+            A future of the loss, the metrics, the outputs, the counts of tokens and the seconds it took.
+
+        Errors of the future:
+            InvalidBatchError: the batch breaks a rule; names the field, the row and the rule.
+            InvalidArgumentError: an argument of the loss is unknown, missing or out of range.
+            UnknownLossError: the server has no such loss.
+            UnknownModelError, UnknownCheckpointError: the reference model is not there.
+            UnsupportedError: the run lacks the head that the loss reads.
+            LimitExceededError: the batch is larger than the server takes.
+            NonFiniteError: the loss or its gradient is NaN or infinite.
+            OutOfMemoryError: not even one example at a time fits the device.
         """
 
         def build() -> Request:
@@ -85,12 +99,18 @@ class Operations:
         """Scores the batch, without gradients.
 
         Args:
-            batch_data: as for ``forward_backward``; without a loss ``input_ids``, ``attention_mask``, ``loss_mask``.
+            batch_data: as for :meth:`forward_backward`; without a loss ``input_ids``, and optionally
+                ``attention_mask`` and ``loss_mask``, all ``[rows, tokens]``.
             loss_fn: a loss to compute as well.
             loss_kwargs: its arguments.
-            outputs: what to return for each scored token; ``"rewards"`` for each sequence.
+            outputs: what the result shall hold, each a list with one float32 array a row over the row's scored tokens
+                (all but the first, or what a mask leaves): ``"logprobs"`` and ``"entropy"`` in nats, ``"values"`` of a
+                value head, and what else the server names when asked for one it has not. ``"rewards"`` of a reward
+                head is one array ``[rows]``.
             model: score with ``"base"``, ``"ema"``, a checkpoint or a model of the server's instead of the run.
             temperature: without a loss: what divides the logits.
+
+        Errors of the future: those of :meth:`forward_backward`.
         """
 
         def build() -> Request:
@@ -125,7 +145,8 @@ class Operations:
         over the row's scored tokens (``"rewards"``: one array ``[rows]``). Where your process has imported torch they
         are tensors that require gradients, and ``fn`` returns the loss or ``(loss, metrics)``. Otherwise they are
         numpy arrays, and ``fn`` returns ``(loss, gradients)`` or ``(loss, gradients, metrics)``, gradients being
-        shaped as the scores. What ``fn`` raises is raised by the future.
+        shaped as the scores. What ``fn`` raises is raised by the future. It costs the model one forward and one
+        backward while the batch fits the activation budget; beyond, ``result.recomputed``, a second forward.
 
         Args:
             batch_data: ``input_ids``, and optionally ``attention_mask`` and ``loss_mask``.
@@ -141,6 +162,8 @@ class Operations:
 
         def build() -> Request:
             call.framework = framework_in_use(framework)
+            if not callable(fn):
+                raise InvalidArgumentError(f"fn is the loss, a function, not a {type(fn).__name__}", field="fn")
             return requests.kept_forward(batch_data, scores, weight, temperature)
 
         return self._queue.submit_pair("forward_backward_custom", build, call.compute, call.result)
@@ -158,18 +181,24 @@ class Operations:
         """One AdamW step with the gradients since the last one.
 
         Args:
-            learning_rate: step size.
-            betas: decay of the first and second moment.
+            learning_rate: step size, 0 or more.
+            betas: decay of the first and second moment, each ``0 <= beta < 1``.
             eps: added to the root of the second moment.
             weight_decay: decoupled, as in Loshchilov & Hutter 2019.
             max_grad_norm: the gradient is scaled down to this Euclidean norm; 0 leaves it.
             on_nonfinite: whether a gradient that is not finite is an error or skips the step.
 
-        Errors of the future: NothingToStepError, NonFiniteError, InvalidArgumentError.
+        Returns:
+            A future of the gradient's norm before clipping, the learning rate, and the number of steps so far.
+
+        Errors of the future:
+            NothingToStepError: there was no ``forward_backward`` since the last step.
+            InvalidArgumentError: a value out of range.
+            NonFiniteError: the gradient is NaN or infinite; weights and moments are as they were.
         """
 
         def build() -> Request:
-            if len(betas) != 2:
+            if not isinstance(betas, Sequence) or len(betas) != 2:
                 raise InvalidArgumentError(f"betas are two numbers, not {betas!r}", field="betas", rule="two numbers")
             step = message(
                 pb.OptimStep,
@@ -215,6 +244,9 @@ class Operations:
             stop_token_ids: in addition to the model's own end tokens.
             seed: the same again gives the same samples; None draws from the run's own generator.
             ignore_eos: goes on past the model's end tokens.
+
+        Returns:
+            A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
         """
 
         def build() -> Request:

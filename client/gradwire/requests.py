@@ -46,7 +46,7 @@ def forward_backward(
         pb.LossCall,
         loss_fn=loss.name,
         loss_kwargs_json=kwargs_json(loss, loss_kwargs),
-        outputs=_names(outputs),
+        outputs=_listed(outputs),
         skip_nonfinite=skips(on_nonfinite),
     )
     return Request.of(pb.Operation(forward_backward=call), to_columns(loss.name, loss.fields, batch))
@@ -66,7 +66,7 @@ def forward_loss(
         pb.LossCall,
         loss_fn=loss.name,
         loss_kwargs_json=kwargs_json(loss, loss_kwargs),
-        outputs=_names(outputs),
+        outputs=_listed(outputs),
         model=model_path(model),
     )
     return Request.of(pb.Operation(forward=call), to_columns(loss.name, loss.fields, batch))
@@ -76,14 +76,14 @@ def forward_scores(
     batch: Batch, outputs: Sequence[Output], model: str | Checkpoint | None, temperature: float
 ) -> Request:
     """What tokens score, without a loss."""
-    call = message(pb.LossCall, outputs=_names(outputs), model=model_path(model), temperature=temperature)
+    call = message(pb.LossCall, outputs=_listed(outputs), model=model_path(model), temperature=temperature)
     _check_temperature(temperature)
     return Request.of(pb.Operation(forward=call), to_columns("forward", SCORING_FIELDS, batch))
 
 
 def kept_forward(batch: Batch, scores: Sequence[Output], weight: float, temperature: float) -> Request:
     """The first half of a loss of the caller's own; what the second half is to say is checked already."""
-    call = message(pb.KeptForward, scores=_names(scores), temperature=temperature)
+    call = message(pb.KeptForward, scores=_listed(scores), temperature=temperature)
     _check_temperature(temperature)
     message(pb.Backward, weight=weight)
     columns = to_columns("forward_backward_custom", SCORING_FIELDS, batch)
@@ -105,11 +105,11 @@ def message(kind: Callable[..., M], **values: Any) -> M:
     """
     try:
         return kind(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError):
         for name, value in values.items():
             try:
                 kind(**{name: value})
-            except (TypeError, ValueError):
+            except (TypeError, ValueError) as error:
                 raise InvalidArgumentError(
                     f"{name} = {value!r} is not valid: {error}", field=name, rule="type"
                 ) from None
@@ -131,5 +131,5 @@ def _check_temperature(temperature: float) -> None:
         )
 
 
-def _names(outputs: Sequence[str]) -> list[str]:
-    return [outputs] if isinstance(outputs, str) else list(outputs)
+def _listed(names: Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names

@@ -22,7 +22,7 @@ class Timings:
 
     Attributes:
         queue_s: from accepted to started.
-        engine_s: computing.
+        engine_s: computing; of what was computed together with other runs, this operation's share by tokens.
     """
 
     queue_s: float
@@ -34,9 +34,9 @@ class LossResult:
     """What a forward, with or without gradients, gave. ``result["name"]`` is ``result.metrics["name"]``.
 
     Attributes:
-        loss: the loss of this batch; None where no loss was asked for.
-        metrics: by name, ``"loss"`` among them.
-        outputs: what was asked for with ``outputs``: for each sequence an array over its scored tokens; for
+        loss: the loss of this batch, in the loss's unit (``causal_lm``: nats a token); None where none was asked for.
+        metrics: by name, ``"loss"`` among them; ``list_losses`` says what each is.
+        outputs: what was asked for with ``outputs``: for each sequence an array over its scored tokens, float32; for
             ``"rewards"`` one array ``[sequences]``.
         num_sequences: sequences that went through the model.
         num_tokens: tokens that went through the model.
@@ -45,6 +45,7 @@ class LossResult:
         num_microbatches: in how many parts the engine computed the batch.
         recomputed: whether the batch exceeded the activation budget, so that part of it was computed twice.
         warnings: sentences for a person.
+        grouped_runs: with how many runs, this one among them, it went through the base model at once; 0: alone.
     """
 
     loss: float | None
@@ -57,6 +58,7 @@ class LossResult:
     num_microbatches: int = 1
     recomputed: bool = False
     warnings: tuple[str, ...] = ()
+    grouped_runs: int = 0
 
     def __getitem__(self, metric: str) -> float:
         return self.metrics[metric]
@@ -76,6 +78,7 @@ class LossResult:
             num_microbatches=body.num_microbatches,
             recomputed=body.recomputed,
             warnings=tuple(body.warnings),
+            grouped_runs=body.grouped_runs,
         )
 
 
@@ -110,7 +113,8 @@ class Sample:
 
     Attributes:
         token_ids: ``[tokens]`` int, the end token included where there is one.
-        logprobs: ``[tokens]`` float32, of each token given those before it, in nats.
+        logprobs: ``[tokens]`` float32, in nats: what ``compute_logprobs`` gives at the sampling temperature (at 1 where
+            that is 0); ``top_k`` and ``top_p`` do not enter.
         text: decoded by the server; None where the model has no tokenizer.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
     """

@@ -14,6 +14,7 @@ from gradwire.columns import token_rows
 from gradwire.errors import GradwireError, InvalidArgumentError
 from gradwire.futures import Future, failed, start
 from gradwire.losses import model_path
+from gradwire.requests import message
 from gradwire.results import Checkpoint, SampleResult
 from gradwire.transport import Transport
 
@@ -37,25 +38,30 @@ def sample_call(
     """The message, and the prompts' ids as a column where they were given as ids."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if _are_texts(prompts) else []
     columns = {} if texts else {"prompt_ids": token_rows("prompt_ids", prompts)}
-    try:
-        call = pb.SampleCall(
-            prompts=texts,
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=[stop] if isinstance(stop, str) else stop,
-            stop_token_ids=stop_token_ids,
-            seed=seed,
-            ignore_eos=ignore_eos,
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"sample: {error}", rule="types as in the signature") from None
+    call = message(
+        pb.SampleCall,
+        prompts=texts,
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        ignore_eos=ignore_eos,
+    )
+    for name, value in (("n", n), ("top_p", top_p)):
+        if not value > 0:  # which the wire would take for its default
+            raise InvalidArgumentError(f"sample: {name} is {value}, and {name} > 0 must hold", field=name, rule="> 0")
     return call, columns
 
 
 def _are_texts(prompts: Sequence[Any]) -> bool:
+    if not hasattr(prompts, "__len__"):
+        raise InvalidArgumentError(
+            f"prompts are texts or rows of token ids, not a {type(prompts).__name__}", field="prompts", rule="a list"
+        )
     kinds = {isinstance(prompt, str) for prompt in prompts}
     if kinds == {True, False}:
         raise InvalidArgumentError(

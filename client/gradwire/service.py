@@ -16,6 +16,7 @@ from gradwire.errors import InvalidArgumentError, ServiceClosedError
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.queue import RunQueue
+from gradwire.requests import message
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
@@ -104,19 +105,17 @@ class ServiceClient:
             UnknownModelError: when the server does not hold the model.
             InvalidArgumentError: for a value out of range.
         """
-        try:
-            config = pb.RunConfig(
-                base_model=base_model,
-                lora=_lora(lora),
-                head=head or "",
-                seed=seed,
-                name=name,
-                gradient_checkpointing=gradient_checkpointing,
-                tags=tags,
-                num_labels=num_labels,
-            )
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"create_run: {error}", rule="types as in the signature") from None
+        config = message(
+            pb.RunConfig,
+            base_model=base_model,
+            lora=_lora(lora),
+            head=head or "",
+            seed=seed,
+            name=name,
+            gradient_checkpointing=gradient_checkpointing,
+            tags=tags,
+            num_labels=num_labels,
+        )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)
         return self.get_training_client(run.run_id)
@@ -140,7 +139,8 @@ class ServiceClient:
             with_optimizer: also takes the moments and the step count.
             num_labels: with ``head="classification"``.
         """
-        request = pb.ForkRunRequest(
+        request = message(
+            pb.ForkRunRequest,
             checkpoint=model_path(checkpoint),
             head=head,
             seed=seed,
@@ -179,7 +179,7 @@ class ServiceClient:
 
     async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Texts as rows of token ids, by the model's own tokenizer."""
-        request = pb.EncodeRequest(model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
+        request = message(pb.EncodeRequest, model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
         answer = await self._transport.unary(lambda stub: stub.Encode, request)
         return [list(sequence.ids) for sequence in answer.sequences]
 
@@ -225,7 +225,7 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
             raise InvalidArgumentError(
                 f"lora has no setting {name!r}; it has {', '.join(known)}", field=f"lora.{name}", rule="a known setting"
             )
-    return pb.LoraSettings(**settings)
+    return message(pb.LoraSettings, **settings)
 
 
 def _texts(texts: Sequence[str]) -> list[str]:

@@ -319,10 +319,37 @@ async def test_wrong_arguments_name_themselves() -> None:
             (lambda: run.forward_backward(BATCH, "row_loss", {"betta": 1}), "betta"),
             (lambda: run.forward_backward(BATCH, "row_loss", {"beta": float("nan")}), "beta"),
             (lambda: run.forward_backward(BATCH, "row_loss", {"reference_model": run}), "reference_model"),
+            (lambda: run.forward_backward(BATCH, "row_loss", "beta"), "loss_kwargs"),  # type: ignore[arg-type]
+            (lambda: run.forward(BATCH, outputs=5), "outputs"),  # type: ignore[arg-type]
+            (lambda: run.forward(BATCH, "row_loss", temperature=2.0), "temperature"),
+            (lambda: run.forward(BATCH, loss_kwargs={"beta": 1}), "loss_kwargs"),
+            (lambda: run.compute_logprobs([[1, 2]], temperature=0.0), "temperature"),
+            (lambda: run.forward_backward_custom(BATCH, "dpo"), "fn"),  # type: ignore[arg-type]
+            (lambda: run.optim_step(betas=0.9), "betas"),  # type: ignore[arg-type]
             (lambda: run.sample(["text", [1, 2]]), "prompts"),
+            (lambda: run.sample(None), "prompts"),  # type: ignore[arg-type]
+            (lambda: run.sample("text", n=0), "n"),
+            (lambda: run.sample("text", top_k=-1), "top_k"),
+            (lambda: run.load_checkpoint(3), "checkpoint"),  # type: ignore[arg-type]
         ]
         for call, field in cases:
             with pytest.raises(gradwire.InvalidArgumentError) as caught:
                 await call()
             assert caught.value.field == field
+        with pytest.raises(gradwire.UnknownLossError, match="did you mean 'row_loss'") as unknown:
+            await run.forward_backward(BATCH, "row_los")
+        assert (unknown.value.field, bool(unknown.value.rule)) == ("loss_fn", True)
         assert not script.received
+
+
+async def test_a_result_says_what_it_cost_and_with_whom() -> None:
+    def answer(received: Received) -> Any:
+        loss = pb.LossResult(loss=1.5, num_tokens=7, num_loss_tokens=5, num_microbatches=2, grouped_runs=3)
+        loss.metrics["perplexity"] = 4.5
+        return pb.OperationResult(loss=loss, timings=pb.Timings(queue_s=0.25, engine_s=0.5)), {}
+
+    async with scripted_run(Script(answer=answer)) as (run, _):
+        result = await run.forward_backward(BATCH, "row_loss")
+    assert (result.loss, result["loss"], result["perplexity"]) == (1.5, 1.5, 4.5)
+    assert (result.num_tokens, result.num_loss_tokens, result.num_microbatches, result.grouped_runs) == (7, 5, 2, 3)
+    assert (result.timings.queue_s, result.timings.engine_s) == (0.25, 0.5)

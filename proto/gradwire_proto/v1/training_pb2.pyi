@@ -1786,7 +1786,7 @@ class Timings(_message.Message):
     queue_s: _builtins.float
     """accepted to started"""
     engine_s: _builtins.float
-    """computing"""
+    """computing; of what was computed together with other runs, its share by tokens"""
     def __init__(
         self,
         *,

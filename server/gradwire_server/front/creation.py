@@ -69,7 +69,8 @@ class Creator:
             known = ", ".join(sorted(self._names))
             raise RpcError(
                 pb.ERROR_CODE_UNKNOWN_MODEL,
-                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model` add more)",
+                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model`"
+                " add more)",
                 field=field,
             )
         return name

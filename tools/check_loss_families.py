@@ -377,11 +377,14 @@ async def train(service: gradwire.ServiceClient, check: Check) -> Outcome:
 
 
 async def bounded(service: gradwire.ServiceClient) -> tuple[float, float, float]:
-    """KL to the base after PPO for a reward, free and held by ``conservative_ppo``; and its bound."""
+    """KL to the base after PPO for a reward, free and held by ``conservative_ppo``; and the bound that it is to keep.
+
+    The penalty is soft and begins at four fifths of the bound.
+    """
     bound, final = 0.05, []
     for loss, kwargs in (
         ("enhanced_ppo", BASE | {"beta": 0.0}),
-        ("conservative_ppo", BASE | {"max_kl_divergence": bound, "conservative_coef": 100.0}),
+        ("conservative_ppo", BASE | {"max_kl_divergence": 0.8 * bound, "conservative_coef": 1000.0}),
     ):
         run, data = await service.create_run("small", head="value", seed=3), Data(11)
         for _ in range(25):
@@ -416,7 +419,7 @@ async def main(names: list[str]) -> int:
                 print(f"{check.name:32}{numbers}{verdict}", flush=True)
             if not names or "conservative_ppo" in names:
                 free, held, bound = await bounded(service)
-                failed += not held <= 1.5 * bound < free
+                failed += not held <= bound < free
                 print(f"conservative_ppo: KL to the base {held:.3f} with a bound of {bound}, {free:.3f} without")
     return int(failed > 0)
 

@@ -31,7 +31,7 @@ from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import forward_backward
+from gradwire_server.engine.training import Training, forward_backward
 
 LENGTH, PROMPT, SAMPLES, CANDIDATES = 128, 32, 4, 8
 RESPONSE = LENGTH - PROMPT
@@ -149,7 +149,7 @@ def measure(step: Callable[[], object], repeats: int) -> tuple[float, float]:
     return statistics.median(seconds_of(step) for _ in range(repeats)), memory.bytes
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("losses", nargs="*", help="names; all by default")
     parser.add_argument("--tokens", type=int, default=8192)
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    settings = parser.parse_args()
+    settings = parser.parse_args(arguments)
     load_builtin_losses()
     names = [spec for spec in all_losses() if not settings.losses or spec.name in (*settings.losses, "causal_lm")]
     names.sort(key=lambda spec: spec.name != "causal_lm")
@@ -188,7 +188,7 @@ def main() -> None:
 
 def one_step(run: EngineRun, batch: Batch, spec: LossSpec, config: LossConfig, **rest: Any) -> None:
     run.accumulator.clear()
-    forward_backward(run.policy, batch, spec, config, run.accumulator, **rest)
+    forward_backward(Training(run.policy, batch, spec, config, run.accumulator, **rest))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,10 @@ class Stage:
     def applied(self, run_id: str) -> int:
         return int(self.query("SELECT applied_seq FROM runs WHERE run_id = ?", run_id)[0][0])
 
+    def got_to(self, run_id: str, number: int) -> bool:
+        """Whether this operation has a result, or the loop came to its end."""
+        return self.finished() or self.applied(run_id) >= number
+
     def state_of(self, run_id: str) -> dict[str, Any]:
         """Checksums of everything that the run is: weights, moments, accumulated gradients, moving average,
         generators; and how many steps it took."""

@@ -49,7 +49,7 @@ def die_at(stage: Stage, points: tuple[str, ...], calm: Calm) -> None:
         assert not stage.crash_file.exists(), f"the loop ended before {point} was reached"
         reached = stage.applied(run_id)
         if point.startswith("engine."):
-            safe = reached + PIPELINED
+            safe = reached + PIPELINED + 1
         if following and not following.startswith("engine."):
             stage.crash_file.write_text(following)
         if not point.startswith("engine."):

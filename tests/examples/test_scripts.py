@@ -15,7 +15,7 @@ from support.server import Server
 SHORT = ["sft", "dpo", "reward_model", "ppo", "grpo", "importance_sampling", "distillation", "custom_loss"]
 
 
-def execute(root: Path, *arguments: str | Path, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+def execute(root: Path, *arguments: str | Path, timeout: float = 580) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=root,

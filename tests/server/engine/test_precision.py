@@ -65,7 +65,6 @@ def test_a_model_says_what_it_computes_in(tiny_model_path: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_compiled_layers_compile_nothing_for_a_new_shape_or_another_run(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

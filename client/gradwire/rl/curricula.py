@@ -8,13 +8,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from gradwire.rl.batching import derive_seed
-from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.types import AnyTask, Task, Trajectory
 
-Tasks = Iterable[Task | str | Mapping[str, Any]]
+Tasks = Iterable[AnyTask]
 
 
 def as_tasks(tasks: Tasks) -> list[Task]:
-    """The tasks; an empty set is an error."""
+    """The tasks; an empty set is an error, and so is one prompt in place of a list."""
+    if isinstance(tasks, str | Mapping):
+        raise TypeError(f"tasks is one {type(tasks).__name__}; give a list of prompts, rows or tasks")
     result = [Task.of(task) for task in tasks]
     if not result:
         raise ValueError("there are no tasks; give at least one")
@@ -130,3 +132,8 @@ class SuccessCurriculum:
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.success |= {key: float(value) for key, value in state["success"].items() if key in self.success}
+
+
+def as_curriculum(tasks: Tasks | Curriculum, seed: int) -> Curriculum:
+    """A curriculum from one, or from tasks in a new order each epoch."""
+    return tasks if isinstance(tasks, Curriculum) else ShuffledCurriculum(as_tasks(tasks), seed=seed)

@@ -24,14 +24,14 @@ class JsonlLogger:
     """One JSON object a line: ``iteration``, ``time`` (Unix) and the metrics; what is not finite is null.
 
     Args:
-        path: the file; made with its folder, and appended to.
+        path: the file; made with its folder at the first line, and appended to.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, "time": time.time(), **finite}) + "\n")

@@ -18,25 +18,32 @@ class Progress:
     Args:
         label: what is going on.
         total: how much there is.
-        show: whether to print at all; on a terminal one line that changes, else one line at the end.
+        show: whether to print at all; on a terminal and in a notebook one line that changes, else one at the end.
     """
 
     def __init__(self, label: str, total: int, *, show: bool = True) -> None:
         self._label, self._total, self._show = label, total, show
-        self._terminal = sys.stderr.isatty()
+        # A notebook's stream is no terminal, and takes a carriage return as one does.
+        self._live = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
         self._started = time.monotonic()
         self._printed = 0.0
         self._done = 0
-        self._numbers: dict[str, float] = {}
+        self._width = 0
+        self._numbers: Mapping[str, float] = {}
 
     def update(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
-        self._done = done
-        self._numbers.update(numbers or {})
+        """So much is done; ``numbers`` take the place of the last ones."""
+        self._done, self._numbers = done, numbers if numbers is not None else self._numbers
         now = time.monotonic()
-        if self._show and self._terminal and (now - self._printed >= REFRESH_S or done >= self._total):
+        if self._show and self._live and (now - self._printed >= REFRESH_S or done >= self._total):
             self._printed = now
-            sys.stderr.write("\r" + self.line()[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
-            sys.stderr.flush()
+            self._draw()
+
+    def _draw(self) -> None:
+        line = self.line()[: shutil.get_terminal_size((120, 24)).columns - 1]
+        sys.stderr.write("\r" + line.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(line)
 
     def line(self) -> str:
         filled = BAR * min(self._done, self._total) // max(self._total, 1)
@@ -51,5 +58,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._show and self._live:
+            self._draw()
         if self._show:
-            sys.stderr.write("\r" + self.line() + "\x1b[K\n" if self._terminal else self.line() + "\n")
+            sys.stderr.write("\n" if self._live else self.line() + "\n")

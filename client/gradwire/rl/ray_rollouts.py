@@ -18,7 +18,7 @@ from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.extras import require
 from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
 from gradwire.rl.rollouts import RolloutManager, Rollouts, summarised
-from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.types import AnyTask, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
@@ -103,7 +103,7 @@ class RayRolloutManager:
 
     async def collect(
         self,
-        tasks: Iterable[Task | str | Mapping[str, Any]],
+        tasks: Iterable[AnyTask],
         *,
         group_size: int | None = None,
         params: SamplingParams | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
 from gradwire.rl.progress import Progress
 from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
-from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.types import AnyTask, Task, Trajectory
 from gradwire.rl.worker import RLRolloutWorker
 
 
@@ -151,7 +151,7 @@ class RolloutManager:
 
     async def collect(
         self,
-        tasks: Iterable[Task | str | Mapping[str, Any]],
+        tasks: Iterable[AnyTask],
         *,
         group_size: int | None = None,
         params: SamplingParams | None = None,

@@ -49,12 +49,16 @@ class Task:
         return self.task_id or (self.prompt if isinstance(self.prompt, str) else str(list(self.prompt)))
 
     @staticmethod
-    def of(task: Task | str | Mapping[str, Any]) -> Task:
+    def of(task: AnyTask) -> Task:
         """From a task, a prompt, or a row with ``prompt`` (or ``question``) and ``ground_truth`` (or ``answer``)."""
         if isinstance(task, Task):
             return task
         if isinstance(task, str):
             return Task(task)
+        if isinstance(task, Sequence) and task and all(isinstance(each, Mapping) for each in task):
+            return Task(task)
+        if not isinstance(task, Mapping):
+            raise TypeError(f"a task is a prompt (text or messages), a row or a Task; this is {task!r:.200}")
         row = dict(task)
         for name, other in (("prompt", "question"), ("ground_truth", "answer")):
             if name not in row and other in row:
@@ -62,6 +66,10 @@ class Task:
         if "prompt" not in row:
             raise ValueError(f'a task needs "prompt" (or "question"); this row has {", ".join(row) or "nothing"}')
         return Task(row.pop("prompt"), row.pop("ground_truth", None), str(row.pop("task_id", "")), row)
+
+
+AnyTask = Task | Prompt | Mapping[str, Any]
+"""What :meth:`Task.of` makes a task of."""
 
 
 @dataclass(frozen=True)

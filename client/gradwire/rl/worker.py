@@ -61,9 +61,7 @@ class RLRolloutWorker:
             trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
         except Exception as error:  # the user's environment may raise anything, and that costs one episode
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
-            logger.warning(
-                "episode %d.%d failed: %s", group, member, trajectory.error, exc_info=logger.isEnabledFor(10)
-            )
+            logger.debug("episode %d.%d failed", group, member, exc_info=True)
         finally:
             trajectory.seconds = time.monotonic() - started
             if trajectory.state is not None:

@@ -42,6 +42,12 @@ pytestmark = pytest.mark.anyio
 load_builtin_losses()
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no checkpoint_dir is given, the log goes to ``runs`` here."""
+    monkeypatch.chdir(tmp_path)
+
+
 def settled(value: Any) -> asyncio.Future[Any]:
     """What comes a moment later, as from a server."""
     loop = asyncio.get_running_loop()
@@ -52,6 +58,8 @@ def settled(value: Any) -> asyncio.Future[Any]:
 
 class CheckingRun:
     """Reads batches by the losses' own rules; its scores are numbers drawn from the batch."""
+
+    run_id = "run-x"
 
     def __init__(self, head: str | None = None) -> None:
         self.head = head
@@ -208,6 +216,8 @@ async def test_gigpo_sends_a_steps_advantage_with_its_tokens(rule_inference: Cal
         expected = [step.advantage for step in trajectory.steps for _ in step.response_ids]
         np.testing.assert_allclose(advantages[mask], expected, rtol=1e-6)
         np.testing.assert_array_equal(advantages[~mask], 0)
+    (metrics,) = await algorithm.train(1, progress_bar=False)
+    assert 0 <= metrics["train/singleton_steps"] < 1  # found here; the loss, which has no steps, knows of none
 
 
 def test_steps_that_continue_each_other_make_one_row() -> None:
@@ -285,17 +295,16 @@ async def test_rollouts_come_while_others_train(
 ) -> None:
     """Iterations that were done when each collection began: at most ``max_staleness`` behind."""
     done: list[int] = []
+
+    class Watched(ShuffledCurriculum):
+        def select(self, iteration: int, count: int) -> list[Task]:
+            done.append(len(algorithm.history))
+            return super().select(iteration, count)
+
     algorithm = GRPOAlgorithm(
-        None, CheckingRun(), ["a"], arrived, config(max_staleness=staleness), environment=Doors(),
+        None, CheckingRun(), Watched(["a"]), arrived, config(max_staleness=staleness), environment=Doors(),
         inference=rule_inference(walk),
     )  # fmt: skip
-    collect = algorithm._collect
-
-    async def watched(iteration: int) -> Any:
-        done.append(len(algorithm.history))
-        return await collect(iteration)
-
-    algorithm._collect = watched  # type: ignore[method-assign]
     await algorithm.train(4, progress_bar=False)
     assert done == trained
 
@@ -318,6 +327,65 @@ async def test_what_cannot_be_trained_on_is_left_out(rule_inference: Callable[..
     (metrics,) = await never.train(1, progress_bar=False)
     assert metrics["train/trajectories"] == 0
     assert run.steps == 1
+
+
+async def test_the_log_is_always_written(tmp_path: Path, rule_inference: Callable[..., Any]) -> None:
+    algorithm = GRPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=rule_inference(walk))
+    history = await algorithm.train(2, progress_bar=False)
+    lines = read_jsonl(tmp_path / "runs" / "run-x" / "metrics.jsonl")
+    assert [line["rewards/reward"] for line in lines] == [metrics["rewards/reward"] for metrics in history]
+
+
+async def test_failures_are_logged_once_and_shown(
+    rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wordy(response: str) -> str:
+        return "very good"
+
+    scorer = reward_function(sandboxed=False)(wordy)
+    algorithm = GRPOAlgorithm(None, CheckingRun(), ["a"], scorer, config(), inference=rule_inference(walk))
+    await algorithm.train(1)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "iteration 0: 8 of 8 trajectories: wordy: returned str; a reward is a number or an EvaluateResult",
+        "iteration 0: no trajectory can be trained on; the policy stays as it is",
+    ]
+    assert "not_scored 8" in capsys.readouterr().err
+
+
+async def test_messages_are_prompts_too(rule_inference: Callable[..., Any]) -> None:
+    inference = rule_inference(walk)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "left or right?"}]
+    algorithm = GRPOAlgorithm(None, CheckingRun(), [messages], len_of, config(batch_size=1), inference=inference)
+    (metrics,) = await algorithm.train(1, progress_bar=False)
+    assert metrics["train/trajectories"] == 4
+    assert set(inference.prompts) == {"system: Be brief.\nuser: left or right?\nassistant: "}
+
+
+def len_of(response: str) -> int:
+    return len(response)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"tasks": "a"}, "tasks is one str; give a list of prompts"),
+        ({"tasks": [3]}, "a task is a prompt .* this is 3"),
+        ({"tasks": []}, "there are no tasks"),
+        ({"reward": 3}, "the reward is int; it must be a function, a scorer"),
+        ({"reward": lambda answer: 1.0}, "has a parameter 'answer' that nothing fills"),
+        ({"run": None}, "run is NoneType; it must be a TrainingClient, as `await service.create_run"),
+        ({"inference": None}, "give a service, or an inference module"),
+        ({"config": config(eval_every=1)}, "eval_every needs eval_tasks"),
+        ({"config": config(group_size=1)}, "compares a group: group_size must be at least 2"),
+    ],
+)
+async def test_what_an_algorithm_cannot_begin_with(
+    changes: dict[str, Any], error: str, rule_inference: Callable[..., Any]
+) -> None:
+    given = {"run": CheckingRun(), "tasks": ["a"], "reward": arrived, "config": config()}
+    given |= {"inference": rule_inference(walk)} | changes
+    with pytest.raises((TypeError, ValueError), match=error):
+        REINFORCEAlgorithm(None, **given)
 
 
 async def test_errors_of_the_service_are_raised(rule_inference: Callable[..., Any]) -> None:
@@ -398,6 +466,7 @@ def test_curricula() -> None:
         ({"max_staleness": -1}, "max_staleness must not be negative"),
         ({"save_every": 1}, "save_every needs a checkpoint_dir"),
         ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"reference_ema": 2.0}, "from 0 to 1; this is 2.0"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], error: str) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def run(*arguments: str | Path, timeout: float = 280) -> str:
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder,
+        )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout + result.stderr
 

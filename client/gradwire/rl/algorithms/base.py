@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from gradwire.errors import GradwireError
+from gradwire.rl.algorithms.collecting import Ahead, Collected, Metrics, collect_scored
 from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.algorithms.evaluation import evaluate
 from gradwire.rl.algorithms.state import AlgorithmState
+from gradwire.rl.algorithms.update import update
 from gradwire.rl.batching import derive_seed
-from gradwire.rl.curricula import Curriculum, ShuffledCurriculum, Tasks, as_tasks
+from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
 from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.loggers import JsonlLogger, MetricLogger
 from gradwire.rl.progress import Progress
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer, written_at
-from gradwire.rl.rewards import RewardComputer, RewardFunction, Scorer, reward_function
+from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.rows import TrainingBatch
 from gradwire.rl.types import Trajectory
 
 logger = logging.getLogger("gradwire.rl")
-
-Metrics = dict[str, float]
-Reward = RewardComputer | Scorer | Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Trajectories with their rewards, and what was found on the way."""
-
-    trajectories: list[Trajectory]
-    metrics: Metrics
 
 
 class Algorithm(ABC):
@@ -57,6 +49,12 @@ class Algorithm(ABC):
         loggers: beside the JSONL file.
         tokenizer: the user's own; by default the server's.
         recorder: which trajectories are kept; by default as ``config.record_every`` says.
+        replay: where trajectories are kept for ``config.replay_fraction``; by default eight iterations' worth.
+
+    Attributes:
+        needs_head: the head that the run has to have.
+        replays: whether the loss can learn from trajectories of earlier policies.
+        history: the metrics of each iteration of this object.
     """
 
     needs_head: str | None = None
@@ -81,12 +79,18 @@ class Algorithm(ABC):
         self.config = config or AlgorithmConfig()
         if self.config.replay_fraction and not self.replays:
             raise ValueError(f"{type(self).__name__} learns from its own samples only: replay_fraction must be 0")
+        if not hasattr(run, "forward_backward"):
+            raise TypeError(
+                f"run is {type(run).__name__}; it must be a TrainingClient, as `await service.create_run(...)` gives"
+            )
         if service is None and inference is None:
             raise ValueError("give a service, or an inference module")
         self.run = run
         self.environment = environment or SimpleTextEnvironment()
         self.reward = as_computer(reward)
-        self.eval_tasks = list(eval_tasks)
+        self.eval_tasks = as_tasks(eval_tasks) if eval_tasks else []
+        if self.config.eval_every and not self.eval_tasks:
+            raise ValueError("eval_every needs eval_tasks=[...], which are held out")
         self.history: list[Metrics] = []
         self.state = AlgorithmState()
         self.replay = replay or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
@@ -94,8 +98,7 @@ class Algorithm(ABC):
         self._service, self._tokenizer, self._inference = service, tokenizer, inference
         self._loggers = list(loggers)
         folder = self.config.folder
-        if folder is not None:
-            self._loggers.insert(0, JsonlLogger(folder / "metrics.jsonl"))
+        self._loggers.insert(0, JsonlLogger((folder or Path("runs") / run.run_id) / "metrics.jsonl"))
         self._recorder = recorder
         if recorder is None and folder is not None and self.config.record_every:
             self._recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=self.config.record_every)
@@ -113,33 +116,27 @@ class Algorithm(ABC):
     async def train(self, num_iterations: int, progress_bar: bool = True) -> list[Metrics]:
         """Trains for so many iterations more, and returns their metrics.
 
-        What fails in a rollout or in a reward costs its trajectory and is in the metrics and the log; an error of the
-        service is raised, with the run and this object as they were before the iteration's update.
+        What fails in a rollout or in a reward costs its trajectory and is in the metrics and the log.
+
+        Raises:
+            GradwireError: the service's, once all operations of the iteration have ended. The iteration does not count;
+                minibatches before the one that failed have been trained on.
         """
         await self._ready()
         first, last = self.state.iteration, self.state.iteration + num_iterations
-        collecting: dict[int, asyncio.Task[Collected]] = {}
         history = []
-        try:
-            with Progress(type(self).__name__.removesuffix("Algorithm"), num_iterations, show=progress_bar) as progress:
+        with Progress(type(self).__name__.removesuffix("Algorithm"), num_iterations, show=progress_bar) as progress:
+            async with Ahead(self._collect, range(first, last), self.config.max_staleness) as rollouts:
                 for iteration in range(first, last):
-                    ahead = min(iteration + self.config.max_staleness + 1, last)
-                    for number in range(iteration, ahead):
-                        if number not in collecting:
-                            collecting[number] = asyncio.create_task(self._collect(number))
                     started = time.monotonic()
-                    collected = await collecting.pop(iteration)
+                    collected = await rollouts.take(iteration)
                     metrics = collected.metrics | {"time/waited_for_rollouts_s": time.monotonic() - started}
                     metrics |= await self._iteration(iteration, collected.trajectories)
                     metrics |= await self._after(iteration)
                     metrics["time/iteration_s"] = time.monotonic() - started
                     self._log(iteration, metrics)
                     history.append(metrics)
-                    progress.update(iteration - first + 1, self._shown(metrics))
-        finally:
-            for task in collecting.values():
-                task.cancel()
-            await asyncio.gather(*collecting.values(), return_exceptions=True)
+                    progress.update(iteration - first + 1, _shown(metrics))
         return history
 
     async def _iteration(self, iteration: int, trajectories: list[Trajectory]) -> Metrics:
@@ -169,45 +166,13 @@ class Algorithm(ABC):
         return metrics
 
     async def _update(self, iteration: int, batch: TrainingBatch) -> Metrics:
-        """All passes over a batch are submitted at once; their results are awaited behind them."""
-        results, steps = [], []
-        rate = self.config.rate(iteration)
-        for epoch in range(self.config.ppo_epochs):
-            rng = np.random.default_rng(derive_seed(self.config.seed, "minibatches", iteration, epoch))
-            order = rng.permutation(batch.num_rows) if self.config.num_minibatches > 1 else np.arange(batch.num_rows)
-            for part in np.array_split(order, min(self.config.num_minibatches, batch.num_rows)):
-                results.append(self.run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
-                steps.append(
-                    self.run.optim_step(
-                        rate,
-                        max_grad_norm=self.config.max_grad_norm,
-                        weight_decay=self.config.weight_decay,
-                        on_nonfinite="skip",
-                    )
-                )
-                if isinstance(self._inference, RunInference):
-                    self._inference.stepped()
-        losses, taken, failure = [], [], None
-        for result, step in zip(results, steps):
-            try:
-                losses.append(await result)
-                taken.append(await step)
-            except GradwireError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        names = sorted({name for loss in losses for name in loss.metrics} - set(batch.meaningless))
-        metrics = {
-            f"train/{name}": _mean([loss.metrics[name] for loss in losses if name in loss.metrics]) for name in names
-        }
-        metrics |= {
-            "train/grad_norm": _mean([step.grad_norm for step in taken]),
-            "train/learning_rate": rate,
-            "train/skipped_steps": float(sum(step.skipped for step in taken)),
-            "train/tokens": float(sum(loss.num_loss_tokens for loss in losses)),
-        }
-        self._warn(iteration, [warning for loss in losses for warning in loss.warnings], batch)
-        return metrics
+        metrics, warnings = await update(self.run, batch, self.config, iteration, self._stepped)
+        self._warn(iteration, warnings, batch)
+        return {f"train/{name}": value for name, value in metrics.items()}
+
+    def _stepped(self) -> None:
+        if isinstance(self._inference, RunInference):
+            self._inference.stepped()
 
     def _warn(self, iteration: int, warnings: Sequence[str], batch: TrainingBatch) -> None:
         """Passes the service's warnings on, each kind once; not those that this batch's layout makes meaningless."""
@@ -220,7 +185,7 @@ class Algorithm(ABC):
     async def _after(self, iteration: int) -> Metrics:
         """Evaluation and checkpoints, where they are due."""
         config, metrics = self.config, Metrics()
-        if config.eval_every and self.eval_tasks and (iteration + 1) % config.eval_every == 0:
+        if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics = await self.evaluate()
             if metrics["eval/success"] > self.state.best_success:
                 self.state = replace(self.state, best_success=metrics["eval/success"])
@@ -235,23 +200,7 @@ class Algorithm(ABC):
     async def evaluate(self, tasks: Tasks | None = None) -> Metrics:
         """Mean score, share of successes and length over held-out tasks, always with the same seeds."""
         manager = await self._ready()
-        chosen = as_tasks(self.eval_tasks if tasks is None else tasks)
-        params = replace(self.config.sampling, temperature=self.config.eval_temperature)
-        rollouts = await manager.collect(
-            chosen,
-            group_size=self.config.eval_trajectories,
-            params=params,
-            seed=derive_seed(self.config.seed, "evaluation"),
-        )
-        await self.reward.compute(rollouts.trajectories)
-        scores = [each.evaluation.score if each.ok and each.evaluation else 0.0 for each in rollouts.trajectories]
-        return {
-            "eval/score": _mean(scores),
-            "eval/success": _mean([float(score >= self.config.success_threshold) for score in scores]),
-            "eval/steps": rollouts.statistics.avg_trajectory_length,
-            "eval/tokens": rollouts.statistics.avg_tokens,
-            "eval/failed": float(sum(not each.ok for each in rollouts.trajectories)),
-        }
+        return await evaluate(manager, self.reward, as_tasks(self.eval_tasks if tasks is None else tasks), self.config)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -333,17 +282,14 @@ class Algorithm(ABC):
         return self._rollouts
 
     async def _collect(self, iteration: int) -> Collected:
-        manager = await self._ready()
-        tasks = self.curriculum.select(iteration, self.config.batch_size)
-        rollouts = await manager.collect(
-            tasks,
+        return await collect_scored(
+            await self._ready(),
+            self.reward,
+            self.curriculum.select(iteration, self.config.batch_size),
+            f"iteration {iteration}",
             seed=derive_seed(self.config.seed, "rollouts", iteration),
             first_group=iteration * self.config.batch_size,
         )
-        report = await self.reward.compute(rollouts.trajectories)
-        for error, count in {**rollouts.errors, **report.errors}.items():
-            logger.warning("iteration %d: %d trajectories: %s", iteration, count, error)
-        return Collected(rollouts.trajectories, {**rollouts.statistics.metrics(), **report.metrics})
 
     def _replayed(self, iteration: int) -> list[Trajectory]:
         groups = round(self.config.replay_fraction * self.config.batch_size)
@@ -357,30 +303,18 @@ class Algorithm(ABC):
         for each in self._loggers:
             each.log(iteration, metrics)
 
-    def _shown(self, metrics: Mapping[str, float]) -> Metrics:
-        names = (
-            "rewards/reward",
-            "eval/success",
-            "train/kl_divergence",
-            "train/entropy",
-            "rollouts/avg_trajectory_length",
-        )
-        return {name.split("/")[1]: metrics[name] for name in names if name in metrics}
+
+SHOWN = (
+    "rewards/reward",
+    "eval/success",
+    "train/kl_divergence",
+    "train/entropy",
+    "rollouts/avg_trajectory_length",
+    "rewards/not_scored",
+)
 
 
-def as_computer(reward: Reward) -> RewardComputer:
-    """A reward computer from one, from a scorer, or from a plain function."""
-    if isinstance(reward, RewardComputer):
-        return reward
-    if isinstance(reward, RewardFunction) or hasattr(reward, "evaluate"):
-        return RewardComputer(reward)
-    return RewardComputer(reward_function(reward))
-
-
-def as_curriculum(tasks: Tasks | Curriculum, seed: int) -> Curriculum:
-    """A curriculum from one, or from tasks in a new order each epoch."""
-    return tasks if isinstance(tasks, Curriculum) else ShuffledCurriculum(as_tasks(tasks), seed=seed)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else 0.0
+def _shown(metrics: Mapping[str, float]) -> Metrics:
+    """What the progress bar has room for: what is known, and what went wrong if anything did."""
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return {name.split("/")[1]: value for name, value in known.items() if value or name != "rewards/not_scored"}

@@ -41,8 +41,8 @@ class AlgorithmConfig:
         eval_temperature: 0 is greedy.
         eval_trajectories: an evaluation task.
         success_threshold: a score from which a held-out trajectory counts as a success.
-        checkpoint_dir: for the state, the JSONL log and recorded trajectories; None: nothing is written here, and
-            :meth:`resume` cannot.
+        checkpoint_dir: for the state, recorded trajectories and the log, ``metrics.jsonl``; None: the log alone is
+            written, to ``runs/RUN_ID``, and ``resume`` cannot go on from there.
         save_every: iterations between checkpoints; 0: never.
         record_every: record the trajectories of every so many iterations; 0: none.
     """
@@ -79,16 +79,31 @@ class AlgorithmConfig:
     record_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "group_size", "ppo_epochs", "num_minibatches", "max_tokens", "num_parallel"):
+        counts = (
+            "batch_size", "group_size", "ppo_epochs", "num_minibatches", "max_tokens", "num_parallel",
+            "max_steps_per_rollout", "eval_trajectories",
+        )  # fmt: skip
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; this is {getattr(self, name)}")
-        for name in ("max_staleness", "eval_every", "save_every", "record_every", "warmup_iterations"):
+        for name in (
+            "max_staleness",
+            "eval_every",
+            "save_every",
+            "record_every",
+            "warmup_iterations",
+            "replay_fraction",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative; this is {getattr(self, name)}")
         if self.save_every and self.checkpoint_dir is None:
             raise ValueError("save_every needs a checkpoint_dir")
         if self.record_every and self.checkpoint_dir is None:
             raise ValueError("record_every needs a checkpoint_dir")
+        if self.reference_ema is not None and not 0 <= self.reference_ema <= 1:
+            raise ValueError(
+                f"reference_ema is the share of the old reference that stays, from 0 to 1; this is {self.reference_ema}"
+            )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 to learn from samples; this is {self.temperature}")
 

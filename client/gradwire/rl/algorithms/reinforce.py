@@ -46,6 +46,10 @@ class REINFORCEAlgorithm(Algorithm):
         super().__init__(service, run, tasks, reward, config, **options)
         if baseline not in ("leave_one_out", "group_mean", "batch", "none"):
             raise ValueError(f"baseline must be leave_one_out, group_mean, batch or none; this is {baseline!r}")
+        if baseline in ("leave_one_out", "group_mean") and self.config.group_size == 1:
+            raise ValueError(
+                f'baseline {baseline!r} compares a group: group_size must be at least 2, or baseline="batch"'
+            )
         self.baseline = baseline
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:

@@ -7,10 +7,10 @@ from gradwire.rl.types import Action, Message, Prompt, State, Task
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """The policy continues the prompt once, and the episode is over.
+    """The policy continues the prompt once, and the episode is over. Messages are written by the chat template.
 
     Args:
-        template: how a task's prompt is written for the policy, e.g. ``"Q: {prompt}\\nA:"``.
+        template: how a prompt of plain text is written for the policy, e.g. ``"Q: {prompt}\\nA:"``.
         stop: strings at which the response ends.
     """
 
@@ -24,14 +24,12 @@ class SimpleTextEnvironment(BaseEnvironment):
 
     def reset(self, task: Task, seed: int) -> State:
         if not isinstance(task.prompt, str):
-            raise TypeError(
-                "SimpleTextEnvironment takes prompts of plain text; for messages use ConversationEnvironment"
-            )
+            return State(task, tuple(task.prompt))
         message: Message = {"role": "user", "content": self.template.replace("{prompt}", task.prompt)}
         return State(task, (message,))
 
     def build_prompt(self, state: State) -> Prompt:
-        return "".join(message["content"] for message in state.messages)
+        return state.messages[0]["content"] if isinstance(state.task.prompt, str) else state.messages
 
     def step(self, state: State, action: Action) -> StepResult:
         return StepResult(terminated=True)

@@ -3,9 +3,11 @@
 from gradwire.rl.rewards.aligner import StepAlignmentError, align, align_batch
 from gradwire.rl.rewards.computer import (
     ParetoRewardComputer,
+    Reward,
     RewardComputer,
     RewardReport,
     SVRLRewardComputer,
+    as_computer,
     crowding_distances,
     normalised_ranks,
     pareto_fronts,
@@ -21,6 +23,7 @@ __all__ = [
     "NotPortableError",
     "Outcome",
     "ParetoRewardComputer",
+    "Reward",
     "RewardComputer",
     "RewardFunction",
     "RewardModel",
@@ -32,6 +35,7 @@ __all__ = [
     "StepAlignmentError",
     "align",
     "align_batch",
+    "as_computer",
     "code_passes",
     "crowding_distances",
     "environment_reward",

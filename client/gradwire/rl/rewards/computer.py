@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gradwire.rl.rewards.aligner import align_batch
-from gradwire.rl.rewards.functions import Scorer
+from gradwire.rl.rewards.functions import RewardFunction, Scorer
 from gradwire.rl.types import EvaluateResult, Trajectory
 
 Mode = Literal["absolute", "relative"]
@@ -73,6 +73,27 @@ class RewardComputer:
     def close(self) -> None:
         """Ends what the scorer holds (sandboxes)."""
         close_scorer(self.scorer)
+
+
+Reward = RewardComputer | Scorer | Callable[..., Any]
+
+
+def as_computer(reward: Reward) -> RewardComputer:
+    """A reward computer from one, from a scorer, or from a plain function.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(reward, RewardComputer):
+        return reward
+    if hasattr(reward, "evaluate"):
+        return RewardComputer(reward)
+    if not callable(reward):
+        raise TypeError(
+            f"the reward is {type(reward).__name__}; it must be a function, a scorer (an object with `evaluate`) or a "
+            "RewardComputer"
+        )
+    return RewardComputer(RewardFunction(reward))
 
 
 def close_scorer(scorer: object) -> None:

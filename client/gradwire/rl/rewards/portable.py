@@ -27,7 +27,10 @@ def capture(function: Callable[..., Any]) -> dict[str, Any]:
         NotPortableError: when it refers to something that can neither be imported nor copied, naming it.
     """
     if not isinstance(function, FunctionType):
-        raise NotPortableError(f"a reward function must be a plain function; this is {type(function).__name__}")
+        raise NotPortableError(
+            f"the sandbox takes plain functions; this is {type(function).__name__}. Call it in a function of yours, "
+            "or use reward_function(sandboxed=False)"
+        )
     return _Capture(function).result()
 
 

@@ -1,0 +1,70 @@
+"""The optimizer steps of one iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradwire.errors import GradwireError
+from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.batching import derive_seed
+from gradwire.rl.rows import TrainingBatch
+
+
+async def update(
+    run: Any, batch: TrainingBatch, config: AlgorithmConfig, iteration: int, stepped: Callable[[], None]
+) -> tuple[dict[str, float], list[str]]:
+    """Trains on a batch: all passes over it are submitted at once, and their results awaited behind them.
+
+    Args:
+        run: a ``TrainingClient``.
+        stepped: called for each optimizer step that is submitted.
+
+    Returns:
+        Means of the losses' and steps' metrics, and the losses' warnings. A metric of a name that the batch brought a
+        figure for, or calls meaningless, is left out.
+
+    Raises:
+        GradwireError: the first failure, after all results are in.
+    """
+    results, steps = [], []
+    rate = config.rate(iteration)
+    for epoch in range(config.ppo_epochs):
+        rng = np.random.default_rng(derive_seed(config.seed, "minibatches", iteration, epoch))
+        order = rng.permutation(batch.num_rows) if config.num_minibatches > 1 else np.arange(batch.num_rows)
+        for part in np.array_split(order, min(config.num_minibatches, batch.num_rows)):
+            results.append(run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
+            steps.append(
+                run.optim_step(
+                    rate,
+                    max_grad_norm=config.max_grad_norm,
+                    weight_decay=config.weight_decay,
+                    on_nonfinite="skip",
+                )
+            )
+            stepped()
+    losses, taken, failure = [], [], None
+    for result, step in zip(results, steps):
+        try:
+            losses.append(await result)
+            taken.append(await step)
+        except GradwireError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    names = {name for loss in losses for name in loss.metrics} - set(batch.meaningless) - set(batch.metrics)
+    metrics = {name: mean([loss.metrics[name] for loss in losses if name in loss.metrics]) for name in sorted(names)}
+    metrics |= {
+        "grad_norm": mean([step.grad_norm for step in taken]),
+        "learning_rate": rate,
+        "skipped_steps": float(sum(step.skipped for step in taken)),
+        "tokens": float(sum(loss.num_loss_tokens for loss in losses)),
+    }
+    return metrics, [warning for loss in losses for warning in loss.warnings]
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for none."""
+    return float(np.mean(values)) if values else 0.0

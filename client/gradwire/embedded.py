@@ -35,13 +35,15 @@ class EmbeddedServer:
         command += ["--state-dir", str(state_dir or logs / "state"), "--die-with-parent"]
         for model in models:
             command += ["--model", model]
-        # Not in a worker thread: the child dies with the thread that started it.
+        # Not in a worker thread: the child dies with the thread that started it. In a process group of its own: Ctrl-C,
+        # or a notebook's interrupt, goes to the whole group, and is for the program, which may well go on.
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [*command, *server_args],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
+                process_group=0,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)

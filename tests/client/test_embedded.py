@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import gradwire
@@ -30,6 +32,32 @@ async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:
         assert process.poll() is None and os.path.exists(folder)  # noqa: ASYNC240
     assert process.poll() == 0
     assert not os.path.exists(folder)  # noqa: ASYNC240
+
+
+INTERRUPTED = """
+import sys
+import gradwire
+
+with gradwire.sync.connect(models=[sys.argv[1]]) as service:
+    run = service.create_run("tiny", lora=2)
+    try:
+        while True:
+            step = run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm")
+            print(step.result().loss, flush=True)
+    except KeyboardInterrupt:
+        print("saved", run.save_checkpoint("interrupted").result().name)
+"""
+
+
+def test_ctrl_c_is_the_programs_which_may_still_save(tiny_model_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, f"tiny={tiny_model_path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does, and a notebook's kernel
+        said, _ = program.communicate()
+    assert said.splitlines()[-1] == "saved interrupted"
+    assert program.returncode == 0
 
 
 async def test_its_death_is_not_waited_out(tiny_model_path: Path) -> None:

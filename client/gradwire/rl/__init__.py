@@ -45,7 +45,8 @@ from gradwire.rl.rewards import (
     regex_match,
     reward_function,
 )
-from gradwire.rl.rollouts import RolloutManager, Rollouts
+from gradwire.rl.rollout_statistics import Rollouts
+from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import (
     Action,
     EvaluateResult,

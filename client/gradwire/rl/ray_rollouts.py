@@ -17,7 +17,8 @@ from gradwire.rl.batching import SamplerStatistics, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.extras import require
 from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
-from gradwire.rl.rollouts import RolloutManager, Rollouts, summarised
+from gradwire.rl.rollout_statistics import Rollouts, summarised
+from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import AnyTask, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")

@@ -5,76 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from gradwire.rl.batching import GenerationBatcher, SamplerStatistics, derive_seed
+from gradwire.rl.batching import GenerationBatcher, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
 from gradwire.rl.progress import Progress
 from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
+from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.types import AnyTask, Task, Trajectory
 from gradwire.rl.worker import RLRolloutWorker
-
-
-@dataclass(frozen=True)
-class RolloutStatistics:
-    """Figures of a collection.
-
-    Attributes:
-        trajectories: how many came back.
-        completed, truncated, failed, timeout: how they ended.
-        dropped: started or planned, and given up when ``min_trajectories`` were there.
-        avg_trajectory_length: steps.
-        max_trajectory_length: steps.
-        avg_tokens: that the policy wrote, a trajectory.
-        tokens_per_second: sampled.
-        seconds: of the whole collection.
-        sampler: what the sampler did.
-    """
-
-    trajectories: int
-    completed: int
-    truncated: int
-    failed: int
-    timeout: int
-    dropped: int
-    avg_trajectory_length: float
-    max_trajectory_length: int
-    avg_tokens: float
-    tokens_per_second: float
-    seconds: float
-    sampler: SamplerStatistics
-
-    @property
-    def avg_batch(self) -> float:
-        """Prompts a call of the sampler."""
-        return self.sampler.requests / max(self.sampler.calls, 1)
-
-    def metrics(self) -> dict[str, float]:
-        """The figures as numbers by name, for loggers."""
-        numbers = {name: value for name, value in asdict(self).items() if name != "sampler"}
-        return {f"rollouts/{name}": float(value) for name, value in numbers.items()} | {
-            "rollouts/avg_batch": self.avg_batch,
-            "rollouts/sampler_retries": float(self.sampler.retries),
-        }
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Trajectories, those of a group next to each other and groups in the tasks' order."""
-
-    trajectories: list[Trajectory]
-    statistics: RolloutStatistics
-    errors: dict[str, int] = field(default_factory=dict)
-
-    def groups(self) -> list[list[Trajectory]]:
-        groups: dict[int, list[Trajectory]] = {}
-        for trajectory in self.trajectories:
-            groups.setdefault(trajectory.group, []).append(trajectory)
-        return list(groups.values())
 
 
 class RolloutManager:
@@ -170,10 +111,19 @@ class RolloutManager:
         seed = derive_seed(self.seed, "collection", self._collections) if seed is None else seed
         self._collections += 1
         plan = [
-            (Task.of(task), first_group + index, member) for index, task in enumerate(tasks) for member in range(size)
+            _Planned(Task.of(task), group, member, derive_seed(seed, "group", group))
+            for group, task in enumerate(tasks, first_group)
+            for member in range(size)
         ]
         collection = _Collection(
-            self, plan, size, seed, derive_seed(seed, "sampling", first_group), params or self.params
+            plan,
+            size,
+            self.worker(params or self.params),
+            self._batcher(derive_seed(seed, "sampling", first_group)),
+            num_parallel=self._num_parallel,
+            wave=len(plan) if self._maintain else self._num_parallel,
+            enough=self._min_trajectories,
+            show=self._progress_bar,
         )
         return await collection.run()
 
@@ -190,47 +140,66 @@ class RolloutManager:
             self.environment, sampling, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s
         )
 
+    def _batcher(self, seed: int) -> GenerationBatcher:
+        return GenerationBatcher(
+            self.inference,
+            seed=seed,
+            deterministic=self._deterministic,
+            max_batch=self._max_batch,
+            patience_s=self._patience_s,
+            straggler_s=self._straggler_s,
+        )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """An episode to come; ``seed`` is its environment's."""
+
+    task: Task
+    group: int
+    member: int
+    seed: int
+
 
 class _Collection:
-    """One call of :meth:`RolloutManager.collect`."""
+    """One call of :meth:`RolloutManager.collect`.
+
+    Args:
+        plan: all episodes, group by group.
+        group_size: episodes a group.
+        num_parallel: episodes under way at once.
+        wave: episodes after whose last the next may begin.
+        enough: trajectories, in whole groups, that end the collection.
+        show: a progress bar.
+    """
 
     def __init__(
         self,
-        manager: RolloutManager,
-        plan: list[tuple[Task, int, int]],
-        size: int,
-        seed: int,
-        sampling_seed: int,
-        params: SamplingParams,
+        plan: list[_Planned],
+        group_size: int,
+        worker: RLRolloutWorker,
+        batcher: GenerationBatcher,
+        *,
+        num_parallel: int,
+        wave: int,
+        enough: int | None,
+        show: bool,
     ) -> None:
-        self._manager, self._plan, self._size, self._seed = manager, plan, size, seed
-        self._worker = manager.worker(params)
-        self._batcher = GenerationBatcher(
-            manager.inference,
-            seed=sampling_seed,
-            deterministic=manager._deterministic,
-            max_batch=manager._max_batch,
-            patience_s=manager._patience_s,
-            straggler_s=manager._straggler_s,
-        )
+        self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
+        self._num_parallel, self._wave_size, self._enough = num_parallel, wave, enough
         self._done: dict[int, Trajectory] = {}
         self._members: dict[int, int] = {}
         self._complete = self._steps = self._failed = 0
-        self._progress = Progress("rollouts", len(plan), show=manager._progress_bar)
+        self._progress = Progress("rollouts", len(plan), show=show)
         self._started = time.monotonic()
 
     async def run(self) -> Rollouts:
-        parallel = self._manager._num_parallel
-        waves = [self._plan] if self._manager._maintain else [
-            self._plan[at : at + parallel] for at in range(0, len(self._plan), parallel)
-        ]  # fmt: skip
-        offset = 0
         try:
             with self._progress:
-                for wave in waves:
-                    if not await self._wave(iter(range(offset, offset + len(wave))), min(parallel, len(wave))):
+                for start in range(0, len(self._plan), max(self._wave_size, 1)):
+                    stop = min(start + self._wave_size, len(self._plan))
+                    if not await self._wave(iter(range(start, stop)), min(self._num_parallel, stop - start)):
                         break
-                    offset += len(wave)
         finally:
             await self._batcher.close()
         return self._result()
@@ -260,7 +229,7 @@ class _Collection:
     async def _place(self, index: int | None, indices: Iterator[int], enough: asyncio.Event) -> None:
         while index is not None:
             await self._episode(index)
-            if self._manager._min_trajectories is not None and self._complete >= self._manager._min_trajectories:
+            if self._enough is not None and self._complete >= self._enough:
                 enough.set()
             # The next one enters before the last one leaves: the place is never empty between them.
             following = next(indices, None)
@@ -270,13 +239,14 @@ class _Collection:
             index = following
 
     async def _episode(self, index: int) -> None:
-        task, group, member = self._plan[index]
+        planned = self._plan[index]
+        group = planned.group
         trajectory = await self._worker.run(
-            task,
+            planned.task,
             lambda prompt, params: self._batcher.generate(index, prompt, params),
             group=group,
-            member=member,
-            seed=derive_seed(self._seed, "group", group),
+            member=planned.member,
+            seed=planned.seed,
         )
         self._done[index] = trajectory
         self._steps += len(trajectory.steps)
@@ -295,31 +265,6 @@ class _Collection:
         }
 
     def _result(self) -> Rollouts:
-        kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i][1]] == self._size]
+        kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i].group] == self._size]
         seconds = time.monotonic() - self._started
         return summarised(kept, len(self._plan) - len(kept), seconds, self._batcher.statistics)
-
-
-def summarised(trajectories: list[Trajectory], dropped: int, seconds: float, sampler: SamplerStatistics) -> Rollouts:
-    """Trajectories with their statistics."""
-    status = [each.status for each in trajectories]
-    steps = [len(each.steps) for each in trajectories]
-    statistics = RolloutStatistics(
-        trajectories=len(trajectories),
-        completed=status.count("completed"),
-        truncated=status.count("truncated"),
-        failed=status.count("failed"),
-        timeout=status.count("timeout"),
-        dropped=dropped,
-        avg_trajectory_length=float(np.mean(steps)) if steps else 0.0,
-        max_trajectory_length=max(steps, default=0),
-        avg_tokens=float(np.mean([each.num_tokens for each in trajectories])) if trajectories else 0.0,
-        tokens_per_second=sampler.tokens / max(seconds, 1e-9),
-        seconds=seconds,
-        sampler=sampler,
-    )
-    errors: dict[str, int] = {}
-    for each in trajectories:
-        if each.error:
-            errors[each.error] = errors.get(each.error, 0) + 1
-    return Rollouts(trajectories, statistics, errors)

@@ -31,7 +31,9 @@ async def run_in_daemon(function: Callable[[], T]) -> T:
         try:
             value = function()
         except BaseException as error:  # belongs to whoever awaits
-            caught = RuntimeError("StopIteration in the user's code") if isinstance(error, StopIteration) else error
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            # The others would end the loop: exit() in the user's code is a failure of that code alone.
+            caught = error if plain else RuntimeError(f"{type(error).__name__} in the user's code")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, caught)
 

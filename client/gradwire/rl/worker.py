@@ -59,7 +59,7 @@ class RLRolloutWorker:
             late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
             trajectory.status = "timeout" if late else "failed"
             trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
-        except Exception as error:  # the user's environment may raise anything, and that costs one episode
+        except (Exception, SystemExit) as error:  # the user's environment may do anything, and that costs one episode
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
             logger.debug("episode %d.%d failed", group, member, exc_info=True)
         finally:

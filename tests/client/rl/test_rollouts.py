@@ -12,7 +12,8 @@ import pytest
 from gradwire.errors import ConnectionLostError
 from gradwire.rl.environments import BaseEnvironment, ConversationEnvironment, SimpleTextEnvironment, StepResult
 from gradwire.rl.inference import SamplingParams
-from gradwire.rl.rollouts import RolloutManager, Rollouts
+from gradwire.rl.rollout_statistics import Rollouts
+from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import Action, State, Task
 
 pytestmark = pytest.mark.anyio
@@ -99,6 +100,31 @@ async def test_what_goes_wrong_in_one_episode_costs_that_one(rule_inference: Cal
     assert rollouts.errors == {"RuntimeError: no such luck": 1, "gave up after 2 s": 1}
     assert [t.ok for t in rollouts.trajectories] == [True, False, False, True, True]
     assert rollouts.statistics.metrics()["rollouts/timeout"] == 1
+
+
+METHODS = (
+    "reset", "step", "is_terminal", "build_prompt", "parse_action", "observation", "state_key", "update_state",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["at once", "in a thread"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("error", [ValueError("bad luck"), SystemExit(3)], ids=["raises", "exits"])
+async def test_an_environment_may_fail_anywhere(
+    method: str, blocking: bool, error: BaseException, rule_inference: Callable[..., Any]
+) -> None:
+    def failing(state: Any, *args: Any) -> Any:
+        task = state if isinstance(state, Task) else state.task
+        if task.prompt == "2":
+            raise error
+        return getattr(Countdown, method)(environment, state, *args)
+
+    environment = Countdown()
+    environment.blocking = blocking
+    setattr(environment, method, failing)
+    rollouts = await RolloutManager(rule_inference(digits), environment).collect(["1", "2", "3"])
+    assert [t.status for t in rollouts.trajectories] == ["completed", "failed", "completed"]
+    assert type(error).__name__ in rollouts.trajectories[1].error
 
 
 async def test_a_sampler_that_goes_away_is_waited_for(rule_inference: Callable[..., Any]) -> None:

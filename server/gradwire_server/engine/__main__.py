@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     link = EngineLink(socket.socket(fileno=options.fd))
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
+    torch.set_num_threads(options.threads or torch.get_num_threads())
     try:
         tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
         engine = _start(options, tracing)

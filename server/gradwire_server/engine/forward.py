@@ -31,6 +31,7 @@ from gradwire_server.engine.scores import (
     score_shape,
 )
 from gradwire_server.engine.scoring import score_tokens
+from gradwire_server.engine.threads import suited_threads
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +126,15 @@ class Reading:
                 name: torch.zeros(score_shape(self.policy, self.batch, name), dtype=score_dtype(name), device=device)
                 for name in self.names
             }
-        batch, teacher_states = self.batch, self.teacher_states()
-        hidden = self.policy.hidden(
-            batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
-        )
-        return self.scores(hidden, teacher_states)
+        batch, sizes = self.batch, self.policy.facts.num_parameters
+        if self.teacher is not None:
+            sizes += self.teacher.policy.facts.num_parameters
+        with suited_threads(self.policy.device, len(batch.input_ids), sizes):
+            teacher_states = self.teacher_states()
+            hidden = self.policy.hidden(
+                batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
+            )
+            return self.scores(hidden, teacher_states)
 
     def teacher_states(self) -> Tensor | None:
         """What the teacher makes of the batch; before the student's own forward, whose weights must be the active ones

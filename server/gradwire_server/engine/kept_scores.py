@@ -15,6 +15,7 @@ from gradwire_server.engine.memory import ActivationMeter
 from gradwire_server.engine.planner import Budget, MicroBatch, split
 from gradwire_server.engine.policy import Policy
 from gradwire_server.engine.scores import Teacher, check_candidates, check_scores, entries_of
+from gradwire_server.engine.threads import suited_threads
 
 
 class KeptScores:
@@ -128,8 +129,9 @@ class KeptScores:
                 outputs, their_gradients = to_backward(scores, own)
                 if outputs:
                     parts.append((key, outputs, their_gradients))
-            for number, (key, outputs, their_gradients) in enumerate(parts, start=1):
-                collector.backward(key, outputs, their_gradients, retain_graph=number < len(parts))
+            with suited_threads(self.policy.device, len(micro.batch.input_ids), self.policy.facts.num_parameters):
+                for number, (key, outputs, their_gradients) in enumerate(parts, start=1):
+                    collector.backward(key, outputs, their_gradients, retain_graph=number < len(parts))
 
 
 def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -16,6 +16,7 @@ from gradwire_server.engine.outcome import Columns, Outcome
 from gradwire_server.engine.run import EngineRun
 from gradwire_server.engine.run_state import capture, restore
 from gradwire_server.engine.samples import begin_in_run
+from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
 
 if TYPE_CHECKING:
     from gradwire_server.engine.engine import Engine
@@ -53,7 +54,8 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
 
 
 def _optim_step(engine: Engine, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns) -> Outcome:
-    with engine.tracing.span("gradwire.optimizer.step"):
+    threads = suited_threads(engine.host.device, STEP_TOKENS, run.policy.num_trainable_parameters)
+    with engine.tracing.span("gradwire.optimizer.step"), threads:
         done = run.optimizer.step(run.accumulator, call)
     run.step += not done.skipped
     result = training_pb2.OptimStepResult(

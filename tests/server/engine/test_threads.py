@@ -1,0 +1,83 @@
+"""A small micro-batch is computed by one thread, a larger one by all; bits depend on the work alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine import threads
+from gradwire_server.engine.policy import Policy
+from support.engine import LocalEngine, token_rows
+
+SMALL, LARGE = [[1, 20, 30, 40]], [[1, *range(5, 55)]] * 4
+CAUSAL = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
+STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engine(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+    engine = LocalEngine({"tiny": tiny_model_path}, tmp_path)
+    parameters = engine.engine.host.facts("tiny").num_parameters
+    monkeypatch.setattr(threads, "SMALL", 50 * parameters)  # as if the tiny model were a larger one
+    return engine
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of threads at each forward of the trunk."""
+    seen: list[int] = []
+    real = Policy.hidden
+
+    def hidden(policy: Policy, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        if len(seen) == 100:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return real(policy, *args, **kwargs)
+
+    monkeypatch.setattr(Policy, "hidden", hidden)
+    return seen
+
+
+def test_the_threads_follow_the_work(two_threads: None, engine: LocalEngine, used: list[int]) -> None:
+    engine.create("run-a", lora=4)
+    for rows in (SMALL, LARGE, SMALL):
+        engine.do("run-a", token_rows(rows), forward_backward=CAUSAL)
+    engine.do("run-a", optim_step=STEP)
+    assert used[-3:] == [1, 2, 1] and torch.get_num_threads() == 2
+
+
+def test_the_threads_are_back_after_an_error(two_threads: None, engine: LocalEngine, used: list[int]) -> None:
+    engine.create("run-a", lora=4)
+    engine.do("run-a", token_rows(SMALL), forward_backward=CAUSAL)
+    used += [0] * (99 - len(used))
+    failed = engine.op("run-a", token_rows(SMALL), forward_backward=CAUSAL)
+    assert failed.proto.error.code == pb.ERROR_CODE_OUT_OF_MEMORY
+    assert torch.get_num_threads() == 2
+
+
+def test_what_came_between_changes_no_bit(two_threads: None, engine: LocalEngine) -> None:
+    found = []
+    for run_id, between in (("run-a", False), ("run-b", True)):
+        engine.create(run_id, seed=5)
+        engine.create(f"{run_id}-other", seed=1)
+        for rows in (SMALL, LARGE, SMALL):
+            if between:
+                engine.do(f"{run_id}-other", token_rows(LARGE), forward_backward=CAUSAL)
+                engine.do(f"{run_id}-other", token_rows(SMALL), forward_backward=CAUSAL)
+            engine.do(run_id, token_rows(rows), forward_backward=CAUSAL)
+            engine.do(run_id, optim_step=STEP)
+        found.append(engine.engine.runs[run_id].policy.state_tensors())
+    assert all(np.array_equal(found[0][name].numpy(), found[1][name].numpy()) for name in found[0])

@@ -125,9 +125,10 @@ class TrainingService(TrainingServiceServicer):
         limit = self._config.limits.max_name_chars
         if len(request.writer) > limit:
             raise RpcError(
-                pb.ERROR_CODE_INVALID_ARGUMENT,
-                f"writer has {len(request.writer)} characters; {limit} at most",
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"writer has {len(request.writer)} characters; {limit} at most (--limit max_name_chars=N)",
                 field="writer",
+                rule=f"max_name_chars = {limit}",
             )
         epoch = await self._scheduler.open(record, request.takeover, request.writer)
         return pb.OpenRunResponse(epoch=epoch, run=record.to_proto())

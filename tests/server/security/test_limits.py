@@ -70,6 +70,7 @@ CALLS: list[tuple[str, int, str, Any]] = [
         config=pb.RunConfig(base_model="tiny"), idempotency_key="abcdef")),
     ("max_name_chars", 5, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(
         base_model="tiny", lora=pb.LoraSettings(rank=1, target_modules=["abcdef"])))),
+    ("max_name_chars", 5, "OpenRun", pb.OpenRunRequest(writer="abcdef")),
     ("max_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
     ("key_runs", 1, "CreateRun", pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))),
 ]  # fmt: skip
@@ -118,8 +119,10 @@ async def test_a_call_past_a_limit_is_refused_by_its_name(
 ) -> None:
     async with start(limits={name: value}) as door:
         client = await door.client()
-        if name.endswith("runs"):
+        if name.endswith("runs") or rpc == "OpenRun":
             await client.begin()
+        if rpc == "OpenRun":
+            request_.run_id = client.run_id
         error = await outcome(client.stub, rpc, request_)
         assert code_of(error) == "limit_exceeded" and name.removeprefix("key_") in error.rule
         assert f"--limit {name}=N" in error.message

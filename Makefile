@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo test test-slow parity bench lint docs proto
+.PHONY: setup demo test test-slow test-faults parity bench lint docs proto
 
 setup: .venv/.installed
 

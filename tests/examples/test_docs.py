@@ -37,6 +37,8 @@ async def test_the_code_of_a_page_runs(
     connect = gradwire.connect
     # Whatever server a page speaks to, here it is one on loopback that holds a tiny model under the page's name.
     monkeypatch.setattr(gradwire, "connect", lambda *_, **__: connect(example_server.address))
+    plainly = gradwire.sync.connect
+    monkeypatch.setattr(gradwire.sync, "connect", lambda *_, **__: plainly(example_server.address))
     # The page that sets tracing up for a program must not do so for the tests that come after it.
     monkeypatch.setattr("opentelemetry.trace.set_tracer_provider", lambda provider: provider.shutdown())
     monkeypatch.chdir(tmp_path)

@@ -93,11 +93,11 @@ async def test_what_goes_wrong_in_one_episode_costs_that_one(rule_inference: Cal
                     waiting.wait(60)
             return super().step(state, action)
 
-    manager = RolloutManager(rule_inference(digits), Faulty(), timeout_s=2, straggler_s=0.1, max_steps_per_rollout=6)
+    manager = RolloutManager(rule_inference(digits), Faulty(), timeout_s=6, straggler_s=0.1, max_steps_per_rollout=6)
     rollouts = await manager.collect(["2", "13", "14", "9", "3"])
     waiting.set()
     assert [t.status for t in rollouts.trajectories] == ["completed", "failed", "timeout", "truncated", "completed"]
-    assert rollouts.errors == {"RuntimeError: no such luck": 1, "gave up after 2 s": 1}
+    assert rollouts.errors == {"RuntimeError: no such luck": 1, "gave up after 6 s": 1}
     assert [t.ok for t in rollouts.trajectories] == [True, False, False, True, True]
     assert rollouts.statistics.metrics()["rollouts/timeout"] == 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from gradwire.rl import RolloutManager, Task
 from gradwire.rl.environments import GymnasiumEnvironment, VerifiersEnvironment, verifiers_tasks
 from gradwire.rl.inference import OpenAIInference, SamplingParams, TokenizerCodec
 from gradwire.rl.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
+from support.server import free_port
 from support.stage import wait_for
 
 pytestmark = [
@@ -64,7 +64,8 @@ def test_wandb_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (wandb.run.step, wandb.run.summary["reward"], wandb.run.summary["time/iteration_s"]) == (1, 0.5, 2.0)
     logger.close()  # sends the last step, which more could have been added to
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"time/iteration_s" in file.read_bytes() and b"lost" in file.read_bytes()
+    wait_for("wandb's own process", lambda: b"lost" in file.read_bytes())
+    assert b"time/iteration_s" in file.read_bytes()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
@@ -164,9 +165,7 @@ async def test_verifiers(vf: Any, rule_inference: Callable[..., Any]) -> None:
 
 @pytest.fixture
 def transformers_serve(tiny_model_path: Path, tmp_path: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
     command += [str(tiny_model_path), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
@@ -181,7 +180,7 @@ def transformers_serve(tiny_model_path: Path, tmp_path: Path) -> Iterator[str]:
         return True
 
     try:
-        wait_for("transformers serve", answers, 60)
+        wait_for("transformers serve", answers)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.terminate()

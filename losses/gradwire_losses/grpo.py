@@ -278,7 +278,11 @@ def _sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | 
         return None
     sampler = batch.get("sampler_log_probs")
     if sampler is None:
-        raise BatchError("sampler_correction needs it", field="sampler_log_probs", rule="given with sampler_correction")
+        raise BatchError(
+            "sampler_correction needs sampler_log_probs, the log-probabilities that the sampler gave with its tokens",
+            field="sampler_log_probs",
+            rule="given with sampler_correction",
+        )
     level, action = config.sampler_correction.split("_")
     difference = old - sampler
     if level == "sequence":
@@ -298,4 +302,10 @@ def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
         kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
     if config.mask_truncated and "truncated" in batch.fields:
         kept &= ~given["truncated"]
+    elif config.mask_truncated and "mask_truncated" in config.model_fields_set:  # asked for, and no mere default
+        raise BatchError(
+            "mask_truncated needs truncated, which says of each response whether it was cut off",
+            field="truncated",
+            rule="given with mask_truncated",
+        )
     return kept

@@ -121,7 +121,7 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
         there = counted
     total = losses.detach().double().sum()
     return LossOutput(
-        {"cross_entropy": _over(there, losses, batch, config)},
+        {"cross_entropy": _reduced_over(there, losses, batch, config)},
         {
             "loss:sum": Sum(total),
             "nll": Mean(total, weights.double().sum()),
@@ -130,7 +130,7 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
     )
 
 
-def _over(there: Tensor, losses: Tensor, batch: Batch, config: ReductionConfig) -> Term:
+def _reduced_over(there: Tensor, losses: Tensor, batch: Batch, config: ReductionConfig) -> Term:
     """``[T] bool on the host, [T]`` -> the term of the predictions that are there."""
     return reduced(select(losses, there), segment_sum(there.long(), batch.row_lengths), config)
 
@@ -152,7 +152,7 @@ def _policy_output(
         "clip_fraction": Mean.of(select(clipped, there)),
         "approx_kl": Mean.of(select(kl_estimate(batch["logprobs"], scores.logprobs, "k3"), there)),
     }
-    return LossOutput({"policy": _over(there, losses, batch, config)}, metrics)
+    return LossOutput({"policy": _reduced_over(there, losses, batch, config)}, metrics)
 
 
 class ClipConfig(SumConfig):

@@ -432,6 +432,19 @@ def test_a_group_of_one_response_has_no_advantage(rng: np.random.Generator) -> N
         assert gradient(drawn).abs().max() == 0, name
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "field"),
+    [({"mask_truncated": True}, "truncated"), ({"sampler_correction": "token_mask"}, "sampler_log_probs")],
+)
+def test_an_option_that_lacks_its_field_says_which(
+    kwargs: dict[str, Any], field: str, rng: np.random.Generator
+) -> None:
+    with pytest.raises(BatchError, match=f"needs {field}") as caught:
+        case("grpo", lambda r: samples(r), None, **kwargs).draw(rng).output()
+    assert caught.value.field == field
+    case("dapo", lambda r: samples(r), None).draw(rng).output()  # there it is a default: nothing was cut off
+
+
 def test_dr_grpo_asks_for_its_divisor() -> None:
     with pytest.raises(ValueError, match="reduction_divisor"):
         get_loss("dr_grpo").config()

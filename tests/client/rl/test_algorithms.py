@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from gradwire.rl import (
     PPOAlgorithm,
     REINFORCEAlgorithm,
     ReplayBuffer,
+    SandboxLimits,
     StagedCurriculum,
     SuccessCurriculum,
     reward_function,
@@ -350,6 +354,44 @@ async def test_failures_are_logged_once_and_shown(
         "iteration 0: no trajectory can be trained on; the policy stays as it is",
     ]
     assert "not_scored 8" in capsys.readouterr().err
+
+
+@reward_function(limits=SandboxLimits(time_s=1.0))
+def treacherous(response: str) -> Any:
+    match response:
+        case "hang":
+            while True:
+                pass
+        case "crash":
+            os.abort()
+        case "fork":
+            while True:
+                with contextlib.suppress(OSError):
+                    os.fork()
+        case "print":
+            print("x" * 1_000_000)
+        case "type":
+            return object()
+    return float(response == "good")
+
+
+async def test_a_reward_function_may_do_anything(
+    rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hanging, crashing, forking and a wrong type cost their own trajectories, and are reported; the rest trains."""
+    ways = itertools.cycle(["good", "hang", "crash", "fork", "print", "type", "bad", "good"])
+    inference = rule_inference(lambda text, number: next(ways))
+    async with GRPOAlgorithm(
+        None, CheckingRun(), ["a"], treacherous, config(batch_size=1, group_size=8), inference=inference
+    ) as algorithm:
+        (metrics,) = await algorithm.train(1, progress_bar=False)
+    assert metrics["rewards/not_scored"] == 4
+    assert metrics["train/trajectories"] == 4
+    assert metrics["rewards/reward"] == 0.5
+    assert metrics["train/grad_norm"] == 1.0
+    assert "2 of 8 trajectories: treacherous: took more than 1 s and was killed" in caplog.text
+    assert "1 of 8 trajectories: treacherous: crashed: killed by SIGABRT" in caplog.text
+    assert "1 of 8 trajectories: treacherous: TypeError: object cannot be sent back" in caplog.text
 
 
 async def test_messages_are_prompts_too(rule_inference: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.batches import SEVEN, VOCAB
-from support.server import Server
+from support.server import Server, free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -57,9 +56,7 @@ async def clients_of(stack: AsyncExitStack, address: str) -> list[gradwire.Train
 
 
 async def test_four_clients_together_get_what_each_gets_alone(tiny_model_path: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    metrics = f"127.0.0.1:{free_port()}"
     alone = Server(tiny_model_path, tmp_path / "alone", "--group-runs", "off").start()
     together = Server(
         tiny_model_path, tmp_path / "together", "--group-runs", "on", "--metrics-address", metrics

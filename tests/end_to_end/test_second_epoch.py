@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 import zlib
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.batches import SEVEN, VOCAB
-from support.server import Server
+from support.server import Server, free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -31,9 +30,7 @@ def lookups(metrics: str) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def counted(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses of a server and of its metrics."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    metrics = f"127.0.0.1:{free_port()}"
     server = Server(tiny_model_path, tmp_path_factory.mktemp("state"), "--metrics-address", metrics).start()
     yield server.address, metrics
     assert server.end() == 0

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+
+def free_port() -> int:
+    """A port that no outgoing connection is given: a server that was away must find it free when it comes back, and
+    whoever tries to reach it meanwhile may even be connected to itself."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, max(first_given, 11_000))))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 class Server:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, last_num
 from gradwire.rl.environments import BaseEnvironment, StepResult
 from gradwire.rl.loggers import read_jsonl
 from gradwire.rl.types import Action, State, Task
-from support.server import Server
+from support.server import Server, free_port
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -140,10 +139,7 @@ class ServerOn(Server):
 
     def __init__(self, model: Path, state_dir: Path) -> None:
         super().__init__(model, state_dir)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._command[self._command.index("127.0.0.1:0")] = f"127.0.0.1:{port}"
+        self._command[self._command.index("127.0.0.1:0")] = f"127.0.0.1:{free_port()}"
 
 
 def enough(response: str) -> float:

@@ -124,6 +124,47 @@ def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
         torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
 
 
+class FullInBackward:
+    """Runs out of memory in one backward, when nearly all of its gradient is added to what there was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.calls = 0
+        real = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self.calls += 1
+            real(*args, **kwargs)
+            if self.calls == number:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+        monkeypatch.setattr(torch.autograd, "backward", backward)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "dropout": 0.2}], ids=["full", "lora"])
+@pytest.mark.parametrize("together", [False, True], ids=["streams", "whole-batch"])
+def test_a_backward_out_of_memory_leaves_nothing_of_what_it_had_added(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool, lora: dict[str, Any] | None
+) -> None:
+    rows = token_rows([[1, *range(20, 20 + length)] for length in (9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7)])
+    if together:
+        spec = registry.get_loss("causal_lm")
+        monkeypatch.setitem(registry._REGISTRY, "causal_lm", replace(spec, streams=lambda config, present: False))
+    sums = []
+    for tokens in (40, 20):
+        engine = LocalEngine({"tiny": tiny_model_path}, tmp_path / str(tokens), microbatch_tokens=tokens)
+        engine.create("run-a", seed=3, lora=lora)
+        engine.do("run-a", token_rows([[1, 5, 6], [1, 7]]), forward_backward=CAUSAL)  # to be there afterwards
+        with monkeypatch.context() as patch:
+            full = FullInBackward(patch, 2 if tokens == 40 else 0)
+            found = engine.do("run-a", rows, forward_backward=CAUSAL)
+        assert full.calls == (2 + 6 if tokens == 40 else 6)  # the operation is repeated, in pieces half as large
+        assert found.proto.loss.num_microbatches == 6
+        sums.append(engine.engine.runs["run-a"].accumulator.state_tensors())
+    repeated, expected = sums
+    assert repeated.keys() == expected.keys()
+    assert all(torch.equal(repeated[name], expected[name]) for name in expected)
+
+
 def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalEngine) -> None:
     engine.create("run-a")
     run, cpu = engine.engine.runs["run-a"], torch.device("cpu")

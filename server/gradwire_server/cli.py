@@ -172,8 +172,6 @@ def serve(
     log_format: Annotated[LogFormat, typer.Option(help="json: an object a line.")] = LogFormat.TEXT,
 ) -> None:
     """Holds models and serves training runs."""
-    os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
-    logs.configure(log_level.value, log_format.value, "front")
     try:
         config = ServerConfig(
             address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
@@ -196,6 +194,8 @@ def serve(
                 f"gradwire: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", style="red", markup=False
             )
         raise typer.Exit(2) from None
+    os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
+    logs.configure(log_level.value, log_format.value, "front")
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     raise typer.Exit(asyncio.run(_serve(config, ready_file, parent)))
 

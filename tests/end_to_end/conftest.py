@@ -21,7 +21,7 @@ def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 async def service(server: Server) -> AsyncIterator[gradwire.ServiceClient]:
-    async with gradwire.connect(server.address) as service:
+    async with gradwire.connect(server.address, connect_timeout=120) as service:
         yield service
 
 

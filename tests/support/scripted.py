@@ -258,7 +258,10 @@ async def scripted_run(
     script: Script, **settings: Any
 ) -> AsyncIterator[tuple[gradwire.TrainingClient, gradwire.ServiceClient]]:
     """A run on a scripted server, and the service it came from."""
-    async with scripted_server(script) as (address, _), gradwire.connect(address, **settings) as service:
+    async with (
+        scripted_server(script) as (address, _),
+        gradwire.connect(address, **{"connect_timeout": 60} | settings) as service,
+    ):
         yield await service.create_run("tiny"), service
 
 

@@ -1,10 +1,14 @@
-"""PPO, GRPO, REINFORCE and GiGPO side by side: held-out success before and after, on two small tasks.
+"""PPO, GRPO, REINFORCE and GiGPO side by side: held-out success before and after, on two small tasks, with seeds.
 
-sums   one digit plus one digit: the last digit of the sum.
+sums   the demo's: two numbers of three digits, added digit by digit.
 boxes  a tool task of two turns: look into the box that is asked for, then say what is in it.
 
-The policy first imitates pupils who are right half of the time; reinforcement has to find out which half.
-Prints a table, and writes curves (JSONL) for each training under --output.
+The model is the demo's, with letters for the boxes. It first imitates careless pupils: on sums they slip at three
+carries in ten, on boxes they are right half of the time. From there each algorithm is told no more than whether an
+answer was right. A seed draws the tasks and what is held out of them, the pupils, and the rollouts.
+
+Prints a table, writes the curves as `curves.svg` and each training's numbers as JSONL under --output, and ends with 1
+if a training did not raise its held-out success. --write-docs puts table and curves into docs/rl_results.md.
 """
 
 from __future__ import annotations
@@ -12,14 +16,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import random
+import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import gradwire
-import numpy as np
-from _support.small_model import small_model
+from _support.comparison import Training, draw, table
+from _support.small_model import EOS, small_model
+from _support.tasks import ARITHMETIC_CHARACTERS, arithmetic
 from gradwire.rl import (
     Action,
     Algorithm,
@@ -44,6 +54,36 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "REINFORCE": REINFORCEAlgorithm,
     "GiGPO-PPO": GiGPOAlgorithm,
 }
+BOXES = "abcd"
+DEMONSTRATIONS = 64  # a step of imitation
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- results: begin (examples/rl_algorithms.py --write-docs) -->", "<!-- results: end -->"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task to compare on.
+
+    Attributes:
+        demonstrations: prompts and what the pupils wrote after them.
+        train, held_out: tasks.
+        environment: the world.
+        config: settings that differ between the tasks.
+    """
+
+    demonstrations: Sequence[tuple[str, str]]
+    train: Sequence[Task]
+    held_out: Sequence[Task]
+    environment: BaseEnvironment
+    config: dict[str, Any]
+
+
+def sums(seed: int) -> Setting:
+    made = arithmetic(seed, demonstrations=400 * DEMONSTRATIONS, prompts=4096)
+    train, held_out = ([Task(each.prompt, each.number) for each in part] for part in (made.prompts, made.held_out))
+    demonstrations = [(each.prompt, f"{each.answer}{EOS}") for each in made.demonstrations]
+    config = {"max_tokens": 40, "learning_rate": 3e-4}
+    return Setting(demonstrations, train, held_out, SimpleTextEnvironment(), config)
 
 
 class Boxes(BaseEnvironment):
@@ -59,7 +99,7 @@ class Boxes(BaseEnvironment):
         return "".join(message["content"] for message in state.messages)
 
     def step(self, state: State, action: Action) -> StepResult:
-        if action.raw not in ("a", "b", "c", "d"):
+        if action.raw not in tuple(BOXES):
             return StepResult(terminated=True)
         asked = str(state.task.prompt)[0]
         content = str(state.task.ground_truth) if action.raw == asked else "-"
@@ -67,83 +107,98 @@ class Boxes(BaseEnvironment):
         return StepResult(content, tool_results=(looked,), role="tool")
 
 
-def split(tasks: list[Task], seed: int) -> tuple[list[Task], list[Task]]:
-    """Four in five to practise on, the fifth held out."""
-    random.Random(seed).shuffle(tasks)
-    return tasks[len(tasks) // 5 :], tasks[: len(tasks) // 5]
+def boxes(seed: int) -> Setting:
+    rng = random.Random(seed)
+    tasks = [Task(f"{box}?", str(content)) for box, content in itertools.product(BOXES, range(10))]
+    rng.shuffle(tasks)
+    train, held_out = tasks[len(tasks) // 5 :], tasks[: len(tasks) // 5]
+    demonstrations = []
+    for task in rng.choices(train, k=200 * DEMONSTRATIONS):
+        prompt, content = str(task.prompt), str(task.ground_truth)
+        box = prompt[0]
+        if rng.random() < 0.5:
+            demonstrations.append((prompt, box if rng.random() < 0.5 else rng.choice("abcd0123")))
+        else:
+            looked = f"{prompt}{box}{content}"
+            demonstrations.append((looked, content if rng.random() < 0.5 else rng.choice("0123456789")))
+    config = {"max_tokens": 1, "learning_rate": 1e-3, "eval_trajectories": 16}
+    return Setting(demonstrations, train, held_out, Boxes(), config)
 
 
-def sums(seed: int) -> tuple[list[Task], list[Task]]:
-    return split([Task(f"{a}+{b}=", str((a + b) % 10)) for a, b in itertools.product(range(10), repeat=2)], seed)
+SETTINGS = {"sums": sums, "boxes": boxes}
 
 
-def boxes(seed: int) -> tuple[list[Task], list[Task]]:
-    return split([Task(f"{box}?", str(content)) for box, content in itertools.product("abcd", range(10))], seed)
-
-
-Lesson = tuple[str, str, str]
-"""A prompt, the right character after it, and those that a pupil may write instead."""
-
-
-def lessons(task: Task) -> list[Lesson]:
-    prompt, truth = str(task.prompt), str(task.ground_truth)
-    if prompt.endswith("="):
-        return [(prompt, truth, "0123456789")]
-    box = prompt[0]
-    return [(prompt, box, "abcd0123"), (f"{prompt}{box}{truth}", truth, "0123456789")]
-
-
-async def imitate(service: gradwire.ServiceClient, model: str, tasks: list[Task], seed: int) -> str:
-    """A checkpoint of a run that has seen these tasks solved by pupils who are right half of the time."""
+async def imitate(service: gradwire.ServiceClient, model: str, setting: Setting, seed: int) -> str:
+    """A checkpoint of a run that has imitated the pupils."""
     run = await service.create_run(model, seed=seed)
-    rng = np.random.default_rng(seed)
-    known = [lesson for task in tasks for lesson in lessons(task)]
-    for step in range(200):
-        chosen = [known[index] for index in rng.integers(len(known), size=64)]
-        texts = [prompt + (right if rng.random() < 0.5 else rng.choice(list(wrong))) for prompt, right, wrong in chosen]
-        rows = await service.encode(model, texts)
-        batch = {"input_ids": rows, "loss_mask": [[0] * (len(row) - 1) + [1] for row in rows]}
-        run.forward_backward(batch, "causal_lm")
-        await run.optim_step(learning_rate=3e-3 * (1 - step / 200))
+    steps = len(setting.demonstrations) // DEMONSTRATIONS
+    for step in range(steps):
+        pupils = setting.demonstrations[DEMONSTRATIONS * step : DEMONSTRATIONS * (step + 1)]
+        prompts = await service.encode(model, [prompt for prompt, _ in pupils])
+        rows = await service.encode(model, [prompt + answer for prompt, answer in pupils])
+        mask = [[0] * len(prompt) + [1] * (len(row) - len(prompt)) for prompt, row in zip(prompts, rows)]
+        run.forward_backward({"input_ids": rows, "loss_mask": mask}, "causal_lm")
+        warm, cool = min(1.0, (step + 1) / 20), (1 + math.cos(math.pi * step / steps)) / 2
+        await run.optim_step(learning_rate=3e-3 * warm * cool)
     return (await run.save_checkpoint(name="imitation")).path
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("runs/rl_algorithms"))
-    args = parser.parse_args()
-    rows = []
+async def train(
+    service: gradwire.ServiceClient, start: str, name: str, task: str, seed: int, setting: Setting,
+    args: argparse.Namespace,
+) -> Training:  # fmt: skip
+    run = await service.fork_run(start, head="value" if name == "PPO" else None, seed=seed)
+    config = AlgorithmConfig(
+        batch_size=16, group_size=8, warmup_iterations=5, seed=seed, eval_every=max(1, args.iterations // 6),
+        eval_temperature=1.0, checkpoint_dir=args.output / f"{name}-{task}-{seed}", **setting.config,
+    )  # fmt: skip
+    if name == "PPO":
+        # The critic learns in the policy's own trunk, and large steps of it cost the policy its start.
+        config = replace(config, learning_rate=3e-4)
+    async with ALGORITHMS[name](
+        service, run, setting.train, last_number(), config,
+        environment=setting.environment, eval_tasks=setting.held_out,
+    ) as algorithm:  # fmt: skip
+        curve = [(0, (await algorithm.evaluate())["eval/success"])]
+        for iteration, metrics in enumerate(await algorithm.train(args.iterations), 1):
+            if "eval/success" in metrics:
+                curve.append((iteration, metrics["eval/success"]))
+    return Training(name, task, seed, curve)
+
+
+async def compare(args: argparse.Namespace) -> list[Training]:
+    trainings = []
     with tempfile.TemporaryDirectory(prefix="gradwire-example-") as folder:
-        path = small_model(Path(folder) / "small", characters="0123456789+=?-abcd", hidden_size=64, num_layers=2)
+        letters = ARITHMETIC_CHARACTERS + BOXES + "?-"
+        path = small_model(Path(folder) / "small", characters=letters, context_length=64)
         async with gradwire.connect(models=[f"small={path}"]) as service:
-            for seed, (name, make) in itertools.product(range(args.seeds), ALGORITHMS.items()):
-                for task, (train, held_out) in {"sums": sums(seed), "boxes": boxes(seed)}.items():
-                    head: Literal["value"] | None = "value" if name == "PPO" else None
-                    start = await imitate(service, "small", train, seed)
-                    run = await service.fork_run(start, head=head, seed=seed)
-                    # The critic learns in the policy's own trunk, and large steps of it cost the policy its start.
-                    rate = 3e-4 if name == "PPO" else 1e-3
-                    config = AlgorithmConfig(
-                        batch_size=16, group_size=8, learning_rate=rate, max_tokens=1, warmup_iterations=5, seed=seed,
-                        eval_temperature=1.0, eval_trajectories=16,
-                        checkpoint_dir=args.output / f"{name}-{task}-{seed}",
-                    )  # fmt: skip
-                    environment = SimpleTextEnvironment() if task == "sums" else Boxes()
-                    async with make(
-                        service, run, train, last_number(), config, environment=environment, eval_tasks=held_out
-                    ) as algorithm:
-                        before = (await algorithm.evaluate())["eval/success"]
-                        await algorithm.train(args.iterations)
-                        after = (await algorithm.evaluate())["eval/success"]
-                    rows.append((name, task, seed, before, after))
-    print(f"\n{'algorithm':10} {'task':6} {'seed':>4} {'before':>7} {'after':>7}")
-    for name, task, seed, before, after in sorted(rows):
-        print(f"{name:10} {task:6} {seed:>4} {before:>7.2f} {after:>7.2f}")
-    if any(after <= before for *_, before, after in rows):
-        raise SystemExit("some held-out success did not rise")
+            for (task, make), seed in itertools.product(SETTINGS.items(), range(args.seeds)):
+                setting = make(seed)
+                start = await imitate(service, "small", setting, seed)
+                for name in ALGORITHMS:
+                    trainings.append(await train(service, start, name, task, seed, setting, args))
+                    print(f"{name} on {task}, seed {seed}: {trainings[-1]}", flush=True)
+    return trainings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--iterations", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("runs/rl_algorithms"))
+    parser.add_argument("--write-docs", action="store_true")
+    args = parser.parse_args()
+    trainings = asyncio.run(compare(args))
+    args.output.mkdir(parents=True, exist_ok=True)
+    draw(trainings, args.output / "curves.svg")
+    print("", table(trainings), sep="\n")
+    if args.write_docs:
+        shutil.copy(args.output / "curves.svg", DOCS / "rl_curves.svg")
+        page = (DOCS / "rl_results.md").read_text()
+        before, begin, rest = page.partition(BEGIN)
+        (DOCS / "rl_results.md").write_text(f"{before}{begin}\n{table(trainings)}\n{END}{rest.partition(END)[2]}")
+    return 0 if all(each.after > each.before for each in trainings) else 1
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(main())

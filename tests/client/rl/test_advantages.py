@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,39 @@ def test_gigpo_by_hand() -> None:
         gamma=0.5, omega=2.0, scale=False,
     )  # fmt: skip
     np.testing.assert_allclose(result, [0.5 + 0.5, 0.5 + 1.0, -0.5 - 0.5, -0.5 - 1.0, -0.5])
+
+
+def test_gigpo_is_the_formulas_of_the_paper(rng: np.random.Generator) -> None:
+    """Episodes of three groups walk among four states; its advantages term by term, as sums over sets."""
+    group_sizes, gamma, omega = [4, 1, 5], 0.9, 0.7
+    group_of = np.repeat(np.arange(3), group_sizes)
+    counts = rng.integers(1, 7, 10)
+    scores = rng.integers(0, 2, 10).astype(float)
+    rewards = [rng.normal(size=count) for count in counts]
+    states = [rng.choice(list("stuv"), count).tolist() for count in counts]
+
+    def normalised(value: float, among: list[float]) -> float:
+        spread = np.std(among, ddof=1) if len(among) > 1 else 0.0
+        return (value - np.mean(among)) / (spread + 1e-4) if spread else 0.0
+
+    def discounted(episode: int, t: int) -> float:
+        return sum(gamma ** (k - t) * rewards[episode][k] for k in range(t, counts[episode]))
+
+    expected = []
+    for i in range(10):
+        relative = normalised(scores[i], [scores[j] for j in range(10) if group_of[j] == group_of[i]])
+        for t in range(counts[i]):
+            same = [
+                discounted(j, k)
+                for j in range(10)
+                for k in range(counts[j])
+                if group_of[j] == group_of[i] and states[j][k] == states[i][t]
+            ]
+            expected.append(relative + omega * normalised(discounted(i, t), same))
+    result = advantages.gigpo_advantages(
+        scores, group_sizes, np.concatenate(rewards), counts, list(itertools.chain(*states)), gamma=gamma, omega=omega
+    )
+    np.testing.assert_allclose(result, expected, atol=1e-9)
 
 
 def test_gigpo_anchor_states_do_not_cross_groups() -> None:

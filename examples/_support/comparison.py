@@ -1,0 +1,70 @@
+"""Trainings side by side: a table of held-out success with seeds, and the curves in one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+Curve = list[tuple[int, float]]
+"""Held-out success by iteration."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: who, on what, and how held-out success went from the first iteration to the last."""
+
+    algorithm: str
+    task: str
+    seed: int
+    curve: Curve
+
+    def __str__(self) -> str:
+        return " ".join(f"{success:.2f}" for _, success in self.curve)
+
+    @property
+    def before(self) -> float:
+        return self.curve[0][1]
+
+    @property
+    def after(self) -> float:
+        return self.curve[-1][1]
+
+
+def table(trainings: Sequence[Training]) -> str:
+    """Markdown: a line for each algorithm and task, and in it before → after of each seed and their mean."""
+    seeds = sorted({each.seed for each in trainings})
+    head = ["task", "algorithm", *(f"seed {seed}" for seed in seeds), "mean"]
+    lines = [head, ["---"] * len(head)]
+    for task, algorithm in dict.fromkeys((each.task, each.algorithm) for each in trainings):
+        of = sorted(_of(trainings, task, algorithm), key=lambda each: each.seed)
+        mean = f"**{fmean(each.before for each in of):.2f} → {fmean(each.after for each in of):.2f}**"
+        lines.append([task, algorithm, *(f"{each.before:.2f} → {each.after:.2f}" for each in of), mean])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(trainings: Sequence[Training], path: Path) -> None:
+    """One panel a task: the mean over seeds of each algorithm, and the seeds' own curves faintly behind it."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(each.task for each in trainings))
+    figure = Figure(figsize=(4.6 * len(tasks), 3.4), layout="constrained")
+    for axis, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        for number, algorithm in enumerate(dict.fromkeys(each.algorithm for each in trainings)):
+            curves = [each.curve for each in _of(trainings, task, algorithm)]
+            for curve in curves:
+                axis.plot(*zip(*curve), color=f"C{number}", alpha=0.25, linewidth=0.8)
+            mean = [(points[0][0], fmean(success for _, success in points)) for points in zip(*curves)]
+            axis.plot(*zip(*mean), color=f"C{number}", linewidth=1.8, label=algorithm)
+        axis.set(title=task, xlabel="iteration", ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", fontsize=9)
+    figure.axes[0].set_ylabel("held-out success")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradwire"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _of(trainings: Sequence[Training], task: str, algorithm: str) -> list[Training]:
+    return [each for each in trainings if (each.task, each.algorithm) == (task, algorithm)]

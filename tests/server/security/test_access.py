@@ -102,6 +102,18 @@ async def test_every_rpc_with_every_key(keyed: Any) -> None:
         assert wrong == []
 
 
+async def test_what_another_tries_on_a_pending_operation_leaves_it_pending(keyed: Any) -> None:
+    async with keyed() as door:
+        ada, bob = await (await door.client("ada")).begin(), await door.client("bob")
+        door.engine.gate.clear()
+        await ada.fb(1, "a", b"payload")
+        for rpc in ("Results", "Cancel", "AckResults", "OpenRun", "DeleteRun"):
+            assert code_of(await outcome(bob.stub, rpc, *requests(rpc, ada, ada.run_id))) == "unknown_run"
+        door.engine.gate.set()
+        [(result, payload)] = await ada.results(1)
+        assert result.status == pb.STATUS_SUCCEEDED and payload == b"payload"
+
+
 async def test_runs_are_listed_to_those_who_may_read_them(keyed: Any) -> None:
     async with keyed() as door:
         ada = await door.shared_run()

@@ -23,6 +23,11 @@ sequence is never scored. A per-token field may also hold one entry a *scored* t
 A batch with `target_tokens` is in Tinker's convention instead: nothing is shifted, and entry t of every field is about
 the prediction made after reading `input_ids[..t]`.
 
+Every loss of tokens takes `reduction`, which says what its sum is divided by, over the whole accumulation however it is
+cut into calls: `"token_mean"`, the tokens; `"sequence_mean"`, the sequences, of the mean over each one's tokens;
+`"sequence_mean_token_sum"`, the sequences, of the sum over each one's tokens; `"fixed"`, that and `reduction_divisor`;
+`"sum"`, nothing. What is not scored counts nowhere.
+
 | loss | in short | batch | head |
 | --- | --- | --- | --- |
 """

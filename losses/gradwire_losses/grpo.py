@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire_losses.advantages import group_advantages, group_spread, opo_advantages, rloo_advantages, whiten
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
-from gradwire_losses.kl import KLEstimator, kl_estimate
+from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Std, Term
 from gradwire_losses.policy import (
     clipped_surrogate,
@@ -78,7 +78,7 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
     sampler_ratio_max: float = Field(3.0, gt=0, description="for sampler_correction: the largest weight")
     sampler_ratio_min: float = Field(0.0, ge=0, description="for sampler_correction: the smallest weight")
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
-    kl_estimator: KLEstimator = Field("k3", description="see gradwire_losses.kl")
+    kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
     kl_in_reward: bool = Field(
         False,
         description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward, and "

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire_losses.advantages import rewards_to_go
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, REF_LOG_PROBS, ROW_TOKENS, ROWS_OR_TOKENS, row_field
-from gradwire_losses.kl import KLEstimator, kl_estimate
+from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
 from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Min, Sum, Term
 from gradwire_losses.policy import probability_ratio
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
@@ -42,7 +42,7 @@ class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
         description="the ratio counts at most so (truncated importance sampling): bias for a bounded variance. Not "
         "PPO's distance from 1. None is 10, and with target_tokens no bound",
     )
-    kl_estimator: KLEstimator = Field("k3", description="k1, k2 or k3: see gradwire_losses.kl")
+    kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
 
 
 def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozenset[ScoreName]:

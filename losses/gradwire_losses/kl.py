@@ -17,6 +17,10 @@ from torch import Tensor
 from gradwire_losses.outputs import Mean
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+KL_ESTIMATORS = (
+    "of the KL of a token, with d = log p - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d; k1+ and k3+ "
+    "have the value of k1 and k3 and the gradient of k2, which is the KL's own"
+)
 LINEAR_BEYOND = 20.0
 
 

@@ -30,7 +30,7 @@ from gradwire_losses.fields import (
     ROWS_OR_TOKENS,
     row_field,
 )
-from gradwire_losses.kl import AdaptiveKL, KLEstimator, kl_estimate
+from gradwire_losses.kl import KL_ESTIMATORS, AdaptiveKL, KLEstimator, kl_estimate
 from gradwire_losses.outputs import ExplainedVariance, LossOutput, Mean, Metric, Std, Term
 from gradwire_losses.policy import clipped_surrogate, probability_ratio
 from gradwire_losses.reduction import ReductionConfig, reduced
@@ -64,7 +64,7 @@ class PPOConfig(AdvantageConfig, PolicyConfig):
     beta: float = Field(
         0.01, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
     )
-    kl_estimator: KLEstimator = Field("k3", description="k1, k2 or k3: see gradwire_losses.kl")
+    kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
     kl_in_reward: bool = Field(
         False, description="take beta * (old_log_probs - reference's) from each token's reward instead of adding a term"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -39,3 +40,12 @@ async def run_in_daemon(function: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name="gradwire user code", daemon=True).start()
     return await future
+
+
+async def called(function: Callable[..., Any], *args: Any, blocking: bool = True) -> Any:
+    """What a user's function gives, be it ``async`` or plain; a plain one may block."""
+    if blocking and not inspect.iscoroutinefunction(function):
+        result = await run_in_daemon(lambda: function(*args))
+    else:
+        result = function(*args)
+    return await result if inspect.isawaitable(result) else result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
 from gradwire.rl.inference.protocol import Generation, SamplingParams
 from gradwire.rl.prompts import TokenHistory
-from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.threads import called
 from gradwire.rl.types import IntArray, State, StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
@@ -106,11 +105,7 @@ class RLRolloutWorker:
         return state
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        if not self._environment.blocking or inspect.iscoroutinefunction(method):
-            result = method(*args)
-        else:
-            result = await run_in_daemon(lambda: method(*args))
-        return await result if inspect.isawaitable(result) else result
+        return await called(method, *args, blocking=self._environment.blocking)
 
     async def _close(self, trajectory: Trajectory) -> None:
         assert trajectory.state is not None

@@ -16,7 +16,7 @@ from typing import Any
 import gradwire
 import pytest
 from _support.small_model import small_model
-from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, last_number
+from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, RewardModel, last_number
 from gradwire.rl.environments import BaseEnvironment, StepResult
 from gradwire.rl.loggers import read_jsonl
 from gradwire.rl.types import Action, State, Task
@@ -44,6 +44,23 @@ def test_fifteen_lines(tiny_model_path: Path) -> None:
     code = [line for line in program.read_text().splitlines() if line and not line.startswith(("import", "from", "if"))]
     assert len(code) <= 15
     assert shown(run(program, tiny_model_path, 8), "reward") > 0.2  # of 0.05 at the start
+
+
+def test_a_reward_model_held_by_the_server(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Policy and judge are two runs of one server."""
+
+    async def train() -> list[dict[str, float]]:
+        config = AlgorithmConfig(batch_size=2, group_size=4, max_tokens=4, checkpoint_dir=tmp_path)
+        async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+            judge = await service.create_run("tiny", head="reward")
+            policy = await service.create_run("tiny")
+            return await GRPOAlgorithm(service, policy, ["ab", "cd"], RewardModel(judge), config).train(2)
+
+    for metrics in asyncio.run(train()):
+        assert metrics["rewards/not_scored"] == 0
+        assert metrics["rewards/reward"] == metrics["rewards/reward_model"]
+        assert metrics["rewards/reward_std"] > 0
+        assert metrics["train/grad_norm"] > 0
 
 
 @pytest.mark.slow

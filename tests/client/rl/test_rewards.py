@@ -240,6 +240,9 @@ async def test_a_reward_model_on_the_server() -> None:
     model = RewardModel(Run(), center=4, scale=2)
     assert [r.score for r in await model.evaluate([trajectory("a"), trajectory("b")])] == [3, 3]
     assert [r.error for r in await model.evaluate([trajectory("a")] * 3)] == ["the reward model: gone"] * 3
+    silent = trajectory()
+    verdicts = await model.evaluate([silent, trajectory("a")])
+    assert [(r.score, r.error) for r in verdicts] == [(0, "the reward model: the policy wrote nothing"), (3, "")]
 
 
 async def test_worlds_that_reward() -> None:

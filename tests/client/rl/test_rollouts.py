@@ -199,6 +199,20 @@ async def test_plain_text_and_conversation(rule_inference: Callable[..., Any]) -
     assert [message["role"] for message in trajectory.messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
+async def test_one_who_answers_slowly_holds_up_nobody_else(rule_inference: Callable[..., Any]) -> None:
+    answered = threading.Event()
+
+    def respond(state: State, action: Action) -> None:
+        """The first waits for the second, which is never asked if the first holds up the loop."""
+        if state.task.prompt == "second":
+            answered.set()
+        assert answered.wait(60)
+
+    manager = RolloutManager(rule_inference(digits), ConversationEnvironment(respond))
+    rollouts = await manager.collect(["first", "second"])
+    assert [t.status for t in rollouts.trajectories] == ["completed"] * 2
+
+
 async def test_arguments_that_cannot_be(rule_inference: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="num_parallel must be at least 1; this is 0"):
         RolloutManager(rule_inference(digits), Countdown(), num_parallel=0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.threads import called
 from gradwire.rl.types import Action, State, Task
 
 Reply = str | StepResult | None
@@ -17,7 +17,7 @@ class ConversationEnvironment(BaseEnvironment):
 
     Args:
         respond: ``(state, action) -> text`` of the other side; None ends the episode; a :class:`StepResult` says more.
-            May be ``async``.
+            May be ``async``; a plain one runs in a thread of its own while ``blocking``.
         max_turns: of the policy.
         system: a system message before the task's own.
         stop: strings at which a turn ends.
@@ -43,9 +43,7 @@ class ConversationEnvironment(BaseEnvironment):
         return self._respond(state, action) if self._respond is not None else None
 
     async def step(self, state: State, action: Action) -> StepResult:
-        reply = self.respond(state, action)
-        if inspect.isawaitable(reply):
-            reply = await reply
+        reply: Reply = await called(self.respond, state, action, blocking=self.blocking)
         if isinstance(reply, StepResult):
             return reply
         return StepResult(terminated=True) if reply is None else StepResult(reply)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any, get_type_hints
 import anyio
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
-from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.threads import called
 from gradwire.rl.types import Action, State, Task, ToolCall, ToolResult
 
 JSON_TYPES: Mapping[Any, str] = {
@@ -97,10 +98,7 @@ class Toolbox:
             return ToolResult(call, "", f"{call.name}: {error}")
         try:
             with anyio.fail_after(tool.timeout_s):
-                if inspect.iscoroutinefunction(tool.function):
-                    content = await tool.function(**call.arguments)
-                else:
-                    content = await run_in_daemon(lambda: tool.function(**call.arguments))
+                content = await called(functools.partial(tool.function, **call.arguments))
         except TimeoutError:
             return ToolResult(call, "", f"{call.name} took more than {tool.timeout_s:g} s", tool.cost)
         except Exception as error:  # a tool is the user's code: its failure is what the policy gets to see

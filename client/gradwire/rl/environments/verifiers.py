@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
+from gradwire.rl.threads import called
 from gradwire.rl.types import Action, Message, State, Task
 
 
@@ -51,7 +52,7 @@ class VerifiersEnvironment(BaseEnvironment):
         }  # fmt: skip
         setup = getattr(self.env, "setup_state", None)
         if setup is not None:
-            inner = await _value(setup(inner)) or inner
+            inner = await called(setup, inner) or inner
         return State(task, messages, data={"verifiers": inner})
 
     async def step(self, state: State, action: Action) -> StepResult:
@@ -64,7 +65,7 @@ class VerifiersEnvironment(BaseEnvironment):
         inner["trajectory"] = [*inner["trajectory"], {"prompt": before, "completion": said}]
         if await self._completed(messages, inner):
             return self._result("", "user", inner, done=True)
-        response = await _value(self.env.env_response(messages, inner))
+        response = await called(self.env.env_response, messages, inner)
         if isinstance(response, tuple):
             response, inner = response[0], dict(response[1])
         if isinstance(response, str):
@@ -86,11 +87,7 @@ class VerifiersEnvironment(BaseEnvironment):
             for p in inspect.signature(check).parameters.values()
             if p.default is p.empty and p.kind < p.VAR_POSITIONAL
         ]
-        return bool(await _value(check(messages, inner) if len(needed) > 1 else check(inner)))
-
-
-async def _value(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
+        return bool(await called(check, messages, inner) if len(needed) > 1 else await called(check, inner))
 
 
 def _own_messages(env: Any) -> Callable[[Sequence[Message]], list[Any]]:

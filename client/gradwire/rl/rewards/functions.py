@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
-from gradwire.rl.threads import run_in_daemon
+from gradwire.rl.threads import called
 from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
 
 
@@ -137,9 +138,7 @@ class RewardFunction:
     async def _run(self, view: Mapping[str, Any]) -> Outcome:
         try:
             async with asyncio.timeout(self.limits.time_s):
-                if inspect.iscoroutinefunction(self.__reward_function__):
-                    return Outcome(await self.__reward_function__(**view))
-                return Outcome(await run_in_daemon(lambda: self.__reward_function__(**view)))
+                return Outcome(await called(functools.partial(self.__reward_function__, **view)))
         except TimeoutError:
             return Outcome(error=f"took more than {self.limits.time_s:g} s")
         except Exception as error:  # the user's function may raise anything, and that costs one evaluation

@@ -40,8 +40,12 @@ class RewardModel:
         self._center, self._scale, self._max_tokens = center, scale, max_tokens
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
-        if not trajectories:
-            return []
+        written = [each for each in trajectories if each.steps]
+        verdicts = iter(await self._verdicts(written) if written else ())
+        nothing = EvaluateResult(0.0, error="the reward model: the policy wrote nothing")
+        return [next(verdicts) if each.steps else nothing for each in trajectories]
+
+    async def _verdicts(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
         rows = [row[-self._max_tokens :] if self._max_tokens else row for row in await self._rows(trajectories)]
         try:
             rewards = await self._run.compute_rewards({"input_ids": [row.tolist() for row in rows]})

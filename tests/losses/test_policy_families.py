@@ -277,6 +277,13 @@ def test_cispo_gives_every_token_its_weighted_gradient(rng: np.random.Generator)
     torch.testing.assert_close(gradient(drawn), -ratio.clamp(0, 1.2) * drawn.batch["advantages"])
 
 
+def test_cispo_over_groups_gives_every_token_its_weighted_gradient(rng: np.random.Generator) -> None:
+    drawn = case("group_cispo", lambda r: samples(r, "old_log_probs", "advantages"), None, ratio_max=1.2).draw(rng)
+    ratio = (drawn.scores["logprobs"].detach() - drawn.batch["old_log_probs"]).exp()
+    expected = -ratio.clamp(0, 1.2) * drawn.batch.per_token("advantages") / drawn.batch.num_scored
+    torch.testing.assert_close(gradient(drawn), expected)
+
+
 def test_gspo_gives_tokens_their_own_gradient_times_the_row_ratio(rng: np.random.Generator) -> None:
     wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
     drawn = case("gspo", lambda r: predictions(r, *RL), None, **wide).draw(rng)

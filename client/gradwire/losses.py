@@ -37,7 +37,7 @@ class LossCatalogue:
             raise UnknownLossError(
                 f"there is no loss {name!r}{_hint(name, self._losses)}; the server has: {known}",
                 field="loss_fn",
-                rule="a loss of the server's",
+                rule="a registered loss",
             )
         return self._losses[name]
 

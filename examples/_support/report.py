@@ -90,7 +90,7 @@ class Report:
                 text = "  ".join(f"{name} {value:.3g}" for name, value in metrics.items())
                 bars.update(bar, advance=1, metrics=text)
                 if not live and (taken % max(1, steps // 10) == 0 or taken == steps):
-                    self.console.print(f"{stage:12} {taken:4}/{steps}  {text}", highlight=False)
+                    self.console.print(f"{stage:12} {taken:4}/{steps}  {text}", highlight=False, soft_wrap=True)
 
             yield step
 

@@ -41,7 +41,7 @@ CASES: list[tuple[str, Any, str, dict[str, Any], type[gradwire.GradwireError], s
      "rewards", 1, "finite"),
     ("infinite log-probability", PPO | {"old_log_probs": [[0.0, -np.inf, 1], [0.0, 1]]}, "enhanced_ppo", {},
      gradwire.InvalidBatchError, "old_log_probs", 0, "finite"),
-    ("unknown loss", GOOD, "casual_lm", {}, gradwire.UnknownLossError, "", None, "causal_lm"),
+    ("unknown loss", GOOD, "casual_lm", {}, gradwire.UnknownLossError, "loss_fn", None, "causal_lm"),
     ("unknown argument", PPO, "enhanced_ppo", {"clip_epsilom": 0.2}, gradwire.InvalidArgumentError,
      "clip_epsilom", None, "clip_epsilon"),
     ("argument out of range", PPO, "enhanced_ppo", {"gamma": 1.5}, gradwire.InvalidArgumentError,
@@ -107,6 +107,13 @@ async def test_a_step_with_no_gradient_says_so(run: gradwire.TrainingClient) -> 
     run.zero_grad()
     with pytest.raises(gradwire.NothingToStepError):
         await run.optim_step()
+
+
+async def test_a_batch_of_which_nothing_is_scored_is_no_error_and_says_so(run: gradwire.TrainingClient) -> None:
+    result = await run.forward_backward({"input_ids": [[4, 5, 6]], "loss_mask": [[0, 0, 0]]}, "causal_lm")
+    assert (result.loss, result.num_loss_tokens) == (0.0, 0)
+    assert any("no token of this batch was scored" in sentence for sentence in result.warnings)
+    assert not (await run.forward_backward(GOOD, "causal_lm")).warnings
 
 
 async def test_a_loss_that_needs_a_head_says_how_to_get_one(service: gradwire.ServiceClient) -> None:

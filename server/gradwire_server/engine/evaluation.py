@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gradwire_server.engine.accumulate import Key
 
+NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or its rows have one token each"
+
 
 @dataclass(frozen=True)
 class LossEvaluation:
@@ -116,7 +118,7 @@ def reported(
         num_tokens=len(batch.input_ids),
         num_loss_tokens=batch.num_scored,
         num_microbatches=num_microbatches,
-        warnings=usual_range_warnings(metrics),
+        warnings=[*([NOTHING_SCORED] if sums and not batch.num_scored else ()), *usual_range_warnings(metrics)],
     )
 
 

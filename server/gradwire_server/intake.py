@@ -18,7 +18,7 @@ from gradwire_server.journal import Entry, Journal, identity
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.outcomes import Outcomes
-from gradwire_server.pending import PayloadMemory, Pending, cancelled, retrieved
+from gradwire_server.pending import PayloadMemory, Pending, cancelled, forgotten_with_the_run, retrieved
 from gradwire_server.pipeline import Pipeline
 from gradwire_server.run_queue import RunQueue, reused
 from gradwire_server.runs import RunRecord, Runs
@@ -146,9 +146,10 @@ class Intake:
         self._memory.hold(operation)
         operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
         operation.trace.phase("journal")
-        appended = self._journal.append(
+        operation.appended = appended = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or ()
         )
+        operation.early = self._journal.keep_payloads and forgotten_with_the_run(operation.header.operation)
 
         def durable(done: asyncio.Future[Any]) -> None:
             error = done.exception()
@@ -167,17 +168,19 @@ class Intake:
             crash_point("operation.before_ack")
             operation.location, operation.durable = done.result(), True
             self._metrics.accepted(operation.header.operation)
-            operation.trace.phase("queue")
+            if queue.sent.get(operation.seq) is not operation:
+                operation.trace.phase("queue")
             queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._memory.full:
                 self._memory.let_go(operation)
             if operation.cancelled:
                 self._outcomes.finish(queue, operation, cancelled(operation.seq))
-            self._pipeline.wake(queue)  # first: the engine may begin while the acknowledgement is written
+            self._pipeline.wake(queue)
             if not operation.ack.done():
                 operation.ack.set_result(_ack(operation))
 
         appended.add_done_callback(durable)
+        self._pipeline.wake(queue)  # the engine may begin while the operation is written
 
     async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> bool:
         """Cancels an operation that has not started; durable before it returns.
@@ -195,13 +198,12 @@ class Intake:
         operation = queue.pending.get(seq)
         if operation is None or operation.cancelled:
             return operation is not None
-        if not operation.durable:
-            operation.cancelled = True
-            return True
-        stored = self._pipeline.cancel(queue, operation)
-        if stored is None:
+        if not self._pipeline.take_back(operation):
             return False
-        await asyncio.shield(stored)
+        if operation.durable:
+            stored = self._outcomes.finish(queue, operation, cancelled(seq))
+            self._pipeline.wake(queue)
+            await asyncio.shield(stored)
         return True
 
 

@@ -38,6 +38,7 @@ class RunQueue:
             to be.
         apart: whether nothing may be sent behind them now.
         handing: held while one of them is handed to the engine, in their order.
+        finishing: held while one that the engine has answered waits to be in the journal, in their order.
         generation: of the engine process that holds it.
         behind_checkpoint: optimizer steps that a recovery would repeat, and bytes that the journal holds for it.
     """
@@ -50,6 +51,7 @@ class RunQueue:
     sent: dict[int, Pending] = field(default_factory=dict)
     apart: bool = False
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     generation: int = 0
     replay_deaths: dict[int, int] = field(default_factory=dict)
     behind_checkpoint: tuple[int, int] = (0, 0)
@@ -149,7 +151,10 @@ class RunQueue:
         return admitted
 
     def refuse(self, operation: Pending, error: BaseException) -> None:
-        """Takes back an operation that could not be journaled: its number is free again."""
+        """Takes back an operation that could not be journaled: its number is free again. What the engine may have made
+        of it meanwhile is given up with the run, which is restored there."""
+        if self.sent.get(operation.seq) is operation:
+            self.generation = 0
         self._drop(operation)
         self.next_seq = min(self.next_seq, operation.seq)
         if not operation.ack.done():
@@ -170,18 +175,20 @@ class RunQueue:
 
     @property
     def head(self) -> Pending | None:
-        """The next operation to carry out, if it can be now or behind those that are being."""
+        """The next operation to carry out, now or later."""
         if self.closed is not None:
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
             head = self.pending.get(seq)
             if head is not None and not head.cancelled and seq not in self.sent:
-                return head if head.durable else None
+                return head
         return None
 
     def may_follow(self, operation: Pending) -> bool:
-        """Whether an operation may be sent although others before it have no results yet."""
-        return not (self.apart or self.record.failure_seq or operation.refusal or operation.apart)
+        """Whether an operation may be sent although others before it have no results yet, or it is not in the journal:
+        not behind one that could not be journaled."""
+        there = operation.durable or (operation.early and operation.seq < self.next_seq)
+        return there and not (self.apart or self.record.failure_seq or operation.refusal or operation.apart)
 
     def send(self, operation: Pending) -> None:
         self.sent[operation.seq] = operation

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "max_queued_operations": "tests/server/front/test_operations.py",
     "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",
     "max_window": "tests/server/front/test_operations.py",
+    "max_window_bytes": "test_the_bytes_that_wait_for_a_number_are_bounded",
     "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",
     "max_checkpoint_bytes": "test_the_checkpoints_of_a_run_are_bounded",
     "max_incoming_bytes": "test_payloads_on_their_way_are_bounded",
@@ -155,6 +156,19 @@ async def test_the_bytes_queued_by_a_run_are_bounded(start: Start) -> None:
         door.engine.gate.set()
         await client.results(1)
         assert not (await client.fb(2, "a", bytes(600))).HasField("error")
+
+
+async def test_the_bytes_that_wait_for_a_number_are_bounded(start: Start) -> None:
+    async with start(limits={"max_window_bytes": 1000}) as door:
+        client = await (await door.client()).begin()
+        await client.send(*client.frames(2, bytes(2000), forward_backward=pb.LossCall(loss_fn="2")))  # alone it passes
+        refused = await client.fb(3, "3", bytes(1))
+        assert refused.seq == 3 and refused.error.rule == "max_window_bytes = 1000"
+        assert not (await client.fb(1, "1", bytes(3000))).HasField("error")
+        assert not (await client.ack()).HasField("error")
+        await client.fb(3, "3", bytes(1))
+        await client.results(3)
+        assert door.engine.runs[client.run_id].history == ["1", "2", "3"]
 
 
 async def test_the_checkpoints_of_a_run_are_bounded(start: Start) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.engine_process import Answer
+from gradwire_server.journal import uses
 from gradwire_server.observability.tracing import NO_TRACE, Trace
 from gradwire_server.quotas import tokens_of
 from gradwire_server.segments import Buffer, Location
@@ -25,6 +26,7 @@ _CHANGES = (
     "update_reference",
 )
 _SETTLED = ("save_checkpoint", "load_checkpoint")
+_OUTSIDE = ("save_checkpoint", "export")
 
 
 def changes_state(operation: pb.Operation) -> bool:
@@ -38,6 +40,12 @@ def repeated(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
     return status == pb.STATUS_SUCCEEDED and changes_state(operation)
 
 
+def forgotten_with_the_run(operation: pb.Operation) -> bool:
+    """Whether nothing is left of it once the engine has given up its run: it writes no files, and needs none that
+    somebody may delete before the journal has it."""
+    return operation.WhichOneof("kind") not in _OUTSIDE and not uses(operation)
+
+
 @dataclass(eq=False)
 class Pending:
     """An operation without a result.
@@ -45,6 +53,8 @@ class Pending:
     Attributes:
         refusal: what is wrong with it; its result once those before it have theirs.
         location: of its payload in the journal.
+        appended: done once it is in the journal, or cannot be.
+        early: whether the engine may have it before it is in the journal.
         retried: whether it may have been begun before.
         deaths: of engines that were carrying it out.
         answer: of the engine that it was handed to.
@@ -57,6 +67,8 @@ class Pending:
     ack: asyncio.Future[pb.SubmitAck]
     refusal: pb.Error | None = None
     location: Location | None = None
+    appended: asyncio.Future[Location | None] | None = None
+    early: bool = False
     durable: bool = False
     cancelled: bool = False
     retried: bool = False

@@ -20,7 +20,7 @@ from gradwire_server.keeper import Keeper
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.outcomes import Outcomes
-from gradwire_server.pending import Pending, cancelled, retrieved
+from gradwire_server.pending import Pending, retrieved
 from gradwire_server.quotas import Usage
 from gradwire_server.run_queue import RunQueue
 from gradwire_server.turns import PIPE_TOKENS, Turns
@@ -70,8 +70,8 @@ class Pipeline:
 
     def _offer(self, queue: RunQueue) -> None:
         while (head := queue.head) is not None:
-            if queue.sent and not self._may_follow(queue, head):
-                return  # woken again when those have their results
+            if not self._may_go(queue, head):
+                return  # woken again when it is in the journal, and when those before it have their results
             verdict = None if queue.sent else queue.verdict(head)
             if verdict is None:
                 if queue not in self.turns:
@@ -79,7 +79,9 @@ class Pipeline:
                 return
             self._outcomes.finish(queue, head, verdict)
 
-    def _may_follow(self, queue: RunQueue, operation: Pending) -> bool:
+    def _may_go(self, queue: RunQueue, operation: Pending) -> bool:
+        if operation.durable and not queue.sent:
+            return True
         held = queue.generation == self._engine.generation
         return held and queue.may_follow(operation) and not self._keeper.due(queue)
 
@@ -91,7 +93,7 @@ class Pipeline:
                     item.given.set_result(None)
                 continue
             head = item.head
-            if head is None or (item.sent and not self._may_follow(item, head)):
+            if head is None or not self._may_go(item, head):
                 continue
             item.send(head)
             self.turns.enter(item.record.owner, head.tokens, alone=head.deaths > 0)
@@ -106,8 +108,13 @@ class Pipeline:
         try:
             with logs.about(record.run_id, operation.seq):
                 outcome = await self._carrier.carry_out(queue, operation)
-            if outcome is not None and queue.pending.get(operation.seq) is operation:
-                self._outcomes.finish(queue, operation, *outcome)
+            async with queue.finishing:
+                if outcome is not None and not operation.durable and operation.appended is not None:
+                    await asyncio.wait([operation.appended])
+                finished = outcome is not None and queue.pending.get(operation.seq) is operation
+                if outcome is not None and finished:
+                    self._outcomes.finish(queue, operation, *outcome)
+            if finished:
                 last = len(queue.sent) == 1 and operation.kind != "kept_forward"  # whose graph is in no checkpoint
                 if last and self._keeper.due(queue):
                     queue.apart = True
@@ -117,14 +124,12 @@ class Pipeline:
             self.turns.leave(record.owner, operation.tokens)
         self.wake(queue)
 
-    def cancel(self, queue: RunQueue, operation: Pending) -> asyncio.Future[None] | None:
-        """Cancels a durable operation; done once that is durable. None when it has begun."""
+    def take_back(self, operation: Pending) -> bool:
+        """Keeps an operation from being carried out; False when it has begun."""
         if operation.answer is not None and not self._engine.withdraw(operation.answer):
-            return None
+            return False
         operation.cancelled = True
-        stored = self._outcomes.finish(queue, operation, cancelled(operation.seq))
-        self.wake(queue)
-        return stored
+        return True
 
     async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
         """Waits for a place at the engine, for a request that is no operation of a run; :meth:`leave` gives it back.

@@ -139,7 +139,8 @@ class Store:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(SCHEMA.replace("{RUN}", RUN))
         connection.close()
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._asked: list[_Item] = []
+        self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
         self._writer.start()
         self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
@@ -148,8 +149,14 @@ class Store:
     def write(self, work: Work[T]) -> asyncio.Future[T]:
         """Carries the work out in the writer thread; the future is done once it is durable (or has failed)."""
         done: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Item(work, done))
+        if not self._asked:  # after what else the loop has to do now: the writer would contend for the interpreter
+            self._loop.call_soon(self._hand_over)
+        self._asked.append(_Item(work, done))
         return done
+
+    def _hand_over(self) -> None:
+        asked, self._asked = self._asked, []
+        self._queue.put(asked)
 
     async def read(self, query: Work[T]) -> T:
         """Runs a query in the reader thread: it sees what was durable when it started."""
@@ -163,6 +170,7 @@ class Store:
 
     async def close(self) -> None:
         """Writes what was asked for so far, then ends the threads."""
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._writer.join)
         if self._reading is not None:
@@ -180,11 +188,13 @@ class Store:
         connection = self._connect()
         ending = False
         while not ending:
-            group = [self._queue.get()]
-            while len(group) < MAX_GROUP and not self._queue.empty():
-                group.append(self._queue.get())
-            ending = None in group
-            items = [item for item in group if item is not None]
+            items: list[_Item] = []
+            while not items or (len(items) < MAX_GROUP and not self._queue.empty()):
+                asked = self._queue.get()
+                if asked is None:
+                    ending = True
+                    break
+                items += asked
             if items:
                 outcomes = self._commit(connection, items)
                 self._loop.call_soon_threadsafe(_deliver, items, outcomes)

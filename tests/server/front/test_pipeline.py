@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,37 @@ async def test_only_the_operation_that_kills_is_given_up(door: Door) -> None:
     expected = ["ok", "ok", "quarantined", *["aborted_predecessor(3)"] * 3]
     assert await clients[1].statuses(6) == expected
     assert door.engine.runs[clients[0].run_id].history == [f"{seq}" for seq in range(1, 7)]
+
+
+async def test_what_the_engine_made_of_operations_that_could_not_be_written_is_undone(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has an operation while it is written; with the disk full, the run is as if it had not come."""
+    client = await (await door.client()).begin()
+    await client.fb(1, "a")
+    await client.results(1)
+    assert door.server._journal is not None
+    store = door.server._journal.store
+    meanwhile = set[int]()
+
+    def full() -> None:
+        deadline = time.monotonic() + 30.0
+        while not meanwhile and time.monotonic() < deadline:
+            meanwhile.update(seq for _, seq in door.engine.seen if seq > 1)
+            time.sleep(0.001)
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_before_commit", full)
+        for seq in (2, 3, 4):
+            await send(client, seq, "lost", 0)
+        refused = [(await client.ack()).error.code for _ in range(3)]
+    assert refused == [pb.ERROR_CODE_STORAGE_FULL] * 3
+    assert 2 in meanwhile
+    for seq, kind in enumerate(("b", "step", "c"), 2):
+        await send(client, seq, kind, 0)
+    assert await client.statuses(4) == ["ok"] * 4
+    assert door.engine.runs[client.run_id].history == ["a", "b", "step", "c"]
 
 
 async def test_what_is_in_the_pipe_and_not_begun_is_cancelled_at_once(door: Door) -> None:

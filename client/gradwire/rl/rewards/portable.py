@@ -21,7 +21,7 @@ class NotPortableError(TypeError):
 
 
 def capture(function: Callable[..., Any]) -> dict[str, Any]:
-    """What ``_sandbox_worker.rebuild`` makes the function from.
+    """What ``_sandbox.rebuild`` makes the function from.
 
     Raises:
         NotPortableError: when it refers to something that can neither be imported nor copied, naming it.

@@ -31,7 +31,7 @@ from gradwire.rl.rewards.portable import capture
 
 logger = logging.getLogger("gradwire.rl")
 
-WORKER = Path(__file__).with_name("_sandbox_worker.py")
+START = "import sys; sys.path.insert(0, sys.argv[1]); from _sandbox.serve import serve; serve()"
 CHUNK = 64
 SETUP_S = 60.0
 GRACE_S = 10.0
@@ -157,12 +157,12 @@ class Sandbox:
 
 
 class _Worker:
-    """A process that runs ``_sandbox_worker.py``."""
+    """A process that runs :mod:`gradwire.rl.rewards._sandbox`."""
 
     def __init__(self, setup: bytes) -> None:
         quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(WORKER)],
+            [sys.executable, "-I", "-c", START, str(Path(__file__).parent)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             env=os.environ | quiet, start_new_session=True,
         )  # fmt: skip

@@ -15,6 +15,6 @@ Where the kernel refuses namespaces, init is left out, and the worker's process 
 Frames on stdin and stdout: 4 bytes of length, little-endian, then pickle (in) or JSON (out). What comes out may have
 been shaped by the function, so it is never unpickled.
 
-That process has this folder as a package of its own, `_sandbox`, so that gradwire itself is not imported there: which is
-why these files import each other relatively.
+That process has this folder as a package of its own, ``_sandbox``, so that gradwire itself is not imported there; which
+is why these files import each other relatively.
 """

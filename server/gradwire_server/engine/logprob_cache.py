@@ -1,15 +1,22 @@
-"""Log-probabilities that are kept by what they are of, so that a second epoch over a batch computes none."""
+"""Log-probabilities that are kept by what they are of, so that a second epoch over a batch computes none.
+
+What a sequence goes through the model with changes its last bits. Where those are to be the same however much was kept,
+a key says all of it (:func:`keys_in_batch`): a batch is then found whole or not at all.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gradwire_losses.batch import Batch
 from torch import Tensor
+
+from gradwire_server.engine.planner import Budget
 
 
 class LogprobCache:
@@ -42,7 +49,7 @@ class LogprobCache:
 
 
 def sequence_keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:
-    """Of each sequence of a batch: two with the same key have the same log-probabilities."""
+    """Of each sequence of a batch: two with the same key have the same log-probabilities, within rounding."""
     start = hashlib.blake2b(f"{identity}\0{temperature!r}\0".encode(), digest_size=16)
     parts = [_cut(batch.input_ids, batch.lengths), _cut(batch.scored, batch.lengths)]
     if batch.target_tokens is not None:
@@ -55,6 +62,14 @@ def sequence_keys(identity: str, temperature: float, batch: Batch) -> list[bytes
             state.update(part.tobytes())
         keys.append(state.digest())
     return keys
+
+
+def keys_in_batch(keys: Sequence[bytes], batch: Batch, budget: Budget) -> list[bytes]:
+    """Of each sequence at its place in its batch, divided by this budget: two with the same key have the same bits."""
+    whole = hashlib.blake2b(repr(budget).encode(), digest_size=16)
+    for part in (batch.group_sizes.numpy().tobytes(), *keys):
+        whole.update(part)
+    return [whole.digest() + place.to_bytes(4) for place in range(len(keys))]
 
 
 def _cut(values: Tensor, lengths: Tensor) -> list[npt.NDArray[Any]]:

@@ -24,7 +24,7 @@ from gradwire_server.engine.forward import score_batch
 from gradwire_server.engine.heads import Head, make_head
 from gradwire_server.engine.host import ModelHost
 from gradwire_server.engine.hosted import HostedModel
-from gradwire_server.engine.logprob_cache import LogprobCache, sequence_keys
+from gradwire_server.engine.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
 from gradwire_server.engine.planner import Budget
 from gradwire_server.engine.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.run import EngineRun
@@ -59,6 +59,8 @@ class References:
         in_use: whether a policy is sampled from at the moment; such a one is not dropped.
 
     Attributes:
+        same_bits: whether a batch's log-probabilities are to be the same to the last bit whatever was kept, as a replay
+            of the journal wants it, which begins with nothing: so on a CPU.
         computed_sequences: how many sequences went through a reference model.
         found_sequences: how many did not have to, because their log-probabilities were kept.
         used_models: how often a model or checkpoint was asked for.
@@ -80,6 +82,7 @@ class References:
         self._in_use = in_use
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
         self._logprobs = LogprobCache(logprob_bytes)
+        self.same_bits = host.device.type == "cpu"
         self._new: tuple[list[bytes], list[int], Tensor] | None = None
         self._adapter_names = (f"reference-{number}" for number in itertools.count())
         self.computed_sequences = self.found_sequences = 0
@@ -142,8 +145,12 @@ class References:
         _check_fits(reference, batch)
         self._keep_new()
         keys = sequence_keys(reference.identity, temperature, batch)
+        if self.same_bits:
+            keys = keys_in_batch(keys, batch, budget)
         found = [self._logprobs.get(key) for key in keys]
         missing = [index for index, known in enumerate(found) if known is None]
+        if missing and self.same_bits:
+            missing = list(range(len(keys)))
         self.computed_sequences += len(missing)
         self.found_sequences += len(keys) - len(missing)
         if missing:

@@ -38,12 +38,34 @@ def test_a_second_epoch_computes_no_reference(engine: LocalEngine, lora: int | N
     engine.do("run-a", optim_step=pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8))
     assert abs(dpo(engine, "run-a", "base")["reward_margin"]) > 1e-4
     assert references.computed_sequences == 6
-    some_new = token_rows([*ROWS[:2], [1, 61]], "chosen_input_ids") | {
-        "rejected_input_ids": PAIRS["rejected_input_ids"]
-    }
-    kwargs = json.dumps({"reference_model": "base"})
-    engine.do("run-a", some_new, forward_backward=pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs))
-    assert references.computed_sequences == 7
+
+
+SOME_NEW = PAIRS | token_rows([*ROWS[:2], [1, 61]], "chosen_input_ids")
+DPO = pb.LossCall(loss_fn="dpo", loss_kwargs_json=json.dumps({"reference_model": "base"}))
+
+
+def test_only_what_is_new_is_computed_where_rounding_does_not_matter(engine: LocalEngine) -> None:
+    references = engine.engine.references
+    references.same_bits = False
+    engine.create("run-a")
+    dpo(engine, "run-a", "base")
+    engine.do("run-a", SOME_NEW, forward_backward=DPO)
+    assert (references.computed_sequences, references.found_sequences) == (7, 5)
+
+
+def test_what_was_kept_changes_no_bit_on_a_cpu(tiny_model_path: Path, tmp_path: Path) -> None:
+    sums = []
+    for name, before in (("fresh", []), ("used", [PAIRS, PAIRS])):
+        engine = LocalEngine({"tiny": tiny_model_path}, tmp_path / name)
+        engine.create("run-a")
+        engine.create("run-other", lora=4)
+        for columns in before:
+            engine.do("run-other", columns, forward_backward=DPO)
+        engine.do("run-a", SOME_NEW, forward_backward=DPO)
+        engine.do("run-a", SOME_NEW, forward_backward=DPO)  # nothing of it is computed again
+        assert engine.engine.references.found_sequences == (12 if before else 6)
+        sums.append(engine.engine.runs["run-a"].accumulator.state_tensors())
+    assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
 
 
 @pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])

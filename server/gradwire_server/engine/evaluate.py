@@ -81,7 +81,7 @@ def kept_forward(
     """The first half of a loss that the client computes: scores, whose graph waits for :func:`custom_backward`."""
     kept = KeptScores(policy, batch, names, temperature=temperature, budget=budget)
     evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
-    return kept, replace(evaluation, recomputed=kept.recomputed)
+    return kept, replace(evaluation, recomputed=kept.recomputed, out_of_memory=kept.ran_out)
 
 
 def custom_backward(
@@ -121,6 +121,8 @@ def custom_backward(
         kept.backward(collector, {CUSTOM: moved})
     if not collector.finite():
         raise OperationError(
-            training_pb2.ERROR_CODE_NON_FINITE, "the gradient with respect to the weights is not finite"
+            training_pb2.ERROR_CODE_NON_FINITE,
+            "the gradient with respect to the weights is not finite, though that of the scores is; nothing was "
+            "accumulated. A lower learning rate, or float32 weights, may help",
         )
     accumulator.merge(collector.by_key, {CUSTOM: weight}, scale=weight)

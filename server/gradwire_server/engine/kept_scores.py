@@ -33,6 +33,7 @@ class KeptScores:
     Attributes:
         by_name: name -> ``[T]`` or ``[S]``, detached.
         recomputed: whether anything has to be computed twice.
+        ran_out: whether memory did, and smaller micro-batches had to do.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KeptScores:
         parts = self._forward(planned, unmeasured=keep_single and len(planned) == 1)
         self.by_name = assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
+        self.ran_out = len(self._micros) > len(planned)
 
     @property
     def num_microbatches(self) -> int:

@@ -105,9 +105,7 @@ def trained(
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
         return _left_out(run, training.loss, training.batch, error)
-    if found.out_of_memory:
-        engine.memory.ran_out(run)
-    return _evaluated(found)
+    return _evaluated(engine, run, found)
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -138,7 +136,7 @@ def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCa
         temperature=_temperature(call.temperature),
         budget=engine.budget,
     )
-    return _evaluated(found)
+    return _evaluated(engine, run, found)
 
 
 def _kept_forward(
@@ -151,7 +149,7 @@ def _kept_forward(
         temperature=_temperature(call.temperature),
         budget=engine.budget,
     )
-    return _evaluated(found)
+    return _evaluated(engine, run, found)
 
 
 def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns) -> Outcome:
@@ -161,7 +159,11 @@ def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backw
             training_pb2.ERROR_CODE_ABANDONED, f"the client gave up its half of the operation: {call.abandoned}"
         )
     if kept is None:
-        raise invalid(f"there is no forward {call.forward_seq} that waits for its gradients", "forward_seq")
+        raise invalid(
+            f"forward {call.forward_seq} has no scores that wait for gradients: they take them once, and before the "
+            "run's next operation",
+            "forward_seq",
+        )
     gradients: dict[str, Tensor] = {}
     for name, column in columns.items():
         score = name.removeprefix("grad_")
@@ -182,7 +184,9 @@ def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backw
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def _evaluated(found: LossEvaluation) -> Outcome:
+def _evaluated(engine: Engine, run: EngineRun, found: LossEvaluation) -> Outcome:
+    if found.out_of_memory:
+        engine.memory.ran_out(run)
     result = training_pb2.LossResult(
         metrics=found.metrics,
         num_sequences=found.num_sequences,

@@ -144,6 +144,7 @@ class Intake:
 
     def _append(self, queue: RunQueue, operation: Pending) -> None:
         self._memory.hold(operation)
+        queue.usage.incoming_bytes += operation.header.payload_bytes
         operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
         operation.trace.phase("journal")
         operation.appended = appended = self._journal.append(
@@ -153,6 +154,7 @@ class Intake:
 
         def durable(done: asyncio.Future[Any]) -> None:
             error = done.exception()
+            queue.usage.incoming_bytes -= operation.header.payload_bytes
             if error is not None:
                 self._memory.let_go(operation)
                 if not isinstance(error, RpcError):

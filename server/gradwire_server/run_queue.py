@@ -124,6 +124,14 @@ class RunQueue:
                 f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
                 " submit this one again",
             )
+        waiting = sum(each.header.payload_bytes for each in self.window.values())
+        if seq > self.next_seq and waiting and waiting + size > limits.max_window_bytes:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"{waiting} bytes wait for operation {self.next_seq}, and this one would pass {limits.max_window_bytes}"
+                " (--limit max_window_bytes=N); submit the missing one, then this one again",
+                rule=f"max_window_bytes = {limits.max_window_bytes}",
+            )
         if not closes_gap:
             self.usage.check(size, tokens_of(operation.header.operation, operation.header.tensors))
         self.window[seq] = operation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,7 @@ from gradwire.rl.inference import (
     RunInference,
     SamplingParams,
     ServiceCodec,
+    VLLMInference,
 )
 from gradwire.rl.prompts import chat_template
 
@@ -155,6 +157,42 @@ async def test_the_likeliest_tokens_of_a_run(local: LocalInference, tiny_model_p
             for a, b in zip(ours, theirs):
                 np.testing.assert_array_equal(a.token_ids, b.token_ids)
                 np.testing.assert_allclose(a.logits, b.logits, atol=1e-4)
+
+
+class StandInVllm:
+    """As much of ``vllm`` as is used: writes 7 8, the likeliest next tokens are 7, 9 and 8."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        assert (model, options) == ("m", {"logprobs_mode": "processed_logprobs"})
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(encode=lambda text, **_: [ord(c) for c in text], decode=str, eos_token="</s>")
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+        likely = {token: SimpleNamespace(logprob=score) for token, score in ((8, -3.0), (7, -0.5), (9, -1.5))}
+        completion = SimpleNamespace(
+            text="ab", token_ids=[7, 8], logprobs=[likely, likely], finish_reason="stop", stop_reason=None
+        )
+        scored = [
+            [None] + [{token: SimpleNamespace(logprob=-float(token))} for token in prompt["prompt_token_ids"][1:]]
+            for prompt in prompts
+        ]
+        return [SimpleNamespace(outputs=[completion], prompt_logprobs=scores) for scores in scored]
+
+
+async def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StandInVllm, SamplingParams=dict))  # type: ignore[misc]
+    inference = VLLMInference("m")
+    assert isinstance(inference, InferenceModule)
+    (generation,) = await inference.generate([[1, 2]], SamplingParams(temperature=0.5))
+    assert (generation.text, generation.token_ids.tolist(), generation.stop_reason) == ("ab", [7, 8], "eos")
+    np.testing.assert_allclose(generation.logprobs, [-0.5, -3.0])
+    (scores,) = await inference.get_logprobs([[1, 2, 3]])
+    np.testing.assert_allclose(scores, [-2, -3])
+    (top,) = await inference.get_logits([[1, 2]], top_k=2)
+    assert (top.token_ids.tolist(), top.logits.tolist()) == ([7, 9], [-0.5, -1.5])
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        await inference.get_logprobs([[1, 2]], temperature=0.5)
 
 
 async def test_generation_with_tools(rule_inference: Callable[..., Any]) -> None:

@@ -129,12 +129,13 @@ class VLLMInference(ToolGeneration):
     """A ``vllm.LLM`` in this process.
 
     Args:
-        llm: the engine, or a model's name or path for it.
+        llm: the engine, or a model's name or path for it. Your own engine needs
+            ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1.
     """
 
     def __init__(self, llm: Any) -> None:
         self._vllm = require("vllm", "vllm", "VLLMInference")
-        self._llm = self._vllm.LLM(llm) if isinstance(llm, str) else llm
+        self._llm = self._vllm.LLM(llm, logprobs_mode="processed_logprobs") if isinstance(llm, str) else llm
         self._codec = TokenizerCodec(self._llm.get_tokenizer())
         self._lock = asyncio.Lock()
 

@@ -20,6 +20,9 @@ from gradwire.rl.types import FloatArray
 class OpenAIInference(ToolGeneration):
     """``POST {base_url}/completions``, with the standard library.
 
+    To train on samples of another temperature than 1, the endpoint has to tell their log-probabilities at it: vLLM does
+    with ``--logprobs-mode processed_logprobs``.
+
     Args:
         base_url: up to and including ``/v1``.
         model: the endpoint's name for it.

@@ -23,6 +23,7 @@ from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
 from gradwire_server.engine.loop import Request
 from gradwire_server.engine.policy import LoraPolicy
 from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.threads import suited_threads
 from gradwire_server.engine.together import can_go_together, fits, forward_backward_together
 from gradwire_server.engine.training import Training
 
@@ -138,19 +139,20 @@ class GroupedRuns:
     def _together(self, members: Sequence[_Member]) -> Iterator[tuple[_Member, Answer | None]]:
         """The answer of each; None where it has to be carried out alone."""
         start = time.perf_counter()
+        trainings = [member.training for member in members]
+        tokens = sum(len(training.batch.input_ids) for training in trainings)
+        policy = trainings[0].policy
         found: Sequence[LossEvaluation | None] | None = None
         try:
-            found = unless_out_of_memory(
-                lambda: forward_backward_together(
-                    [member.training for member in members], [member.run.rng for member in members]
+            with suited_threads(policy.device, tokens, policy.facts.num_parameters):
+                found = unless_out_of_memory(
+                    lambda: forward_backward_together(trainings, [member.run.rng for member in members])
                 )
-            )
         except Exception as error:  # whatever it is, it must not cost all of them their operation
             if is_fatal(error):
                 raise
             logger.warning("%d operations failed together and are carried out alone", len(members), exc_info=error)
         seconds = time.perf_counter() - start
-        tokens = sum(len(member.training.batch.input_ids) for member in members)
         for member, evaluation in zip(members, found or [None] * len(members), strict=True):
             if evaluation is None:
                 member.run.load_rng_tensors(member.generators)

@@ -204,9 +204,28 @@ async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(
         print(f"full after {seq} operations of {len(payload)} bytes; refused twice; all {seq + 1} once there was room")
 
 
+async def submit_until_accepted(client: Client, count: int, ahead: int) -> None:
+    """So many operations, some of them on their way at once; what is refused is sent again."""
+    accepted, sent = 0, 0
+    while accepted < count:
+        while sent < count and sent - accepted < ahead:
+            sent += 1
+            await client.send(*client.frames(sent, bytes([sent]) * 500, **named(sent)))
+        ack = await client.ack()
+        if ack.HasField("error"):
+            await client.send(*client.frames(ack.seq, bytes([ack.seq]) * 500, **named(ack.seq)))
+        else:
+            accepted += 1
+
+
+def named(seq: int) -> dict[str, Any]:
+    return {"forward_backward": pb.LossCall(loss_fn=f"op-{seq}")}
+
+
+@pytest.mark.parametrize("ahead", [1, 10])
 @pytest.mark.parametrize("failure", ["fsync", "write"])
 async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
-    start: Start, monkeypatch: pytest.MonkeyPatch, rng: random.Random, failure: str
+    start: Start, monkeypatch: pytest.MonkeyPatch, rng: random.Random, failure: str, ahead: int
 ) -> None:
     real, failures = getattr(os, failure), 0
 
@@ -224,9 +243,7 @@ async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
         client = await (await door.client()).begin()
         with monkeypatch.context() as failing:
             failing.setattr(os, failure, unreliable)
-            for seq in range(1, 41):
-                while (await client.fb(seq, f"op-{seq}", bytes([seq]) * 500)).HasField("error"):
-                    pass
+            await submit_until_accepted(client, 40, ahead)
             results = await client.results(40)
         assert [result.seq for result, _ in results] == list(range(1, 41))
         assert all(payload == bytes([result.seq]) * 500 for result, payload in results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,3 @@ class AlgorithmConfig:
         if self.reference_model is not None:
             kwargs |= {"reference_model": self.reference_model, "beta": self.beta}
         return kwargs
-
-    def asdict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -84,9 +84,6 @@ class Toolbox:
         ]
         return "\n".join(lines)
 
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.schema() for tool in self.tools.values()]
-
     async def call(self, call: ToolCall) -> ToolResult:
         tool = self.tools.get(call.name)
         if tool is None:

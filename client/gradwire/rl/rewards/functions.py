@@ -20,10 +20,6 @@ class Scorer(Protocol):
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]: ...
 
 
-class Closeable(Protocol):
-    def close(self) -> None: ...
-
-
 def view_of(trajectory: Trajectory) -> dict[str, Any]:
     """What a reward function may ask for by the names of its parameters, as plain data."""
     steps = [

@@ -53,8 +53,8 @@ def written(number: int, result: Any) -> str:
     return json.dumps({"number": number, "value": value})
 
 
-async def main(address: str, run_id: str, seed: int, count: int, out: Path, reconnect_timeout: float = 120.0) -> None:
-    async with gradwire.connect(address, connect_timeout=120, reconnect_timeout=reconnect_timeout) as service:
+async def main(address: str, run_id: str, seed: int, count: int, out: Path, reconnect_timeout: float = 600.0) -> None:
+    async with gradwire.connect(address, connect_timeout=600, reconnect_timeout=reconnect_timeout) as service:
         run = await service.get_training_client(run_id)
         futures = await run.earlier_operations()
         submitted = (await run.info()).accepted_seq

@@ -18,7 +18,7 @@ import gradwire
 from support import program
 from support.server import Server, free_port
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:

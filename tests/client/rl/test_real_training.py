@@ -85,10 +85,10 @@ def test_gigpo_raises_held_out_success(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_every_algorithm_raises_held_out_success(tmp_path: Path) -> None:
     output = run(
-        EXAMPLES / "rl_algorithms.py", "--seeds", "1", "--iterations", "12", "--output", tmp_path, timeout=1100
+        EXAMPLES / "rl_algorithms.py", "--seeds", "1", "--iterations", "12", "--output", tmp_path, timeout=2300
     )  # fmt: skip
     table = re.findall(r"^\| (sums|boxes) \| ([\w-]+) \| ([\d.]+) → ([\d.]+) \|", output, re.MULTILINE)
     assert len(table) == 8

@@ -4,8 +4,9 @@
 
 Tokens are good or bad. Texts of good tokens are what supervised losses see, good responses are preferred to bad ones,
 and a sampled response earns its share of good tokens. Each loss has a figure on held-out data that it is to move; the
-table gives it before and after, and the number of warnings that came with the results. The exit status is 1 if a
-figure did not move the way it should. What the losses cost: ``tools/measure_losses.py``.
+table, the first of ``docs/loss_checks.md``, gives it before and after, and the number of warnings that came with the
+results. The exit status is 1 if a figure did not move the way it should. What the losses cost:
+``tools/measure_losses.py``.
 """
 
 from __future__ import annotations
@@ -266,7 +267,7 @@ class Check:
 
     @property
     def name(self) -> str:
-        return f"{self.loss} {self.label}".strip()
+        return f"`{self.loss}` {self.label}".strip()
 
 
 def online(loss: str, make: Callable[[Samples], dict[str, Any]], **more: Any) -> Check:
@@ -410,13 +411,13 @@ async def main(names: list[str]) -> int:
         async with gradwire.connect(models=[f"small={path}"], state_dir=Path(folder) / "state") as service:
             todo = [check for check in checks(await teacher(service)) if not names or check.loss in names]
             failed = 0
-            print(f"{'loss':32}{'before':>9}{'after':>9}{'warnings':>10}")
+            print("| loss | before | after | warnings |\n| --- | --- | --- | --- |")
             for check in todo:
                 outcome = await train(service, check)
                 failed += not outcome.moved
-                verdict = "" if outcome.moved else "   DID NOT MOVE"
-                numbers = f"{outcome.before:9.3f}{outcome.after:9.3f}{outcome.warnings:10}"
-                print(f"{check.name:32}{numbers}{verdict}", flush=True)
+                verdict = "" if outcome.moved else " DID NOT MOVE"
+                numbers = f"{outcome.before:.3f} | {outcome.after:.3f} | {outcome.warnings} |"
+                print(f"| {check.name} | {numbers}{verdict}", flush=True)
             if not names or "conservative_ppo" in names:
                 free, held, bound = await bounded(service)
                 failed += not held <= bound < free

@@ -4,7 +4,8 @@
 
 In one process, no server: a Llama of random weights, sequences of 128 tokens of which 96 are scored, the reference
 being the base with its log-probabilities given (their cost is a forward, and cached). Memory is what the process (or
-the GPU) held at most beyond what it held before; time is processor time without a GPU.
+the GPU) held at most beyond what it held before; time is processor time without a GPU. The table is the second of
+``docs/loss_checks.md``.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = model(Path(folder) / "llama", settings.vocab_size, settings.hidden_size, settings.layers)
         host = ModelHost({"llama": str(path)})
-        print(f"{'loss':30}{'ms':>9}{'of causal_lm':>14}{'MiB':>9}{'of causal_lm':>14}")
+        print("| loss | ms | of `causal_lm` | MiB | of `causal_lm` |\n| --- | --- | --- | --- | --- |")
         base = (1.0, 1.0)
         for spec in names:
             head = spec.head or ("value" if "values" in spec.optional_scores else "")
@@ -181,8 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
             )
             seconds, held = measure(step, settings.repeats)
             base = (seconds, held) if spec.name == "causal_lm" else base
-            time_column, memory_column = f"{1000 * seconds:9.1f}{seconds / base[0]:14.2f}", f"{held / 2**20:9.0f}"
-            print(f"{spec.name:30}{time_column}{memory_column}{held / base[1]:14.2f}", flush=True)
+            time_columns = f"{1000 * seconds:.1f} | {seconds / base[0]:.2f}"
+            memory_columns = f"{held / 2**20:.0f} | {held / base[1]:.2f}"
+            print(f"| `{spec.name}` | {time_columns} | {memory_columns} |", flush=True)
             run.close()
 
 

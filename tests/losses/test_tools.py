@@ -18,8 +18,8 @@ def tool(name: str) -> Any:
 
 
 def test_losses_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = ["dpo", "grpo", "gkd", "value_only"]
+    losses = ["dpo", "gkd"]
     small = ["--vocab-size", "64", "--hidden-size", "32", "--layers", "1"]
-    tool("measure_losses").main([*losses, "--tokens", "512", "--repeats", "1", *small])
+    tool("measure_losses").main([*losses, "--tokens", "256", "--repeats", "1", *small])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["causal_lm", *sorted(losses)]
+    assert [line.split("`")[1] for line in lines[2:]] == ["causal_lm", *sorted(losses)]

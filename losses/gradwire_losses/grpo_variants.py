@@ -5,11 +5,10 @@ Every argument of ``grpo`` is theirs too. ``B`` prompts, ``S`` responses of all 
 
 from __future__ import annotations
 
-from copy import copy
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
@@ -31,9 +30,8 @@ def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
     """``grpo``'s arguments with other defaults."""
     fields: dict[str, Any] = {}
     for argument, default in defaults.items():
-        field = copy(GRPOConfig.model_fields[argument])
-        field.default = default
-        fields[argument] = (field.annotation, field)
+        field = GRPOConfig.model_fields[argument]
+        fields[argument] = (Annotated[field.annotation, *field.metadata, Field(description=field.description)], default)
     return create_model(name, __base__=GRPOConfig, __doc__=f"Arguments of ``grpo``: {name}.", **fields)
 
 

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "gradwire_losses", "gradwire_server")
 PROBE = f"""
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import gradwire, gradwire.sync
-print(json.dumps([time.perf_counter() - start, sorted(set({HEAVY!r}) & set(sys.modules))]))
+print(json.dumps([time.process_time() - start, sorted(set({HEAVY!r}) & set(sys.modules))]))
 """
 
 
 def import_client(python: str | Path) -> tuple[float, list[str]]:
-    """Seconds that the import took in a fresh interpreter, and which heavy packages it drew in."""
+    """CPU seconds that the import took in a fresh interpreter, and which heavy packages it drew in."""
     probe = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, cwd="/")
     assert probe.returncode == 0, probe.stderr
     seconds, heavy = json.loads(probe.stdout)
@@ -31,7 +31,7 @@ def import_client(python: str | Path) -> tuple[float, list[str]]:
 def test_import_is_fast_and_draws_in_nothing_heavy() -> None:
     tries = [import_client(sys.executable) for _ in range(3)]
     assert [heavy for _, heavy in tries] == [[], [], []]
-    assert min(seconds for seconds, _ in tries) < 2.0
+    assert min(seconds for seconds, _ in tries) < 1.0
 
 
 @pytest.mark.slow
@@ -42,6 +42,6 @@ def test_plain_installation_imports(tmp_path: Path) -> None:
     subprocess.run([python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", ROOT], check=True)
     seconds, heavy = import_client(python)
     assert heavy == []
-    assert seconds < 4.0  # the first import also compiles
+    assert seconds < 3.0  # the first import also compiles
     there = subprocess.run([python, "-c", "import torch"], capture_output=True)
     assert there.returncode != 0, "the plain client must not bring torch"

@@ -28,8 +28,8 @@ RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(16 << 20)}
 """Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
-machine with other work; and memory of a chunk of logits goes back at once, instead of staying among what is kept: of
-smaller blocks that costs more time (3 % of a step at half the size) than it saves memory."""
+machine with other work; and memory of a chunk of logits goes back at once, instead of staying among what is kept: doing
+so with smaller blocks, as a layer's activations are, saves no memory in a step's peak."""
 
 
 Answer = tuple[engine_pb2.EngineReply, Buffer]

@@ -27,7 +27,7 @@ async def over_a_rough_link(stage: Stage, rng: random.Random, calm: Calm) -> Non
     async with rough_link(stage.server.address, rng) as (address, link):
         await asyncio.wait_for(program.main(address, run_id, calm.seed, calm.count, stage.out), 600)
     print(f"{sum(link.faults.values())} connections: {dict(link.faults)}")
-    assert sum(link.faults.values()) > 1, "the link was not rough"
+    assert link.faults, "nothing went over the link"
     await asyncio.to_thread(compare, stage, run_id, calm)
 
 

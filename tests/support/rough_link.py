@@ -8,9 +8,14 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
-CATALOGUE = 190_000
-"""What the first connection may carry besides: the list of losses has to come through in one piece."""
+import grpc.aio
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
+
+FRAMING = 10_000
+"""Bytes of HTTP/2 around the list of losses, and of the calls before it."""
 FAULTS = ("drop", "truncate", "stall", "delay")
 
 
@@ -20,12 +25,14 @@ class RoughLink:
 
     Each connection gets a fault and the number of bytes, of both directions, after which it strikes: *drop* resets
     the connection, *truncate* closes it, *stall* forwards nothing for a while and then resets it, *delay* holds every
-    piece back for some milliseconds until then.
+    piece back for some milliseconds until then. The first connection may carry ``catalogue`` bytes besides: the list
+    of losses has to come through in one piece.
     """
 
     address: str
     rng: random.Random
     largest: int
+    catalogue: int
     faults: Counter[str] = field(default_factory=Counter)
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,7 +43,7 @@ class RoughLink:
             writer.transport.abort()
             return
         fault, left = self.rng.choice(FAULTS), [self.rng.randrange(self.largest)]
-        left[0] += 0 if self.faults else CATALOGUE
+        left[0] += 0 if self.faults else self.catalogue
         self.faults[fault] += 1
         sides = ((reader, upstream_writer), (upstream_reader, writer))
         pipes = [asyncio.ensure_future(self._pipe(fault, left, *side)) for side in sides]
@@ -72,7 +79,10 @@ class RoughLink:
 @contextlib.asynccontextmanager
 async def rough_link(address: str, rng: random.Random, largest: int = 20_000) -> AsyncIterator[tuple[str, RoughLink]]:
     """An address that leads to ``address``, badly; no connection but the first outlives ``largest`` bytes."""
-    link = RoughLink(address, rng, largest)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = TrainingServiceStub(channel)
+        losses = await stub.ListLosses(pb.ListLossesRequest())
+    link = RoughLink(address, rng, largest, losses.ByteSize() + FRAMING)
     carrying: set[asyncio.Task[None]] = set()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

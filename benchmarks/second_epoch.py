@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import tempfile
 import urllib.request
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import gradwire
 import numpy as np
+from support.server import free_port
 
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.workload import Draw, Rows, standard_model
@@ -39,9 +39,7 @@ async def forwards(address: str) -> int:
 async def second_pass(size: Size) -> list[Figure]:
     source = Draw.of(6, smoke=size.smoke)
     batches = [ppo_batch(source.rows(4), source.rng) for _ in range(BATCHES)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        metrics = f"127.0.0.1:{free.getsockname()[1]}"
+    metrics = f"127.0.0.1:{free_port()}"
     counts = []
     with tempfile.TemporaryDirectory() as folder:
         model = standard_model(Path(folder) / "model", smoke=size.smoke)

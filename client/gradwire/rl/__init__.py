@@ -3,7 +3,7 @@
 Parts that know little of each other, each replaceable:
 
 * ``environments``: interaction. ``inference``: what generates. ``rollouts``: many episodes at once.
-* ``rewards``: scores after collection. ``advantages``: credit, as pure functions.
+* ``rewards``: scores after collection. ``advantages``, ``hicra``: credit, as pure functions and for steps of agents.
 * ``algorithms``: PPO, GRPO, REINFORCE and GiGPO over all of these.
 * ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: what a long training wants besides.
 """
@@ -28,8 +28,9 @@ from gradwire.rl.environments import (
     ToolEnvironment,
     VerifiersEnvironment,
 )
+from gradwire.rl.hicra import HICRACreditAssigner, build_hicra_from_dict
 from gradwire.rl.inference import InferenceModule, LocalInference, OpenAIInference, RunInference, SamplingParams
-from gradwire.rl.loggers import JsonlLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from gradwire.rl.loggers import JsonlLogger, PrometheusLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import (
@@ -73,6 +74,7 @@ __all__ = [
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GymnasiumEnvironment",
+    "HICRACreditAssigner",
     "InferenceModule",
     "JsonlLogger",
     "LocalInference",
@@ -80,6 +82,7 @@ __all__ = [
     "OpenAIInference",
     "PPOAlgorithm",
     "ParetoRewardComputer",
+    "PrometheusLogger",
     "Prompt",
     "REINFORCEAlgorithm",
     "RLRolloutWorker",
@@ -113,6 +116,7 @@ __all__ = [
     "TrajectoryRecorder",
     "VerifiersEnvironment",
     "WandbLogger",
+    "build_hicra_from_dict",
     "code_passes",
     "json_schema",
     "last_number",

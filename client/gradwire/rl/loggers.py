@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,3 +94,49 @@ class TrackioLogger(_RunLogger):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(require("trackio", "trackio", "TrackioLogger"), options)
+
+
+class PrometheusLogger:
+    """Gauges of ``prometheus_client`` that hold the last iteration's metrics, and ``iteration`` itself.
+
+    A character that Prometheus has not in names becomes ``_``. A name that another part of the program has registered
+    is left to that part.
+
+    Args:
+        port: serve ``/metrics`` there, until :meth:`close`; None serves nothing, as where a server runs already.
+        address: to listen at with ``port``.
+        registry: where the gauges are; by default the one that a program's own metrics are in.
+    """
+
+    def __init__(self, port: int | None = None, *, address: str = "127.0.0.1", registry: Any = None) -> None:
+        self._client = require("prometheus_client", "prometheus", "PrometheusLogger")
+        self._registry = self._client.REGISTRY if registry is None else registry
+        self._gauges: dict[str, Any] = _GAUGES.setdefault(self._registry, {})
+        self._server: tuple[Any, Any] | None = None
+        if port is not None:
+            self._server = self._client.start_http_server(port, addr=address, registry=self._registry)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for name, value in {"iteration": float(iteration), **metrics}.items():
+            gauge = self._gauge(re.sub(r"[^a-zA-Z0-9_:]|^(?=\d)", "_", name), name)
+            if gauge is not None:
+                gauge.set(value)
+
+    def _gauge(self, name: str, metric: str) -> Any:
+        if name not in self._gauges:
+            try:
+                self._gauges[name] = self._client.Gauge(name, f"{metric} of the training", registry=self._registry)
+            except ValueError:  # taken
+                self._gauges[name] = None
+        return self._gauges[name]
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = None
+
+
+_GAUGES: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # of each registry

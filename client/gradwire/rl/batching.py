@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.errors import RETRYABLE
-from gradwire.rl.inference.protocol import Generation, InferenceModule, SamplingParams
+from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
 from gradwire.rl.types import IntArray
 
 logger = logging.getLogger("gradwire.rl")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradwire.rl.inference.protocol import Generation, TextCodec, TokenizerCodec
+from gradwire.rl.generation import Generation, TextCodec, TokenizerCodec
 from gradwire.rl.types import IntArray, Message, Prompt
 
 ChatTemplate = Callable[[Sequence[Message]], str]

@@ -16,7 +16,7 @@ from typing import Any
 from gradwire.rl.batching import SamplerStatistics, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.extras import require
-from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
+from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import AnyTask, Task, Trajectory

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.rl.inference.protocol import TextCodec
+from gradwire.rl.generation import TextCodec
 from gradwire.rl.types import StepData, Trajectory
 
 Condition = Callable[[int, Trajectory], bool]

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradwire.rl.batching import GenerationBatcher, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
-from gradwire.rl.inference.protocol import InferenceModule, SamplingParams
+from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.progress import Progress
 from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
 from gradwire.rl.rollout_statistics import Rollouts, summarised

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
-from gradwire.rl.inference.protocol import Generation, SamplingParams
+from gradwire.rl.generation import Generation, SamplingParams
 from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.threads import called
 from gradwire.rl.types import IntArray, State, StepData, Task, Trajectory

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.rl.inference.protocol import SamplingParams
+from gradwire.rl.generation import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """What generates: one protocol, and backends over the run's own sampler, local models and endpoints."""
 
-from gradwire.rl.inference.local import LocalInference, VLLMInference
-from gradwire.rl.inference.openai import OpenAIInference
-from gradwire.rl.inference.protocol import (
+from gradwire.rl.generation import (
     Generation,
     InferenceModule,
     SamplingParams,
@@ -11,6 +9,8 @@ from gradwire.rl.inference.protocol import (
     TokenizerCodec,
     TopLogits,
 )
+from gradwire.rl.inference.local import LocalInference, VLLMInference
+from gradwire.rl.inference.openai import OpenAIInference
 from gradwire.rl.inference.server import RunInference
 
 __all__ = [

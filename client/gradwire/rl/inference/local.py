@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from gradwire.rl.extras import require
-from gradwire.rl.inference.protocol import (
+from gradwire.rl.generation import (
     Generation,
     SamplingParams,
     TextCodec,
     TokenizerCodec,
     TokenRow,
-    ToolGeneration,
     TopLogits,
 )
+from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.types import FloatArray
 
 

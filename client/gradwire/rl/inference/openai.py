@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import UnsupportedError
-from gradwire.rl.inference.protocol import Generation, SamplingParams, TextCodec, TokenRow, ToolGeneration, TopLogits
+from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenRow, TopLogits
+from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.threads import run_in_daemon
 from gradwire.rl.types import FloatArray
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import UnsupportedError
-from gradwire.rl.inference.protocol import (
+from gradwire.rl.generation import (
     Generation,
     SamplingParams,
     ServiceCodec,
     TextCodec,
     TokenizerCodec,
     TokenRow,
-    ToolGeneration,
     TopLogits,
 )
+from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.types import FloatArray, IntArray
 
 HOT = 1024.0

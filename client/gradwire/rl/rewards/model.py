@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import GradwireError
-from gradwire.rl.inference.protocol import TextCodec
+from gradwire.rl.generation import TextCodec
 from gradwire.rl.prompts import ChatTemplate
 from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
 

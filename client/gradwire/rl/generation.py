@@ -1,18 +1,15 @@
-"""What generates: the protocol, and what goes in and comes out."""
+"""What an inference module takes and gives: sampling parameters, generations, and the protocol itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.rl.types import FloatArray, IntArray, Trajectory
-
-if TYPE_CHECKING:
-    from gradwire.rl.environments.tools import Tool
+from gradwire.rl.types import FloatArray, IntArray
 
 TokenRow = Sequence[int] | npt.NDArray[Any]
 
@@ -151,24 +148,3 @@ class ServiceCodec:
 
     async def decode(self, rows: Sequence[TokenRow]) -> list[str]:
         return list(await self._service.decode(self._model, [np.asarray(row).tolist() for row in rows]))
-
-
-class ToolGeneration:
-    """Gives an inference module :meth:`batch_generate_with_tools`."""
-
-    async def batch_generate_with_tools(
-        self: Any,
-        prompts: Sequence[str],
-        available_tools: Sequence[Tool | Callable[..., Any]] = (),
-        *,
-        params: SamplingParams | None = None,
-        max_turns: int = 8,
-        num_parallel: int = 64,
-    ) -> list[Trajectory]:
-        """Lets the model call tools until it answers, for all prompts at once; the conversations, in order."""
-        from gradwire.rl.environments.tools import ToolEnvironment
-        from gradwire.rl.rollouts import RolloutManager
-
-        environment = ToolEnvironment(available_tools, max_turns=max_turns)
-        manager = RolloutManager(self, environment, num_parallel=num_parallel, params=params or SamplingParams())
-        return (await manager.collect(prompts)).trajectories

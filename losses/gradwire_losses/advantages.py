@@ -204,6 +204,14 @@ def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     return rewards - greedy_rewards
 
 
+def amplify_planning(advantages: Tensor, planning: Tensor, alpha: float) -> Tensor:
+    """``A + alpha |A|`` where ``planning`` is true, A elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
+
+    Planning tokens gain more from success and lose less by failure. Both arguments have one shape.
+    """
+    return torch.where(planning, advantages + alpha * advantages.abs(), advantages)
+
+
 def reinforce_plus_plus_advantages(rewards: Tensor, row_lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
     """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
 

@@ -134,4 +134,11 @@ GROUP_POLICY_FIELDS = (
         "Log-probability of each response token as the sampler computed it, for sampler_correction.",
     ),
     FieldSpec("truncated", "bool", ("[rows, samples]",), "1 where a response was cut off at the length limit."),
+    FieldSpec(
+        "planning_mask",
+        "bool",
+        SAMPLE_TOKENS,
+        "1 where a token plans (belongs to a strategic gram): its advantage is raised by planning_alpha.",
+        aligned_with="response_ids",
+    ),
 )

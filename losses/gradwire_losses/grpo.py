@@ -12,7 +12,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire_losses.advantages import group_advantages, group_spread, opo_advantages, rloo_advantages, whiten
+from gradwire_losses.advantages import (
+    amplify_planning,
+    group_advantages,
+    group_spread,
+    opo_advantages,
+    rloo_advantages,
+    whiten,
+)
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
@@ -51,6 +58,12 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         True, description="divide advantages by the group's standard deviation + 1e-4, or by the whole \"batch\"'s"
     )
     whiten_advantages: bool = Field(False, description="give the tokens' advantages mean 0 and variance 1 in the batch")
+    planning_alpha: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="with planning_mask: A becomes A + planning_alpha * |A| at planning tokens (HICRA), last of all",
+    )
     importance: Literal["token", "sequence", "sequence_token", "trajectory"] = Field(
         "token",
         description="whose ratio a token has. sequence: the geometric mean of its response's ratios (GSPO); "
@@ -100,7 +113,8 @@ GRPO_METRICS = {
     "kl_divergence": "mean KL of a token to the reference (nats); with no reference, to the policy of old_log_probs",
     "approx_kl": "mean KL of a token from the policy of old_log_probs to this one, by k3 (nats)",
     "clip_fraction": "share of tokens whose ratio is clipped; without clipping, 0",
-    "advantage_mean": "mean advantage of a response (or of a token, where tokens have their own), before whitening",
+    "advantage_mean": "mean advantage of a response (or of a token, where tokens have their own), before whitening "
+    "and planning_alpha",
     "advantage_std": "its standard deviation",
     "reward_mean": "mean reward of a response",
     "group_reward_mean": "mean over groups of a group's mean reward",
@@ -108,6 +122,7 @@ GRPO_METRICS = {
     "zero_spread_groups": "share of groups whose rewards are all equal: they teach nothing",
     "kept_fraction": "share of scored tokens that mask_truncated and mask_zero_spread leave",
     "sampler_ratio_mean": "mean weight of a token by sampler_correction; NaN without",
+    "planning_fraction": "share of scored tokens that planning_mask marks; NaN without",
 }
 
 
@@ -185,6 +200,9 @@ def group_objective(
     Raises:
         BatchError: when an argument needs a field that the batch has not.
     """
+    planning = _planning(batch, config)
+    if planning is not None:
+        advantages = amplify_planning(advantages, planning, config.planning_alpha)
     lengths, reference, old = batch.row_lengths, reference_logprobs(batch, scores), old_logprobs(batch, scores)
     uncertain = _uncertain(scores.entropy.detach(), config.top_entropy_quantile)
     surrogate, clipped = _surrogate(scores.logprobs, old, advantages, lengths, uncertain, config)
@@ -218,8 +236,20 @@ def group_objective(
             "zero_spread_groups": Mean.of(~differ),
             "kept_fraction": Mean.of(kept),
             "sampler_ratio_mean": Mean(0.0, 0) if weights is None else Mean.of(weights),
+            "planning_fraction": Mean(0.0, 0) if planning is None else Mean.of(planning),
         },
     )
+
+
+def _planning(batch: Batch, config: GRPOConfig) -> Tensor | None:
+    """``[T]`` bool: the tokens whose advantages are amplified; None where the batch marks none."""
+    if "planning_mask" not in batch.fields and config.planning_alpha and "planning_alpha" in config.model_fields_set:
+        raise BatchError(
+            "planning_alpha needs planning_mask, which says of each response token whether it plans",
+            field="planning_mask",
+            rule="given with planning_alpha",
+        )
+    return batch.get("planning_mask")
 
 
 def _uncertain(entropy: Tensor, share: float) -> Tensor:

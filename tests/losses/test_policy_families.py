@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_losses.batch import BatchError
-from gradwire_losses.registry import get_loss
+from gradwire_losses.registry import all_losses, get_loss
 from support import loss_references as seven
 from support import policy_references as plain
 from support.loss_properties import PROPERTIES
@@ -78,6 +78,7 @@ def samples(rng: np.random.Generator, *fields: str) -> Columns:
         "old_log_probs": numbers(rng, responses, 0.5, -1.4),
         "ref_log_probs": numbers(rng, responses, 0.5, -1.4),
         "sampler_log_probs": numbers(rng, responses, 0.7, -1.4),
+        "planning_mask": bits(rng, responses, 0.4),
         "truncated": bits(rng, [[0] * len(group) for group in responses], 0.4),
         "advantages": numbers(rng, [[0] * len(group) for group in responses]),
         "token_advantages": numbers(rng, responses),
@@ -233,6 +234,29 @@ CASES = [
         scale_rewards=False,
     ),
     case("gigpo", lambda r: samples(r, "old_log_probs", "token_advantages"), plain.gigpo, "given"),
+    *(
+        case(
+            loss, lambda r, f=fields: samples(r, "old_log_probs", "planning_mask", *f), reference, "planning", **kwargs
+        )
+        for loss, fields, reference, kwargs in (
+            ("grpo", (), plain.groups, {"scale_rewards": False}),
+            ("grpo", ("token_advantages",), plain.groups, {"planning_alpha": 0.5, "dual_clip": 1.5}),
+            ("dr_grpo", (), plain.groups, {"reduction_divisor": 7.0}),
+            ("dapo", ("truncated",), plain.groups, {"planning_alpha": 1.0}),
+            ("group_gspo", (), plain.groups, {"clip_epsilon": 0.3, "clip_epsilon_high": 1}),
+            ("gmpo", (), plain.groups, {}),
+            ("sapo", (), plain.groups, {}),
+            ("rloo", (), plain.groups, {"clip_epsilon": 0.5}),
+            ("opo", (), plain.groups, {}),
+            ("gpg", (), plain.groups, {}),
+            ("reinforce_plus_plus_baseline", (), plain.groups, {}),
+            ("gigpo", ("step_ids", "anchor_ids"), plain.gigpo, {}),
+        )
+    ),
+    *(
+        case(loss, lambda r: samples(r, "old_log_probs", "planning_mask"), plain.groups, "planning", gradcheck=False)
+        for loss in ("gspo_token", "group_cispo")
+    ),
     case("gkd", row_columns, plain.gkd, **BASE),
     case("gkd", row_columns, plain.gkd, "sequences", **BASE, reduction="sequence_mean"),
     case("on_policy_distillation", lambda r: _unrewarded(r, "old_log_probs"), plain.on_policy_distillation, **BASE),
@@ -399,6 +423,30 @@ def test_a_target_of_no_weight_may_be_impossible(rng: np.random.Generator) -> No
         drawn.scores["logprobs"].copy_(torch.tensor([-math.inf, -1.5]))
     assert drawn.output().loss().item() == 3.0
     assert gradient(drawn).tolist() == [0.0, -2.0]
+
+
+def test_planning_tokens_gain_more_from_success_and_lose_less_by_failure(rng: np.random.Generator) -> None:
+    columns = {
+        "prompt_ids": [[1]],
+        "response_ids": [[[2, 3], [4, 5]]],
+        "rewards": [[1.0, 0.0]],
+        "planning_mask": [[[1, 0], [1, 0]]],
+    }
+    drawn = case("grpo", lambda _: columns, None, scale_rewards=False, reduction="sum").draw(rng)
+    torch.testing.assert_close(gradient(drawn), torch.tensor([-0.6, -0.5, 0.4, 0.5], dtype=torch.float64))
+    assert drawn.output().metrics["planning_fraction"].value() == 0.5
+
+
+def test_every_group_loss_of_a_policy_takes_a_planning_mask() -> None:
+    takers = {spec.name for spec in all_losses() if any(f.name == "planning_mask" for f in spec.fields)}
+    policies = {spec.name for spec in all_losses() if spec.layout == "groups" and not spec.head}
+    assert takers == policies and {"grpo", "dapo", "gigpo", "gmpo", "rloo"} <= takers
+
+
+def test_an_amplification_that_is_asked_for_needs_its_mask(rng: np.random.Generator) -> None:
+    with pytest.raises(BatchError, match="planning_alpha needs planning_mask"):
+        case("dapo", lambda r: samples(r), None, planning_alpha=0.2).draw(rng).output()
+    case("dapo", lambda r: samples(r), None, planning_alpha=0.0).draw(rng).output()
 
 
 def test_truncated_responses_and_level_groups_count_nowhere_in_dapo(rng: np.random.Generator) -> None:

@@ -255,6 +255,7 @@ def grpo(examples: Examples, config: Any) -> Result:
         "zero_spread_groups": mean([float(len(set(group)) < 2) for group in rewards]),
         "kept_fraction": 1.0 if approx else math.nan,
         "sampler_ratio_mean": math.nan,
+        "planning_fraction": math.nan,
     }
 
 

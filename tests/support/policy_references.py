@@ -232,6 +232,12 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
         advantages = [s.advantages if by_token else [s.advantages] * s.n for s in samples]
         reported = [a for own in advantages for a in own] if by_token else [s.advantages for s in samples]
 
+    if hasattr(samples[0], "planning_mask"):
+        advantages = [
+            [a + config.planning_alpha * abs(a) if p else a for a, p in zip(own, s.planning_mask, strict=True)]
+            for own, s in zip(advantages, samples, strict=True)
+        ]
+
     threshold = -math.inf
     if config.top_entropy_quantile < 1:
         threshold = quantile([h for s in samples for h in s.score_entropy], 1 - config.top_entropy_quantile)
@@ -284,6 +290,7 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
         "zero_spread_groups": mean([float(not differ) for differ in differs]),
         "kept_fraction": mean(kept_tokens),
         "sampler_ratio_mean": mean(weights_all),
+        "planning_fraction": mean([float(p) for s in samples for p in getattr(s, "planning_mask", [])]),
     }
 
 

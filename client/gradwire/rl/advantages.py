@@ -154,6 +154,15 @@ def rloo_advantages(rewards: Numbers, group_sizes: Lengths) -> Floats:
     return np.where(group_spread(rewards, sizes)[2][groups], rewards - others, 0.0)
 
 
+def amplify_planning(advantages: Numbers, planning: npt.ArrayLike, alpha: float = 0.2) -> Floats:
+    """``A + alpha |A|`` where ``planning`` is true, A elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
+
+    Both arguments have one shape. The group losses do this themselves where the batch has a ``planning_mask``.
+    """
+    advantages = _floats(advantages)
+    return np.where(np.asarray(planning, dtype=bool), advantages + alpha * np.abs(advantages), advantages)
+
+
 def reinforce_plus_plus_advantages(rewards: Numbers, row_lengths: Lengths, *, gamma: float = 1.0) -> Floats:
     """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
 

@@ -27,6 +27,7 @@ TWINS = sorted(
         "remax_advantages",
         "subgroup_advantages",
         "vtrace",
+        "amplify_planning",
     )
     if hasattr(torch_advantages, name)
 )
@@ -56,6 +57,8 @@ def arguments(name: str, rng: np.random.Generator) -> tuple[list[Any], dict[str,
             return [rewards, lengths + 1, sizes], {}
         case "subgroup_advantages":
             return [rng.normal(size=8), rng.integers(0, 4, 8)], {"scale": bool(rng.integers(2))}
+        case "amplify_planning":
+            return [rng.normal(size=9), rng.random(9) < 0.5], {"alpha": 0.3}
         case "remax_advantages":
             return [rewards, rng.normal(size=6)], {}
         case "vtrace":

@@ -1,0 +1,134 @@
+"""The policy: a linear head for the modes and one for the value, over the features of a request.
+
+``N`` rows, ``F`` features, ``M`` modes. Log-probabilities in nats, float64 throughout.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gradwire.router.features import FeatureSpace, Floats
+from gradwire.router.files import whole_file
+
+Parameters = dict[str, Floats]
+PARAMETERS = ("policy_weight", "policy_bias", "value_weight", "value_bias")
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """``[N, M] -> [N, M]``, with rows that may hold ``-inf`` beside finite numbers."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+class LinearPolicy:
+    """Categorical over modes by a softmax of ``x W + b``; the value is ``x w + c``.
+
+    Args:
+        features: the columns that it sees.
+        modes: their names, in the order of the logits.
+        parameters: ``policy_weight [F, M]``, ``policy_bias [M]``, ``value_weight [F]``, ``value_bias []``; zeros when
+            absent, which is the uniform policy.
+
+    Raises:
+        ValueError: for modes that are empty or twice there, and parameters of another shape or not finite.
+    """
+
+    def __init__(
+        self, features: FeatureSpace, modes: Sequence[str], parameters: dict[str, npt.ArrayLike] | None = None
+    ) -> None:
+        self.features, self.modes = features, tuple(modes)
+        if not self.modes or len(set(self.modes)) != len(self.modes):
+            raise ValueError("a policy needs at least one mode, and each only once")
+        shapes = {
+            "policy_weight": (len(features), len(self.modes)),
+            "policy_bias": (len(self.modes),),
+            "value_weight": (len(features),),
+            "value_bias": (),
+        }
+        self.parameters: Parameters = {name: np.zeros(shape) for name, shape in shapes.items()}
+        for name, given in (parameters or {}).items():
+            if name not in shapes:
+                raise ValueError(f"there is no parameter {name!r}; they are {', '.join(PARAMETERS)}")
+            array = np.array(given, dtype=np.float64)
+            if array.shape != shapes[name]:
+                raise ValueError(f"{name} has shape {array.shape}; it must have {shapes[name]}")
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name} holds numbers that are not finite")
+            self.parameters[name] = array
+
+    def copy(self) -> LinearPolicy:
+        """Another policy with the same numbers."""
+        return LinearPolicy(self.features, self.modes, dict(self.parameters))
+
+    def logits(self, x: Floats) -> Floats:
+        """``[N, F] -> [N, M]``."""
+        result: Floats = x @ self.parameters["policy_weight"] + self.parameters["policy_bias"]
+        return result
+
+    def logprobs(self, x: Floats, legal: npt.NDArray[np.bool_] | None = None) -> Floats:
+        """``[N, F] -> [N, M]``: of every mode; ``-inf`` where ``legal [N, M]`` is False."""
+        logits = self.logits(x)
+        return log_softmax(logits if legal is None else np.where(legal, logits, -np.inf))
+
+    def values(self, x: Floats) -> Floats:
+        """``[N, F] -> [N]``: the reward that is expected from here to the end of the episode."""
+        result: Floats = x @ self.parameters["value_weight"] + self.parameters["value_bias"]
+        return result
+
+    def act(
+        self, x: Floats, rng: np.random.Generator | None = None, legal: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Choose a mode for each row.
+
+        Args:
+            x: ``[N, F]``.
+            rng: to sample with; the most likely mode is taken when absent.
+            legal: ``[N, M]``, the modes to choose among; all when absent.
+
+        Returns:
+            Modes ``[N]`` and their log-probabilities ``[N]`` under the policy.
+        """
+        logprobs = self.logprobs(x, legal)
+        if rng is None:
+            modes = logprobs.argmax(axis=-1)
+        else:
+            # The first mode at which the running sum of probabilities exceeds the draw; rounding must not pass the end.
+            reached = np.exp(logprobs).cumsum(axis=-1)
+            modes = (reached <= rng.random(len(x))[:, None] * reached[:, -1:]).sum(axis=-1)
+        return modes, logprobs[np.arange(len(x)), modes]
+
+    def save(self, path: Path | str) -> None:
+        """Write the policy to an ``.npz`` file: aside first, then renamed."""
+        names = {
+            "feature_names": self.features.names,
+            "stage_names": self.features.stage_names,
+            "modes": self.modes,
+        }
+        arrays: dict[str, Any] = {name: np.array(given, dtype=np.str_) for name, given in names.items()}
+        arrays |= self.parameters
+        with whole_file(path) as file:
+            np.savez(file, **arrays)
+
+    @classmethod
+    def load(cls, path: Path | str) -> LinearPolicy:
+        """Read what :meth:`save` wrote; never unpickles.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: when it is no policy; it says what is wrong with it.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no policy at {path}")
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                names = [tuple(map(str, stored[name])) for name in ("feature_names", "stage_names", "modes")]
+                return cls(FeatureSpace(names[0], names[1]), names[2], {name: stored[name] for name in PARAMETERS})
+        except (KeyError, ValueError, zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is no policy that LinearPolicy.save wrote: {error}") from None

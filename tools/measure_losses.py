@@ -28,11 +28,11 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import Policy
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
 
 LENGTH, PROMPT, SAMPLES, CANDIDATES = 128, 32, 4, 8
 RESPONSE = LENGTH - PROMPT
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     budget = Budget(microbatch_tokens=settings.tokens, activation_bytes=1 << 40)
     with tempfile.TemporaryDirectory() as folder:
         path = model(Path(folder) / "llama", settings.vocab_size, settings.hidden_size, settings.layers)
-        host = ModelHost({"llama": str(path)})
+        host = ModelPool({"llama": str(path)})
         print("| loss | ms | of `causal_lm` | MiB | of `causal_lm` |\n| --- | --- | --- | --- | --- |")
         base = (1.0, 1.0)
         for spec in names:

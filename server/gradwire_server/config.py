@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gradwire_server.observability.vitals import STALE_S
+from gradwire_server.engine_link.vitals import STALE_S
 
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""

@@ -15,10 +15,10 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.errors import RpcError
-from gradwire_server.journal import Journal, RunMarks
-from gradwire_server.recovery import behind
-from gradwire_server.runs import Runs
-from gradwire_server.serve import Server
+from gradwire_server.journal.journal import Journal, RunMarks
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.scheduling.replay import behind
+from gradwire_server.server import Server
 
 from tests.server.front.conftest import Client, Door, Start
 from tests.server.front.fakes import FakeEngine
@@ -67,7 +67,7 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
             except Exception:
                 damaged += 1
         results = await journal.results(run_id, 1, 1000, limit=1000)
-        runs = Runs(journal.store, folder, 10)
+        runs = RunRecords(journal.store, folder, 10)
         for record in await runs.load():
             assert record.run_id == run_id and len(entries) <= record.accepted_seq
             damaged += len(results) != record.applied_seq
@@ -238,7 +238,7 @@ async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
             raise OSError(5, "Input/output error (injected)")
         return real(fd, *args)
 
-    monkeypatch.setattr("gradwire_server.outcomes.STORE_AGAIN_S", 0.02)
+    monkeypatch.setattr("gradwire_server.scheduling.results.STORE_AGAIN_S", 0.02)
     async with start() as door:
         client = await (await door.client()).begin()
         with monkeypatch.context() as failing:

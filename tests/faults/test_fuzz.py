@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.serve import SERVICE
+from gradwire_server.server import SERVICE
 from support.access import rpcs
 from support.fuzz import Fuzzer
 from support.keyed import code_of, error_of
@@ -39,7 +39,7 @@ class Attacker:
         self.door, self.victim, self.channel, self.rng = door, victim, channel, rng
         self.metadata = (("authorization", f"Bearer {door.secrets['bob']}"),)
         self.fuzzer = Fuzzer(rng)
-        self.outcomes: Counter[str] = Counter()
+        self.results: Counter[str] = Counter()
         self.next_seq: dict[str, int] = {}
         self.own: list[Client] = []
 
@@ -124,7 +124,7 @@ class Attacker:
         assert code != "internal", f"{name}: the server made a mistake over {messages}"
         assert b"secret-" not in data, f"{name} told something of another's: {messages}"
         assert code in ("answered", "waits") or b"Traceback" not in data
-        self.outcomes[f"{name} {code}"] += 1
+        self.results[f"{name} {code}"] += 1
 
     def aimed(self, message: Any) -> Any:
         """Half of the messages name a run of the attacker's own, so that they are not all refused at the door."""
@@ -184,9 +184,9 @@ async def fuzz(keyed: Any, count: int, seed: int, caplog: pytest.LogCaptureFixtu
     faults = [record for record in caplog.records if record.name.startswith("gradwire")]
     assert not faults, [record.getMessage() for record in faults][:5]
     codes = Counter[str]()
-    for what, times in attacker.outcomes.items():
+    for what, times in attacker.results.items():
         codes[what.split()[1]] += times
-    tried = {what.split()[0] for what in attacker.outcomes}
+    tried = {what.split()[0] for what in attacker.results}
     print(f"{count} messages, seed {seed}: {dict(codes.most_common())}; nothing crashed, hung or was told")
     assert tried == set(rpcs()) and codes["answered"] > count / 20
 

@@ -82,7 +82,7 @@ def fuzz(tmp_path: Path, model: Path, rng: random.Random, count: int) -> None:
         engine.create(run_id, **config)
     fuzzer = Fuzzer(rng, ["tiny", "base", "ema", "run-plain/none"])
     batches = RandomBatches(np.random.default_rng(rng.randrange(2**32)))
-    outcomes = Counter[str]()
+    results = Counter[str]()
     for _ in range(count):
         run_id, kind = rng.choice(list(RUNS)), rng.choice(KINDS)
         loss = rng.choice(all_losses())
@@ -110,13 +110,13 @@ def fuzz(tmp_path: Path, model: Path, rng: random.Random, count: int) -> None:
         what = (run_id, operation, {name: (column.values, column.levels) for name, column in columns.items()})
         assert code != "internal", (what, result.error)
         assert code == "ok" or result.error.message, what
-        outcomes[code] += 1
+        results[code] += 1
     for run_id in RUNS:
         engine.op(run_id, zero_grad=pb.ZeroGrad())
         ids = token_rows([[4, 5, 6, 7], [8, 9, 10]])
         assert np.isfinite(engine.logprobs(run_id, ids)).all(), "a refused operation changed the weights"
-    print(f"{count} operations over {len(all_losses())} losses: {dict(outcomes.most_common())}")
-    assert outcomes["ok"] > count / 20 and len(outcomes) > 3
+    print(f"{count} operations over {len(all_losses())} losses: {dict(results.most_common())}")
+    assert results["ok"] > count / 20 and len(results) > 3
 
 
 def test_operations_that_are_nearly_right(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gradwire
 import pytest
-from gradwire_server.crash import POINTS
+from gradwire_server.crash_points import POINTS
 from support.program import PIPELINED
 from support.stage import Stage, kill, wait_for
 

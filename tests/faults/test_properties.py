@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import Quota
+from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
-from gradwire_server.journal import Journal, RunMarks, identity
-from gradwire_server.keys import Quota
-from gradwire_server.pending import Pending
-from gradwire_server.quotas import Usage
-from gradwire_server.run_queue import RunQueue
-from gradwire_server.runs import RunRecord
-from gradwire_server.segments import Segments
+from gradwire_server.journal.journal import Journal, RunMarks, identity
+from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.segments import Segments
+from gradwire_server.scheduling.operation import QueuedOperation
+from gradwire_server.scheduling.run_queue import RunQueue
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -187,26 +187,26 @@ plans = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 30)), min_size
 
 def expected(plan: Plan) -> list[str]:
     """What becomes of each operation (kind, newest failure that its submitter had seen)."""
-    outcomes, failure = [], 0
+    results, failure = [], 0
     for seq, (kind, seen) in enumerate(plan, 1):
         if failure and seen < failure:
-            outcomes.append(f"aborted by {failure}")
+            results.append(f"aborted by {failure}")
             failure = 0 if "step" in kind else failure
         elif kind.startswith("fail"):
-            outcomes.append("failed")
+            results.append("failed")
             failure = seq
         else:
-            outcomes.append("ok")
+            results.append("ok")
             failure = 0
-    return outcomes
+    return results
 
 
-def pending(loop: asyncio.AbstractEventLoop, seq: int, kind: str, seen: int, content: str = "") -> Pending:
+def pending(loop: asyncio.AbstractEventLoop, seq: int, kind: str, seen: int, content: str = "") -> QueuedOperation:
     operation = pb.Operation(forward_backward=pb.LossCall(loss_fn=content or kind))
     if "step" in kind:
         operation = pb.Operation(optim_step=pb.OptimStep(learning_rate=0.5 if content else 0.1))
     header = pb.OperationHeader(run_id="run-a", seq=seq, operation=operation, failure_seen=seen, epoch=1)
-    return Pending(header, identity(header), (), 0.0, loop.create_future())
+    return QueuedOperation(header, identity(header), (), 0.0, loop.create_future())
 
 
 def carried_out(
@@ -218,7 +218,7 @@ def carried_out(
     usage = Usage("", limits, lambda owner: Quota())
     record = RunRecord("run-a", "", pb.RunConfig(), 0.0, engine_pb2.EngineCreateRun(), epoch=1)
     queue = RunQueue(record, limits, usage)
-    outcomes: dict[int, str] = {}
+    results: dict[int, str] = {}
     offered: set[int] = set()
     todo = list(arrivals)
 
@@ -230,11 +230,11 @@ def carried_out(
                 result = pb.OperationResult(seq=head.seq, status=pb.STATUS_FAILED if failed else pb.STATUS_SUCCEEDED)
             cause = result.error.cause_seq
             ok = "ok" if result.status == pb.STATUS_SUCCEEDED else "failed"
-            assert head.seq not in outcomes, "carried out twice"
-            outcomes[head.seq] = f"aborted by {cause}" if cause else ok
+            assert head.seq not in results, "carried out twice"
+            results[head.seq] = f"aborted by {cause}" if cause else ok
             queue.finish(head, result)
 
-    while todo or len(outcomes) < len(plan):
+    while todo or len(results) < len(plan):
         seq = todo.pop(0) if todo else queue.next_seq
         if seq > len(plan):
             work()
@@ -261,7 +261,7 @@ def carried_out(
             work()
     work()
     assert (usage.operations, queue.queued_bytes) == (0, 0)
-    return [outcomes[seq] for seq in range(1, len(plan) + 1)]
+    return [results[seq] for seq in range(1, len(plan) + 1)]
 
 
 @settings(max_examples=150, **CALM)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gradwire_server.crash import POINTS
+from gradwire_server.crash_points import POINTS
 
 ROOT = Path(__file__).parents[2]
 PROMISE = (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_proto.v1.training_pb2 import LoraSettings
-from gradwire_server.engine import grouped_lora
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.policy import LoraPolicy
-from gradwire_server.engine.together import hidden_together
+from gradwire_server.engine.model import adapters as grouped_lora
+from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.training.grouped_forward_backward import hidden_together
 from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -21,10 +21,10 @@ COUNTS = [[40, 7], [64], [3, 3, 30]]
 
 @pytest.mark.parametrize("ranks", [(16, 16, 16), (16, 8, 4), (3, 3, 3)], ids=str)
 def test_each_run_gets_what_it_gets_alone(tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    host = ModelHost({"small": str(tiny_model(tmp_path / "small", hidden_size=256))}, "cuda")
-    hosted = host.get("small")
+    pool = ModelPool({"small": str(tiny_model(tmp_path / "small", hidden_size=256))}, "cuda")
+    split_model = pool.get("small")
     policies = [
-        LoraPolicy(hosted, f"run-{seed}", LoraSettings(rank=rank), seed=seed) for seed, rank in enumerate(ranks)
+        LoraPolicy(split_model, f"run-{seed}", LoraSettings(rank=rank), seed=seed) for seed, rank in enumerate(ranks)
     ]
     with torch.no_grad():
         for policy in policies:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gradwire_server.engine.engine import Engine
-from gradwire_server.engine.heartbeat import Heartbeat
+from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine.process.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.gpu
 

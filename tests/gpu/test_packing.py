@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gradwire_server.engine import attention
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.hosted import HostedModel
-from gradwire_server.engine.packing import Packing, arrange
+from gradwire_server.engine.model import attention
+from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import SplitModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def states_and_gradient(hosted: HostedModel, packing: Packing) -> tuple[Tensor, Tensor]:
+def states_and_gradient(split_model: SplitModel, packing: Packing) -> tuple[Tensor, Tensor]:
     generator, lengths = torch.Generator().manual_seed(0), torch.tensor(LENGTHS)
     parts, number = [], 0
     for size in GROUPS:
@@ -47,9 +47,9 @@ def states_and_gradient(hosted: HostedModel, packing: Packing) -> tuple[Tensor, 
             parts += [beginning, torch.randint(64, (LENGTHS[number] - 30,), generator=generator)]
             number += 1
     arranged = arrange(packing, torch.cat(parts), lengths, torch.tensor(GROUPS))
-    states = hosted.states(arranged).float()[arranged.places.to(hosted.device)]
+    states = split_model.states(arranged).float()[arranged.places.to(split_model.device)]
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states.device)
-    (gradient,) = torch.autograd.grad((states * weights).sum(), hosted.model.get_input_embeddings().weight)
+    (gradient,) = torch.autograd.grad((states * weights).sum(), split_model.model.get_input_embeddings().weight)
     return states.detach().cpu(), gradient.float().cpu()
 
 
@@ -59,12 +59,12 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_packed_and_shared_are_as_near_to_float64_as_padded(path: Path, dtype: torch.dtype) -> None:
-    exact = states_and_gradient(ModelHost({"m": str(path)}, "cpu", torch.float64).load("m"), Packing.PADDED)
-    hosted = ModelHost({"m": str(path)}, "cuda", dtype).load("m")
-    assert hosted.packing is Packing.SHARED
-    padded = states_and_gradient(hosted, Packing.PADDED)
+    exact = states_and_gradient(ModelPool({"m": str(path)}, "cpu", torch.float64).load("m"), Packing.PADDED)
+    split_model = ModelPool({"m": str(path)}, "cuda", dtype).load("m")
+    assert split_model.packing is Packing.SHARED
+    padded = states_and_gradient(split_model, Packing.PADDED)
     for packing in (Packing.PACKED, Packing.SHARED):
-        for mine, theirs, expected in zip(states_and_gradient(hosted, packing), padded, exact, strict=True):
+        for mine, theirs, expected in zip(states_and_gradient(split_model, packing), padded, exact, strict=True):
             assert relative_error(mine, expected) < 1.5 * relative_error(theirs, expected) + 1e-6
 
 

@@ -13,13 +13,13 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import evaluation
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.memory import MOST, Memory
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import Policy
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.memory import MOST, Memory
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training import loss_report as evaluation
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from support.tiny import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -39,7 +39,7 @@ def run_on(path: Path, device: str, dtype: Any = None, *, compiled: bool = False
     settings = pb.RunConfig(base_model="small", seed=1, **config)
     if lora:
         settings.lora.rank = lora
-    return EngineRun(ModelHost({"small": str(path)}, device, dtype, compiled=compiled), "run-a", settings)
+    return EngineRun(ModelPool({"small": str(path)}, device, dtype, compiled=compiled), "run-a", settings)
 
 
 def evaluated(run: EngineRun, columns: dict[str, Column], loss_fn: str, budget: Budget = WHOLE, **kwargs: Any) -> Any:

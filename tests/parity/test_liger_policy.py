@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.hosted import OutputHead
-from gradwire_server.engine.scoring import score_tokens
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.divergence import score_divergence
+from gradwire_server.engine.scoring.token_scores import score_tokens
 from parity.rollouts import Rollouts
 
 pytest.importorskip("liger_kernel.chunked_loss")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.hosted import OutputHead
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.divergence import score_divergence
 from parity.rollouts import SAMPLES, Rollouts
 
 pytest.importorskip("trl")

@@ -18,7 +18,7 @@ from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.link import EngineLink
+from gradwire_server.engine_link.frames import EngineLink
 
 Columns = Mapping[str, Column]
 
@@ -116,7 +116,7 @@ class LocalEngine(Driver):
     """
 
     def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
-        from gradwire_server.engine.engine import Engine
+        from gradwire_server.engine.process.engine import Engine
 
         super().__init__()
         load_builtin_losses()
@@ -137,7 +137,7 @@ class EngineProcess(Driver):
     def __init__(self, models: Mapping[str, Path], state_dir: Path, *flags: str) -> None:
         super().__init__()
         ours, theirs = socket.socketpair()
-        words = [sys.executable, "-m", "gradwire_server.engine", "--fd", str(theirs.fileno())]
+        words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
         words += ["--state-dir", str(state_dir), "--device", "cpu", "--threads", "1", *flags]
         for name, path in models.items():
             words += ["--model", f"{name}={path}"]

@@ -14,8 +14,8 @@ from pathlib import Path
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits, ServerConfig
-from gradwire_server.engine_process import Answer
-from gradwire_server.serve import Server
+from gradwire_server.engine_client.process import EngineAnswer
+from gradwire_server.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -39,7 +39,7 @@ class LoadEngine(FakeEngine):
         while self._hold.exists():  # noqa: ASYNC110  a file sets no event
             await asyncio.sleep(0.05)
 
-    def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> Answer:
+    def _carry_out(self, request: engine_pb2.EngineRequest, payload: bytes) -> EngineAnswer:
         reply, data = super()._carry_out(request, payload)
         return reply, data if request.operation.operation.HasField("forward") else b""
 

@@ -1,4 +1,5 @@
 """The engine: a process of its own that holds models and runs and carries out one ordered stream of operations.
 
-This package imports nothing itself, so that the front may use ``gradwire_server.engine.link`` without torch.
+Its folders, from the outside in: ``process``, ``operations``, ``sampling``, ``state``, ``training``, ``scoring``,
+``model``. Of the rest of the server it imports ``engine_link``, ``observability`` and ``crash_points`` only.
 """

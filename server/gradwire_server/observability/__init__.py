@@ -1,1 +1,4 @@
-"""What the server shows of itself: metrics, traces, logs, and the view of them in a terminal."""
+"""Metrics, traces and logs of front and engine, and the view that ``gradwire status`` draws.
+
+May import: ``engine_link``.
+"""

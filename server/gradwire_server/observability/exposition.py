@@ -9,8 +9,8 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import ProcessCollector, start_http_server
 
+from gradwire_server.engine_link.vitals import Vitals
 from gradwire_server.observability.metrics import Backlog, Metrics, Present
-from gradwire_server.observability.vitals import Vitals
 
 LOOP_PATIENCE_S = 5.0
 

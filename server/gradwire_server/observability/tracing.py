@@ -159,6 +159,6 @@ def _traceparent(span: Span) -> str:
     from opentelemetry.trace import set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
-    return carrier.get("traceparent", "")
+    executor: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(executor, set_span_in_context(span))
+    return executor.get("traceparent", "")

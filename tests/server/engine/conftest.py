@@ -15,8 +15,8 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import LossSpec, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1.training_pb2 import LoraSettings, RunConfig
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.run import EngineRun
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.state.engine_run import EngineRun
 from transformers import LlamaConfig, LlamaForCausalLM
 
 load_builtin_losses()
@@ -100,12 +100,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def host(model_path: Path) -> ModelHost:
-    return ModelHost({"tiny": str(model_path)})
+def pool(model_path: Path) -> ModelPool:
+    return ModelPool({"tiny": str(model_path)})
 
 
 @pytest.fixture
-def make_run(host: ModelHost) -> Iterator[MakeRun]:
+def make_run(pool: ModelPool) -> Iterator[MakeRun]:
     """``make_run(lora=rank or settings, head=..., seed=..., run_id=..., host=...)``"""
     made: list[EngineRun] = []
 
@@ -114,14 +114,14 @@ def make_run(host: ModelHost) -> Iterator[MakeRun]:
         head: str = "",
         seed: int = 0,
         run_id: str | None = None,
-        host: ModelHost = host,
+        pool: ModelPool = pool,
         gradient_checkpointing: bool = False,
     ) -> EngineRun:
         config = RunConfig(base_model="tiny", head=head, seed=seed, gradient_checkpointing=gradient_checkpointing)
         config.num_labels = VOCAB if head == "classification" else 0
         if lora is not None:
             config.lora.CopyFrom(LoraSettings(**({"rank": lora} if isinstance(lora, int) else lora)))
-        made.append(EngineRun(host, run_id or f"run-{len(made)}", config))
+        made.append(EngineRun(pool, run_id or f"run-{len(made)}", config))
         return made[-1]
 
     yield make

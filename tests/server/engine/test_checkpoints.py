@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import checkpoints
+from gradwire_server.engine.state import checkpoints
 from support.engine import LocalEngine, token_rows
 
 BATCH = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]])

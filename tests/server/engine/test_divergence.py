@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gradwire_server.engine.divergence import score_divergence
-from gradwire_server.engine.hosted import OutputHead
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.divergence import score_divergence
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

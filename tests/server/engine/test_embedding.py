@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from gradwire_server.engine.embedding import add_rows_in_place
+from gradwire_server.engine.model.embedding import add_rows_in_place
 from torch import nn
 
 

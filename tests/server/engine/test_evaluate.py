@@ -14,13 +14,13 @@ from gradwire_losses.outputs import LossOutput, Term
 from gradwire_losses.registry import LossConfig, LossSpec, all_losses, get_loss, load_builtin_losses
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import Reference, custom_backward, forward, kept_forward
-from gradwire_server.engine.evaluation import LossEvaluation
-from gradwire_server.engine.forward import score_batch
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import Policy
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.forward_only import Reference, custom_backward, forward, kept_forward
+from gradwire_server.engine.training.loss_report import LossEvaluation
 
 load_builtin_losses()
 CORE = {
@@ -54,7 +54,7 @@ def base_reference(run: EngineRun) -> Reference:
     """Not quite the policy, so that ratios to it are not 1: the base at another temperature."""
 
     def reference(batch: Batch, temperature: float) -> torch.Tensor:
-        base = Policy(run.policy.hosted)
+        base = Policy(run.policy.split_model)
         return score_batch(base, batch, ["logprobs"], temperature=1.5 * temperature, budget=WHOLE)["logprobs"]
 
     return reference
@@ -73,7 +73,7 @@ def evaluate(
             config_of(loss),
             run.accumulator,
             reference=base_reference(run),
-            teacher=Policy(run.policy.hosted),
+            teacher=Policy(run.policy.split_model),
             budget=budget,
             **kwargs,
         )
@@ -105,7 +105,7 @@ def perturb(run: EngineRun) -> None:
 def trunk_forwards(run: EngineRun) -> Iterator[list[int]]:
     """Tokens of each forward of the trunk within."""
     counts: list[int] = []
-    hook = run.policy.hosted.trunk.register_forward_pre_hook(
+    hook = run.policy.split_model.trunk.register_forward_pre_hook(
         lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     try:
@@ -154,7 +154,7 @@ def test_two_halves_and_a_step_are_the_whole_and_a_step(
                 config_of(loss),
                 run.accumulator,
                 reference=base_reference(run),
-                teacher=Policy(run.policy.hosted),
+                teacher=Policy(run.policy.split_model),
                 budget=WHOLE,
             )
         )
@@ -398,7 +398,7 @@ def test_forward_gives_the_loss_and_no_gradient(make_run: Any, batches: Any, nam
         loss,
         config_of(loss),
         reference=base_reference(run),
-        teacher=Policy(run.policy.hosted),
+        teacher=Policy(run.policy.split_model),
         budget=SMALL,
     )
     assert found.metrics == pytest.approx(expected.metrics, abs=1e-5, rel=1e-4, nan_ok=True)

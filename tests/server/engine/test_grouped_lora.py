@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from gradwire_losses.batch import Batch
-from gradwire_server.engine import grouped_lora
-from gradwire_server.engine.grouped_lora import Span
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.packing import Packing
-from gradwire_server.engine.policy import LoraPolicy
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.together import can_go_together, hidden_together
+from gradwire_server.engine.model import adapters as grouped_lora
+from gradwire_server.engine.model.adapters import Span
+from gradwire_server.engine.model.packing import Packing
+from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.grouped_forward_backward import can_go_together, hidden_together
 from torch import Tensor
 
 SETTINGS: list[dict[str, Any]] = [
@@ -56,10 +56,10 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def make(make_run: Any, model_path: Path, dtype: torch.dtype) -> Any:
-    host = ModelHost({"tiny": str(model_path)}, dtype=dtype)
+    pool = ModelPool({"tiny": str(model_path)}, dtype=dtype)
 
     def one(settings: dict[str, Any], seed: int = 0, **more: Any) -> EngineRun:
-        run: EngineRun = make_run(lora=settings, seed=seed, host=host, **more)
+        run: EngineRun = make_run(lora=settings, seed=seed, pool=pool, **more)
         perturb(run)
         return run
 
@@ -72,7 +72,7 @@ def test_each_run_gets_what_it_gets_alone(make: Any, dtype: torch.dtype, packing
     batches = [some_batch(seed, lengths) for seed, lengths in enumerate([[5, 1, 8], [3], [8, 8]])]
     positions = [torch.arange(len(batch.input_ids) - 1) for batch in batches]
     policies: list[LoraPolicy] = [run.policy for run in runs]
-    policies[0].hosted.packing = min(packing, policies[0].hosted.packing)
+    policies[0].split_model.packing = min(packing, policies[0].split_model.packing)
     alone = []
     for policy, batch, places in zip(policies, batches, positions, strict=True):
         alone.append(policy.hidden(batch.input_ids, batch.lengths, places, training=True))
@@ -97,7 +97,7 @@ def test_one_adapter_computes_what_peft_does(make: Any, dtype: torch.dtype) -> N
     ours = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
     ours.sin().sum().backward()
     mine = gradients(run)
-    layers = run.policy.hosted.adapter_layers
+    layers = run.policy.split_model.adapter_layers
     layers._in_spans = set()
     theirs = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
     theirs.sin().sum().backward()

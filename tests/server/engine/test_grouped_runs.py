@@ -17,9 +17,10 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import grouped_runs, loss_operations, together
-from gradwire_server.engine.grouped_runs import GroupedRuns
-from gradwire_server.engine.loop import Request
+from gradwire_server.engine.operations import grouped_runs, loss_operations
+from gradwire_server.engine.operations.grouped_runs import GroupedRuns
+from gradwire_server.engine.process.loop import LoopRequest
+from gradwire_server.engine.training import grouped_forward_backward as together
 from support.engine import Columns, LocalEngine, Result, token_rows
 
 STEP = pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)
@@ -84,11 +85,11 @@ class Engines:
         assert found.keys() == work.keys()
         return found
 
-    def request(self, number: int, run_id: str, work: Work, **kind: Any) -> Request:
+    def request(self, number: int, run_id: str, work: Work, **kind: Any) -> LoopRequest:
         self.together.seqs[run_id] += 1
         operation = pb.Operation(**(kind or {"forward_backward": work.call}))
         asked = engine_pb2.EngineOperation(run_id=run_id, seq=self.together.seqs[run_id], operation=operation)
-        return Request(engine_pb2.EngineRequest(id=number, operation=asked), work.columns, None)
+        return LoopRequest(engine_pb2.EngineRequest(id=number, operation=asked), work.columns, None)
 
     def assert_same_steps(self, run_ids: Any) -> None:
         for run_id in run_ids:

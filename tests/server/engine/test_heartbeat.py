@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.heartbeat import Heartbeat
-from gradwire_server.engine.link import LinkClosed
+from gradwire_server.engine.process.heartbeat import Heartbeat
+from gradwire_server.engine_link.frames import LinkClosed
 from support.engine import LocalEngine, token_rows
 
 

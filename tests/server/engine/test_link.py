@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 from gradwire_proto.v1 import engine_pb2
-from gradwire_server.engine.link import AsyncEngineLink, EngineLink, LinkClosed
+from gradwire_server.engine_link.frames import AsyncEngineLink, EngineLink, LinkClosed
 
 
 def request(number: int) -> engine_pb2.EngineRequest:
@@ -115,5 +115,5 @@ def test_a_broken_stream_is_noticed() -> None:
 
 
 def test_the_link_needs_no_torch() -> None:
-    code = "import sys, gradwire_server.engine.link; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradwire_server.engine_link.frames; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

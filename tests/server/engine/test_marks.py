@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 
-from gradwire_server.engine.marks import SLOTS, Marks
+from gradwire_server.engine_link.crash_marks import SLOTS, CrashMarks
 
 
 def test_a_request_is_begun_or_taken_back() -> None:
-    front = Marks()
-    engine = Marks(os.dup(front.fd))
+    front = CrashMarks()
+    engine = CrashMarks(os.dup(front.fd))
     assert engine.begin(1) and not front.withdraw(1) and front.begun == {1}
     assert front.withdraw(2) and not engine.begin(2) and front.begun == {1}
     front.answered(1)
@@ -22,8 +22,8 @@ def test_a_request_is_begun_or_taken_back() -> None:
 
 def test_the_engine_waits_for_a_front_that_does_not_read() -> None:
     """A request that was not begun for want of a slot would be missed by those of its run behind it."""
-    front = Marks()
-    engine = Marks(os.dup(front.fd))
+    front = CrashMarks()
+    engine = CrashMarks(os.dup(front.fd))
     assert all(engine.begin(request_id) for request_id in range(1, SLOTS + 1))
     begun: list[bool] = []
     waiting = threading.Thread(target=lambda: begun.append(engine.begin(SLOTS + 1)))

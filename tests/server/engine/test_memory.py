@@ -11,8 +11,15 @@ import pytest
 import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.memory import MOST, ActivationMeter, Memory, _group_limits, machine_memory, token_bytes
-from gradwire_server.engine.policy import Policy
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.memory import (
+    MOST,
+    ActivationMeter,
+    Memory,
+    _group_limits,
+    machine_memory,
+    token_bytes,
+)
 from support.engine import LocalEngine, token_rows
 
 ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61], [1, 2, 3, 4]])

@@ -12,7 +12,7 @@ import torch
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine import loss_operations
+from gradwire_server.engine.operations import loss_operations
 from support.engine import LocalEngine, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]

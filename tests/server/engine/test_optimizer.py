@@ -10,11 +10,11 @@ import torch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import OptimStep
-from gradwire_server.engine.accumulate import GradientAccumulator
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.accumulation import GradientAccumulator
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
 
 
 def settings(**changes: Any) -> OptimStep:

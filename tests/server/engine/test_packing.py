@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from gradwire_server.engine import attention
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.hosted import HostedModel
-from gradwire_server.engine.packing import MIN_SAVED, Layout, Packing, arrange, lay_out, shared_lengths
-from gradwire_server.engine.policy import Policy
+from gradwire_server.engine.model import attention
+from gradwire_server.engine.model.packing import MIN_SAVED, Layout, Packing, arrange, lay_out, shared_lengths
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import SplitModel
 from torch import Tensor
 
 SIZES = {
@@ -26,21 +26,21 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-Load = Callable[..., HostedModel]
+Load = Callable[..., SplitModel]
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """``load("Llama", float64, **config)``: a random model of that architecture, through the host."""
 
-    def load(name: str = "Llama", dtype: torch.dtype = torch.float64, **settings: Any) -> HostedModel:
+    def load(name: str = "Llama", dtype: torch.dtype = torch.float64, **settings: Any) -> SplitModel:
         config_name = {"Gemma3": "Gemma3Text"}.get(name, name)
         config = getattr(transformers, f"{config_name}Config")(**(SIZES | settings))
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config)
             model.save_pretrained(tmp_path / "model")
-        return ModelHost({"m": str(tmp_path / "model")}, dtype=dtype).load("m")
+        return ModelPool({"m": str(tmp_path / "model")}, dtype=dtype).load("m")
 
     return load
 
@@ -59,12 +59,12 @@ def ragged(generator: torch.Generator, lengths: list[int], group_sizes: list[int
 
 
 def states_and_gradients(
-    hosted: HostedModel, packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor
+    split_model: SplitModel, packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor
 ) -> dict[str, Tensor]:
     arranged = arrange(packing, input_ids, lengths, group_sizes)
-    states = hosted.states(arranged)[arranged.places]
+    states = split_model.states(arranged)[arranged.places]
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    parameters = dict(hosted.trunk.named_parameters())
+    parameters = dict(split_model.trunk.named_parameters())
     gradients = torch.autograd.grad((states * weights).sum(), list(parameters.values()))
     return {"states": states.detach(), **dict(zip(parameters, gradients, strict=True))}
 
@@ -92,12 +92,12 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "settings"), MODELS, ids=lambda value: value if isinstance(value, str) else "")
 def test_packed_and_shared_are_the_padded_ones(load: Load, name: str, settings: dict[str, Any]) -> None:
-    hosted = load(name, **settings)
-    assert hosted.packing is Packing.SHARED
+    split_model = load(name, **settings)
+    assert split_model.packing is Packing.SHARED
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
-    expected = states_and_gradients(hosted, Packing.PADDED, *inputs)
+    expected = states_and_gradients(split_model, Packing.PADDED, *inputs)
     for packing in (Packing.PACKED, Packing.SHARED):
-        found = states_and_gradients(hosted, packing, *inputs)
+        found = states_and_gradients(split_model, packing, *inputs)
         for key, values in expected.items():
             # GPT-2 is float64 throughout; RMSNorm computes in float32 whatever it is given.
             tolerance = (1e-9 if key == "states" or name == "GPT2" else 1e-5) * values.abs().max().item()
@@ -105,24 +105,24 @@ def test_packed_and_shared_are_the_padded_ones(load: Load, name: str, settings: 
 
 
 def test_segments_one_by_one_are_the_blocks(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosted = load()
+    split_model = load()
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
-    blocks = states_and_gradients(hosted, Packing.SHARED, *inputs)
+    blocks = states_and_gradients(split_model, Packing.SHARED, *inputs)
     monkeypatch.setattr(attention, "in_blocks", lambda *args: attention.one_by_one(*args, None, 0.0))
-    for key, values in states_and_gradients(hosted, Packing.SHARED, *inputs).items():
+    for key, values in states_and_gradients(split_model, Packing.SHARED, *inputs).items():
         torch.testing.assert_close(values, blocks[key], atol=1e-5 * values.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("packing", [Packing.PACKED, Packing.SHARED])
 @torch.no_grad()
 def test_a_sequence_sees_nothing_of_the_others(load: Load, packing: Packing) -> None:
-    hosted = load()
+    split_model = load()
     input_ids, lengths, group_sizes = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
-    assert hosted.packing is Packing.SHARED
+    assert split_model.packing is Packing.SHARED
 
     def states(ids: Tensor) -> tuple[Tensor, ...]:
         arranged = arrange(packing, ids, lengths, group_sizes)
-        return hosted.states(arranged)[arranged.places].split(LENGTHS)
+        return split_model.states(arranged)[arranged.places].split(LENGTHS)
 
     before = states(input_ids)
     for changed in (0, 2, 5, 10):
@@ -135,11 +135,11 @@ def test_a_sequence_sees_nothing_of_the_others(load: Load, packing: Packing) -> 
 
 
 def test_gradient_checkpointing_recomputes_with_the_layout(load: Load) -> None:
-    hosted = load()
+    split_model = load()
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
-    expected = states_and_gradients(hosted, Packing.SHARED, *inputs)
-    hosted.activate(training=True, checkpointing=True)
-    for key, values in states_and_gradients(hosted, Packing.SHARED, *inputs).items():
+    expected = states_and_gradients(split_model, Packing.SHARED, *inputs)
+    split_model.activate(training=True, checkpointing=True)
+    for key, values in states_and_gradients(split_model, Packing.SHARED, *inputs).items():
         torch.testing.assert_close(values, expected[key], atol=1e-9, rtol=0)
 
 
@@ -180,8 +180,8 @@ def test_short_sequences_share_calls_and_long_ones_do_not_wait_for_longer_ones()
 
 
 def test_dropout_shares_nothing_and_trains(load: Load) -> None:
-    hosted = load(attention_dropout=0.2)
-    policy = Policy(hosted)
+    split_model = load(attention_dropout=0.2)
+    policy = Policy(split_model)
     assert policy.packing() is Packing.SHARED and policy.packing(training=True) is Packing.PACKED
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     first, second = (policy.hidden(*inputs[:2], group_sizes=inputs[2], training=True) for _ in range(2))
@@ -201,13 +201,13 @@ def test_a_model_that_cannot_be_packed_is_padded(
     load: Load, name: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    hosted = load(name, torch.float32, **settings)
-    assert hosted.packing is Packing.PADDED
-    assert hosted.model.config._attn_implementation != attention.NAME
+    split_model = load(name, torch.float32, **settings)
+    assert split_model.packing is Packing.PADDED
+    assert split_model.model.config._attn_implementation != attention.NAME
     assert "padded" in caplog.text
     input_ids, lengths, group_sizes = ragged(torch.Generator().manual_seed(0), [40, 50], [2], common=20)
     with torch.no_grad():
-        assert len(Policy(hosted).hidden(input_ids, lengths, group_sizes=group_sizes)) == 90
+        assert len(Policy(split_model).hidden(input_ids, lengths, group_sizes=group_sizes)) == 90
 
 
 def test_a_layer_that_keeps_its_window_to_itself_is_not_packed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_layer_that_keeps_its_window_to_itself_is_not_packed(load: Load, monke
 
 
 def test_the_saved_config_says_nothing_of_it(load: Load, tmp_path: Path) -> None:
-    hosted = load()
-    assert hosted.model.config._attn_implementation == attention.NAME
-    hosted.model.save_pretrained(tmp_path / "saved")
+    split_model = load()
+    assert split_model.model.config._attn_implementation == attention.NAME
+    split_model.model.save_pretrained(tmp_path / "saved")
     assert attention.NAME not in (tmp_path / "saved" / "config.json").read_text()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss
-from gradwire_server.engine.packing import Packing, arrange
-from gradwire_server.engine.planner import split
+from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.scoring.planner import split
 
 
 def batch_of(lengths: list[int], group_sizes: list[int] | None = None) -> Batch:

@@ -12,11 +12,11 @@ from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import LoraPolicy, Policy
-from gradwire_server.engine.run import EngineRun
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from transformers import AutoModelForCausalLM
 
 STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, max_grad_norm=1.0)
@@ -48,8 +48,8 @@ def hidden(policy: Policy) -> torch.Tensor:
     return policy.hidden(IDS, LENGTHS)
 
 
-def test_ragged_hidden_states_are_those_of_each_sequence_alone(host: ModelHost) -> None:
-    policy = Policy(host.get("tiny"))
+def test_ragged_hidden_states_are_those_of_each_sequence_alone(pool: ModelPool) -> None:
+    policy = Policy(pool.get("tiny"))
     together = hidden(policy).split(LENGTHS.tolist())
     for own, ids in zip(together, IDS.split(LENGTHS.tolist()), strict=True):
         with torch.no_grad():
@@ -57,23 +57,23 @@ def test_ragged_hidden_states_are_those_of_each_sequence_alone(host: ModelHost) 
         torch.testing.assert_close(own, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_positions_choose_hidden_states(host: ModelHost) -> None:
-    policy = Policy(host.get("tiny"))
+def test_positions_choose_hidden_states(pool: ModelPool) -> None:
+    policy = Policy(pool.get("tiny"))
     positions = torch.tensor([13, 0, 5])
     with torch.no_grad():
         assert torch.equal(policy.hidden(IDS, LENGTHS, positions), hidden(policy)[positions])
 
 
-def test_a_fresh_adapter_is_the_base(host: ModelHost, make_run: Any) -> None:
-    before = hidden(Policy(host.get("tiny")))
+def test_a_fresh_adapter_is_the_base(pool: ModelPool, make_run: Any) -> None:
+    before = hidden(Policy(pool.get("tiny")))
     assert torch.equal(hidden(make_run(lora=4).policy), before)
 
 
 @pytest.mark.parametrize("lora", [None, 4])
-def test_training_reaches_only_its_own_run(host: ModelHost, make_run: Any, batches: Any, lora: int | None) -> None:
+def test_training_reaches_only_its_own_run(pool: ModelPool, make_run: Any, batches: Any, lora: int | None) -> None:
     batch = batches.batch(get_loss("causal_lm"))
     trained, other = make_run(lora=lora), make_run(lora=4, seed=1)
-    base, before = Policy(host.get("tiny")), hidden(other.policy)
+    base, before = Policy(pool.get("tiny")), hidden(other.policy)
     base_before = hidden(base)
     losses = train(trained, batch, 5)
     assert losses[-1] < losses[0]
@@ -86,7 +86,7 @@ def test_two_adapters_trained_in_turns_equal_each_trained_alone(model_path: Path
     batch = batches.batch(get_loss("causal_lm"))
     settings = {"rank": 4, "dropout": 0.2}
     alone = [
-        train(make_run(lora=settings, seed=seed, host=ModelHost({"tiny": str(model_path)})), batch, 3)
+        train(make_run(lora=settings, seed=seed, pool=ModelPool({"tiny": str(model_path)})), batch, 3)
         for seed in (0, 1)
     ]
     first, second = make_run(lora=settings, seed=0), make_run(lora=settings, seed=1)
@@ -103,31 +103,31 @@ def test_initial_adapter_depends_on_the_seed_alone(make_run: Any) -> None:
 
 
 def test_a_closed_adapter_leaves_the_others_and_then_the_bare_model(
-    host: ModelHost, make_run: Any, batches: Any
+    pool: ModelPool, make_run: Any, batches: Any
 ) -> None:
     batch = batches.batch(get_loss("causal_lm"))
     first, second = make_run(lora=4), make_run(lora=4, seed=1)
     train(first, batch), train(second, batch)
-    base, before = hidden(Policy(host.get("tiny"))), hidden(second.policy)
+    base, before = hidden(Policy(pool.get("tiny"))), hidden(second.policy)
     first.close()
     assert torch.equal(hidden(second.policy), before)
     train(second, batch)
     second.close()
-    assert host.get("tiny").adapters is None
-    assert torch.equal(hidden(Policy(host.get("tiny"))), base)
+    assert pool.get("tiny").adapters is None
+    assert torch.equal(hidden(Policy(pool.get("tiny"))), base)
     train(make_run(lora=4, run_id="run-anew"), batch)
 
 
 def test_lora_scale_and_targets(make_run: Any) -> None:
     run = make_run(lora={"rank": 4})
-    config = run.policy.hosted.adapters.peft_config[run.run_id]
+    config = run.policy.split_model.adapters.peft_config[run.run_id]
     assert config.lora_alpha == 8
     names = list(run.policy.trainable_parameters())
     assert len(names) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
     assert not any("lm_head" in name or run.run_id in name for name in names)
     only = make_run(lora={"rank": 2, "alpha": 3.0, "target_modules": ["q_proj"]})
     assert len(only.policy.trainable_parameters()) == 4
-    assert only.policy.hosted.adapters.peft_config[only.run_id].lora_alpha == 3
+    assert only.policy.split_model.adapters.peft_config[only.run_id].lora_alpha == 3
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_gradient_checkpointing_changes_no_gradient(make_run: Any, batches: Any,
 def test_bfloat16_weights_have_masters_that_keep_small_updates(
     model_path: Path, make_run: Any, batches: Any, lora: int | None
 ) -> None:
-    host = ModelHost({"tiny": str(model_path)}, dtype=torch.bfloat16)
-    run = make_run(lora=lora, head="value", host=host)
+    pool = ModelPool({"tiny": str(model_path)}, dtype=torch.bfloat16)
+    run = make_run(lora=lora, head="value", pool=pool)
     name, parameter = next(iter(run.policy.trainable_parameters().items()))
     master = run.policy.masters()[name]
     assert (parameter.dtype, master.dtype) == (torch.bfloat16, torch.float32)
@@ -226,17 +226,17 @@ def test_bfloat16_weights_have_masters_that_keep_small_updates(
     assert torch.equal(parameter, master.bfloat16())
 
 
-def test_hosted_facts_come_without_loading(host: ModelHost, model_path: Path) -> None:
-    facts = host.facts("tiny")
+def test_hosted_facts_come_without_loading(pool: ModelPool, model_path: Path) -> None:
+    facts = pool.facts("tiny")
     model = AutoModelForCausalLM.from_pretrained(model_path)
     assert facts.num_parameters == model.num_parameters()
     assert (facts.vocab_size, facts.context_length, facts.hidden_size, facts.num_layers) == (64, 64, 32, 2)
     assert (facts.architecture, facts.eos_token_ids, facts.dtype) == ("LlamaForCausalLM", (2,), "float32")
 
 
-def test_only_named_models_are_loaded(host: ModelHost, model_path: Path) -> None:
+def test_only_named_models_are_loaded(pool: ModelPool, model_path: Path) -> None:
     with pytest.raises(OperationError, match="there are: tiny") as caught:
-        host.get(str(model_path))
+        pool.get(str(model_path))
     assert caught.value.code == training_pb2.ERROR_CODE_UNKNOWN_MODEL
 
 
@@ -245,7 +245,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, model_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OperationError, match="safetensors") as caught:
-        ModelHost({"pickled": str(tmp_path)}).get("pickled")
+        ModelPool({"pickled": str(tmp_path)}).get("pickled")
     assert caught.value.code == training_pb2.ERROR_CODE_UNSUPPORTED
 
 
@@ -261,21 +261,21 @@ def test_a_model_that_does_more_after_its_trunk_is_refused(model_path: Path, mon
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
     with pytest.raises(OperationError, match="logits differ"):
-        ModelHost({"tiny": str(model_path)}).get("tiny")
+        ModelPool({"tiny": str(model_path)}).get("tiny")
 
 
-def test_loading_draws_nothing_from_the_global_generator(host: ModelHost, make_run: Any) -> None:
+def test_loading_draws_nothing_from_the_global_generator(pool: ModelPool, make_run: Any) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     make_run(lora=4, head="reward"), make_run(head="value")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_adapters_may_be_made_for_references(host: ModelHost, make_run: Any, batches: Any) -> None:
+def test_adapters_may_be_made_for_references(pool: ModelPool, make_run: Any, batches: Any) -> None:
     """As the engine does for "ema" and for checkpoints: another adapter, filled with a run's tensors."""
     run = make_run(lora=4)
     train(run, batches.batch(get_loss("causal_lm")), 2)
-    reference = LoraPolicy(host.get("tiny"), "reference-1", LoraSettings(rank=4), seed=0)
+    reference = LoraPolicy(pool.get("tiny"), "reference-1", LoraSettings(rank=4), seed=0)
     reference.load_state_tensors(run.policy.state_tensors())
     frozen = hidden(reference)
     assert torch.equal(frozen, hidden(run.policy))
@@ -284,7 +284,7 @@ def test_adapters_may_be_made_for_references(host: ModelHost, make_run: Any, bat
     reference.close()
 
 
-def test_unknown_head_is_refused(host: ModelHost) -> None:
+def test_unknown_head_is_refused(pool: ModelPool) -> None:
     with pytest.raises(OperationError, match="'value', 'reward'") as caught:
-        EngineRun(host, "run-x", RunConfig(base_model="tiny", head="critic"))
+        EngineRun(pool, "run-x", RunConfig(base_model="tiny", head="critic"))
     assert caught.value.field == "head"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.packing import Packing
+from gradwire_server.engine.model.packing import Packing
 from support.engine import LocalEngine, token_rows
 from torch import nn
 from torch._dynamo.utils import counters
@@ -49,7 +49,7 @@ def test_bfloat16_trains_as_float32_does_but_for_rounding(
     assert not np.array_equal(logprobs, exact[1])  # it was not float32 after all
     assert norms == pytest.approx(exact[2], rel=0.1)
     policy = engine.engine.runs["run-a"].policy
-    assert policy.hosted.packing is not Packing.PADDED
+    assert policy.split_model.packing is not Packing.PADDED
     assert {master.dtype for master in policy.masters().values()} == {torch.float32}
     weights = {parameter.dtype for parameter in policy.trainable_parameters().values()}
     assert weights == {torch.float32 if dtype == "mixed" else torch.bfloat16}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.logprob_cache import LogprobCache
+from gradwire_server.engine.scoring.logprob_cache import LogprobCache
 from support.engine import LocalEngine, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
@@ -131,7 +131,7 @@ def test_the_moving_average_moves_and_its_old_scores_are_forgotten(engine: Local
 
 def test_weights_are_kept_within_so_many_bytes(tiny_model_path: Path, tmp_path: Path) -> None:
     sizing = LocalEngine({"tiny": tiny_model_path}, tmp_path)
-    size = 4 * sizing.engine.host.facts("tiny").num_parameters
+    size = 4 * sizing.engine.pool.facts("tiny").num_parameters
     models = dict.fromkeys(("tiny", "second", "third"), tiny_model_path)
     engine = LocalEngine(models, tmp_path, reference_cache_bytes=2 * size)
     engine.create("run-full")
@@ -142,12 +142,12 @@ def test_weights_are_kept_within_so_many_bytes(tiny_model_path: Path, tmp_path: 
         assert np.allclose(engine.logprobs("run-full", BATCH, model=name), expected, atol=1e-6)
         assert len(references.loaded) <= 2
     assert references.loaded == ["model second", "model third"]
-    assert not engine.engine.host.is_loaded("tiny")
+    assert not engine.engine.pool.is_loaded("tiny")
     # What a run stands on is not dropped, costs the cache nothing, and is the cache's again when the run has gone.
     engine.create("run-lora", lora=4)
     for name in ("base", "second", "third"):
         engine.logprobs("run-lora", BATCH, model=name)
-    assert len(references.loaded) == 3 and engine.engine.host.is_loaded("tiny")
+    assert len(references.loaded) == 3 and engine.engine.pool.is_loaded("tiny")
     engine.request(drop_run=engine_pb2.EngineDropRun(run_id="run-lora"))
     assert len(references.loaded) == 2
 

@@ -10,12 +10,12 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.registry import get_loss
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.evaluate import forward, kept_forward
-from gradwire_server.engine.forward import score_batch
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import Policy
-from gradwire_server.engine.scores import Teacher
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.scoring.score_types import Teacher
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.forward_only import forward, kept_forward
 
 WHOLE = Budget(microbatch_tokens=10**6, activation_bytes=1 << 40)
 SMALL = Budget(microbatch_tokens=9, activation_bytes=0, logits_elements=3 * 64)
@@ -48,7 +48,7 @@ def hidden_at(policy: Policy, batch: Batch, positions: list[int]) -> torch.Tenso
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_divergence_is_that_of_the_distributions_before_each_token(make_run: Any, beta: float, budget: Budget) -> None:
     run, batch = moved(make_run(lora=4)), two_rows()
-    teacher = Policy(run.policy.hosted)
+    teacher = Policy(run.policy.split_model)
     found = score_batch(
         run.policy, batch, ["divergence"], temperature=0.8, teacher=Teacher(teacher, beta), budget=budget
     )["divergence"]
@@ -70,7 +70,7 @@ def test_divergence_is_that_of_the_distributions_before_each_token(make_run: Any
 
 def test_a_student_that_learns_by_gkd_comes_closer_to_its_teacher(make_run: Any) -> None:
     run, batch, loss = moved(make_run(lora=4)), two_rows(), get_loss("gkd")
-    teacher, losses = Policy(run.policy.hosted), []
+    teacher, losses = Policy(run.policy.split_model), []
     for _ in range(8):
         config = loss.config(reference_model="base", beta=0.5)
         found = forward_backward(
@@ -108,12 +108,12 @@ def test_classes_are_read_at_the_last_token_and_at_each(make_run: Any, budget: B
     torch.testing.assert_close(scores["token_class_logits"], own)
 
 
-def test_a_classification_head_needs_its_number_of_labels(host: Any) -> None:
-    from gradwire_server.engine.policy import make_policy
+def test_a_classification_head_needs_its_number_of_labels(pool: Any) -> None:
+    from gradwire_server.engine.model.policy import make_policy
 
     config = training_pb2.RunConfig(base_model="tiny", head="classification", num_labels=1)
     with pytest.raises(OperationError) as caught:
-        make_policy(host, config, "run")
+        make_policy(pool, config, "run")
     assert caught.value.field == "num_labels"
 
 
@@ -150,7 +150,7 @@ def test_activating_the_teacher_between_forward_and_backward_changes_no_gradient
                 loss,
                 loss.config(reference_model="base"),
                 run.accumulator,
-                teacher=Policy(run.policy.hosted),
+                teacher=Policy(run.policy.split_model),
                 budget=budget,
             )
         )

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from gradwire_server.engine.hosted import OutputHead
-from gradwire_server.engine.scoring import score_tokens
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.token_scores import score_tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine import threads
-from gradwire_server.engine.policy import Policy
+from gradwire_server.engine.model.policy import Policy
 from support.engine import LocalEngine, token_rows
 
 SMALL, LARGE = [[1, 20, 30, 40]], [[1, *range(5, 55)]] * 4
@@ -30,7 +30,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def engine(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     engine = LocalEngine({"tiny": tiny_model_path}, tmp_path)
-    parameters = engine.engine.host.facts("tiny").num_parameters
+    parameters = engine.engine.pool.facts("tiny").num_parameters
     monkeypatch.setattr(threads, "SMALL", 50 * parameters)  # as if the tiny model were a larger one
     return engine
 

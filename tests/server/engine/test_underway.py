@@ -14,9 +14,9 @@ import torch
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.engine import Answer
-from gradwire_server.engine.loop import Loop, Request
-from gradwire_server.engine.underway import SamplesUnderway
+from gradwire_server.engine.process.engine import Answer
+from gradwire_server.engine.process.loop import Loop, LoopRequest
+from gradwire_server.engine.process.samples_in_progress import SamplesInProgress
 from support.engine import LocalEngine, token_rows
 
 PROMPTS = token_rows([[1, 20, 30], [1, 5]], "prompt_ids")
@@ -29,7 +29,7 @@ class Looped(LocalEngine):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._numbers = itertools.count(1000)
-        self._given: queue.Queue[Request] = queue.Queue()
+        self._given: queue.Queue[LoopRequest] = queue.Queue()
 
     def give(self, run_id: str, columns: Any = None, *, unless_failed: int = 0, **kind: Any) -> int:
         """Queues an operation of a run, or a SampleRequest where the run is ""; its id."""
@@ -44,16 +44,16 @@ class Looped(LocalEngine):
             )
         else:
             message.sample.CopyFrom(kind["sample"])
-        self._given.put(Request(message, columns or {}, None))
+        self._given.put(LoopRequest(message, columns or {}, None))
         return number
 
     def work(self) -> dict[int, Answer]:
         """Answers by id, in the order in which they came."""
-        self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
+        self._given.put(LoopRequest(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
         answers: dict[int, Answer] = {}
         Loop(
             self.engine,
-            SamplesUnderway(self.engine),
+            SamplesInProgress(self.engine),
             self._given,
             lambda answer: answers.__setitem__(answer.reply.id, answer),
             lambda request_ids: nullcontext(),

@@ -13,15 +13,15 @@ import pytest
 import torch
 from gradwire_losses.registry import all_losses, get_loss
 from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine import evaluation
-from gradwire_server.engine.accumulate import GradientAccumulator
-from gradwire_server.engine.forward import score_batch
-from gradwire_server.engine.heads import make_head
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.hosted import HostedModel
-from gradwire_server.engine.planner import Budget
-from gradwire_server.engine.policy import FullPolicy, Policy
-from gradwire_server.engine.training import Training, forward_backward
+from gradwire_server.engine.model.heads import make_head
+from gradwire_server.engine.model.policy import FullPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.training import loss_report as evaluation
+from gradwire_server.engine.training.accumulation import GradientAccumulator
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
 
 META = torch.device("meta")
 BUDGETS = {
@@ -36,12 +36,12 @@ class Asked(Exception):
 
 
 @pytest.fixture(scope="module")
-def numberless(model_path: Path) -> tuple[HostedModel, HostedModel]:
+def numberless(model_path: Path) -> tuple[SplitModel, SplitModel]:
     """A model to train and one to compare with."""
-    host = ModelHost({"tiny": str(model_path)})
-    pair = host.load("tiny"), host.load("tiny")
-    for hosted in pair:
-        hosted.model.to(META)
+    pool = ModelPool({"tiny": str(model_path)})
+    pair = pool.load("tiny"), pool.load("tiny")
+    for split_model in pair:
+        split_model.model.to(META)
     return pair
 
 
@@ -51,7 +51,7 @@ def numberless(model_path: Path) -> tuple[HostedModel, HostedModel]:
     + [(name, budget) for name in ("causal_lm", "conservative_ppo") for budget in ("whole", "recomputed")],
 )
 def test_a_loss_waits_for_its_figures_only(
-    numberless: tuple[HostedModel, HostedModel], batches: Any, name: str, budget: str, monkeypatch: pytest.MonkeyPatch
+    numberless: tuple[SplitModel, SplitModel], batches: Any, name: str, budget: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settled(figures: Any) -> None:
         raise Asked
@@ -59,9 +59,11 @@ def test_a_loss_waits_for_its_figures_only(
     loss = get_loss(name)
     config: dict[str, Any] = {"reference_model": "base"} if "reference_model" in loss.config.model_fields else {}
     config |= {"reduction_divisor": 4.0} if name == "dr_grpo" else {}
-    hosted, frozen = numberless
+    split_model, frozen = numberless
     head = loss.head or ("value" if "values" in loss.optional_scores else "")
-    policy = FullPolicy(hosted, head=make_head(RunConfig(head=head, num_labels=64), hosted.facts.hidden_size, META))
+    policy = FullPolicy(
+        split_model, head=make_head(RunConfig(head=head, num_labels=64), split_model.facts.hidden_size, META)
+    )
     base = Policy(frozen)
     monkeypatch.setattr(evaluation, "settled", settled)
     training = Training(

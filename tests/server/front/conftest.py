@@ -14,7 +14,7 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.config import Limits, ServerConfig
-from gradwire_server.serve import Server
+from gradwire_server.server import Server
 
 from tests.server.front.fakes import FakeEngine
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine_process import Answer, EngineDied
+from gradwire_server.engine_client.process import EngineAnswer, EngineDied
+from gradwire_server.engine_link.vitals import Vitals
 from gradwire_server.errors import RpcError
-from gradwire_server.observability.vitals import Vitals
 
 
 @dataclass
@@ -44,8 +44,8 @@ class FakeEngine:
         self._up = asyncio.Event()
         self._up.set()
         self._turn = asyncio.Lock()
-        self._unanswered: dict[asyncio.Future[Answer], asyncio.Task[None]] = {}
-        self._begun: asyncio.Future[Answer] | None = None
+        self._unanswered: dict[asyncio.Future[EngineAnswer], asyncio.Task[None]] = {}
+        self._begun: asyncio.Future[EngineAnswer] | None = None
         self.newest = engine_pb2.EngineRequest()
         self.most_in_pipe = 0
         self.all_suspect = False
@@ -63,13 +63,13 @@ class FakeEngine:
         self.generation += 1
         self.runs.clear()
 
-    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()) -> asyncio.Future[Answer]:
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()) -> asyncio.Future[EngineAnswer]:
         answer = asyncio.get_running_loop().create_future()
         self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.generation))
         self.most_in_pipe = max(self.most_in_pipe, len(self._unanswered))
         return answer
 
-    def withdraw(self, answer: asyncio.Future[Answer]) -> bool:
+    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         if answer is self._begun or answer not in self._unanswered:
             return False
         self._unanswered.pop(answer).cancel()
@@ -78,7 +78,7 @@ class FakeEngine:
 
     async def _answer(
         self,
-        answer: asyncio.Future[Answer],
+        answer: asyncio.Future[EngineAnswer],
         request: engine_pb2.EngineRequest,
         payload: Sequence[bytes],
         generation: int,

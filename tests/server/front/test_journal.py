@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import RpcError
-from gradwire_server.journal import Journal, RunMarks, identity
-from gradwire_server.runs import Runs, new_record
-from gradwire_server.segments import CorruptRecord, Location, Segments
+from gradwire_server.journal.journal import Journal, RunMarks, identity
+from gradwire_server.journal.run_records import RunRecords, new_record
+from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +22,7 @@ MARKS = RunMarks(step=0, failure_seq=0, failure="")
 
 
 async def new_run(journal: Journal, folder: Path) -> str:
-    runs = Runs(journal.store, folder, 10)
+    runs = RunRecords(journal.store, folder, 10)
     record = new_record("", pb.RunConfig(base_model="tiny"), "", b"")
     await runs.insert(record)
     await runs.finish(record, 1, 0)
@@ -60,8 +60,8 @@ async def test_an_operation_whose_predecessor_is_missing_is_not_appended(tmp_pat
     journal = Journal(tmp_path)
     run_id = await new_run(journal, tmp_path)
     first, third = append(journal, operation(run_id, 1)), append(journal, operation(run_id, 3))
-    outcomes = await asyncio.gather(first, third, return_exceptions=True)
-    assert outcomes[0] is None and isinstance(outcomes[1], LookupError)
+    results = await asyncio.gather(first, third, return_exceptions=True)
+    assert results[0] is None and isinstance(results[1], LookupError)
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 10)] == [1]
     await journal.close()
 
@@ -95,7 +95,7 @@ async def test_the_marks_of_a_run_are_those_of_its_newest_result_in_whatever_ord
         await journal.put_result(run_id, pb.OperationResult(seq=seq, status=status), [], marks)
     await journal.close()
     journal = Journal(tmp_path)
-    [record] = await Runs(journal.store, tmp_path, 10).load()
+    [record] = await RunRecords(journal.store, tmp_path, 10).load()
     assert (record.step, record.failure_seq, record.applied_seq) == (1, 0, 3)
     await journal.close()
 

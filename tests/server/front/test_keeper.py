@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.journal import Journal, uses
-from gradwire_server.keys import Caller
-from gradwire_server.serve import Server
+from gradwire_server.access.keys import Caller
+from gradwire_server.journal.journal import Journal, uses
+from gradwire_server.server import Server
 from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of
@@ -223,9 +223,9 @@ async def test_a_checkpoint_is_written_once_what_it_contains_has_results_on_disk
 async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire_server.scheduler.COLLECT_EVERY_S", 0.1)
+    monkeypatch.setattr("gradwire_server.scheduling.scheduler.COLLECT_EVERY_S", 0.1)
     later = 0.0
-    monkeypatch.setattr("gradwire_server.scheduler.time", SimpleNamespace(time=lambda: time.time() + later))
+    monkeypatch.setattr("gradwire_server.scheduling.scheduler.time", SimpleNamespace(time=lambda: time.time() + later))
     async with start(result_retention_s=1000) as door:
         client = await (await door.client()).begin()
         await client.fb(1)

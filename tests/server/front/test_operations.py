@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.journal import Journal, StoredResult
-from gradwire_server.run_queue import RECENT_BYTES
-from gradwire_server.turns import SMALL_AHEAD
+from gradwire_server.journal.journal import Journal, StoredResult
+from gradwire_server.scheduling.fairness import SMALL_AHEAD
+from gradwire_server.scheduling.run_queue import RECENT_BYTES
 from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of

@@ -29,7 +29,7 @@ async def send(client: Client, seq: int, kind: str, seen: int) -> None:
     await client.send(*client.frames(seq, failure_seen=seen, **operation))
 
 
-async def outcomes(door: Door, plan: list[tuple[str, int]], *, pipelined: bool) -> list[str]:
+async def results(door: Door, plan: list[tuple[str, int]], *, pipelined: bool) -> list[str]:
     """What became of each operation, then what the run is."""
     client = await (await door.client()).begin()
     door.engine.most_in_pipe = 0
@@ -51,8 +51,8 @@ async def test_failures_in_the_middle_change_nothing_about_the_others(start: Sta
             kinds = rng.choices(KINDS, weights=(5, 5, 2, 4, 1), k=40)
             plan = [(kind, rng.randrange(seq + 1) if rng.random() < 0.3 else 0) for seq, kind in enumerate(kinds)]
             plan[:4] = [("a", 0)] * 4
-            one_by_one = await outcomes(door, plan, pipelined=False)
-            assert await outcomes(door, plan, pipelined=True) == one_by_one
+            one_by_one = await results(door, plan, pipelined=False)
+            assert await results(door, plan, pipelined=True) == one_by_one
 
 
 async def test_an_engine_that_dies_with_many_in_its_pipe_carries_each_out_once(door: Door) -> None:
@@ -140,7 +140,7 @@ async def test_a_server_that_stops_takes_back_what_the_engine_has_not_begun(star
             await client.fb(seq, str(seq), b"payload")
         await until(lambda: door.engine.most_in_pipe == 10 and door.engine.newest.operation.seq == 1)
         stopping = asyncio.create_task(door.server.stop())
-        await until(lambda: door.server.scheduler.pipeline._draining)
+        await until(lambda: door.server.scheduler.dispatcher._draining)
         door.engine.gate.set()
         await stopping
         assert door.engine.runs[client.run_id].history == ["1"]

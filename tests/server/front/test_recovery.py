@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import Caller
 from gradwire_server.errors import RpcError
-from gradwire_server.keys import Caller
 from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of

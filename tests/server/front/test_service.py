@@ -13,11 +13,11 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits, ServerConfig, parse_model
-from gradwire_server.engine_process import EngineProcess
+from gradwire_server.core.run_creation import Creator
+from gradwire_server.doors.grpc import service as service_module
+from gradwire_server.engine_client.process import EngineProcess
 from gradwire_server.errors import GRPC_STATUS, RpcError
-from gradwire_server.front import service as service_module
-from gradwire_server.front.creation import Creator
-from gradwire_server.serve import SERVICE, Server
+from gradwire_server.server import SERVICE, Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.server.front.conftest import Client, Door, Start, error_of
@@ -32,7 +32,8 @@ def test_every_code_has_a_grpc_status() -> None:
 
 
 def test_the_front_does_not_import_torch() -> None:
-    code = "import sys, gradwire_server.cli, gradwire_server.serve; print({'torch', 'transformers'} & set(sys.modules))"
+    imports = "import sys, gradwire_server.cli.app, gradwire_server.server"
+    code = imports + "; print({'torch', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
 
@@ -41,7 +42,7 @@ async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatc
     async def broken(*_: Any) -> None:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr(door.server.scheduler.outcomes, "release", broken)
+    monkeypatch.setattr(door.server.scheduler.results, "release", broken)
     client = await (await door.client()).begin()
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))
@@ -272,7 +273,7 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 
 
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("gradwire_server.engine_process.command", lambda *_: 1 // 0)
+    monkeypatch.setattr("gradwire_server.engine_client.process.command", lambda *_: 1 // 0)
     engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
     with pytest.raises(RpcError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 60)

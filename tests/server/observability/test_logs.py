@@ -85,7 +85,7 @@ async def test_operations_have_a_line_each_without_what_was_in_them(start: Start
         await client.fb(2, "fail", payload=b"SECRET")
         await client.results(2)
         await client.submit(1, sample=pb.SampleCall(prompts=["another SECRET"]))
-    done = {line["seq"]: line for line in lines(stream) if line["logger"] == "gradwire_server.outcomes"}
+    done = {line["seq"]: line for line in lines(stream) if line["logger"] == "gradwire_server.scheduling.results"}
     assert (done[1]["run_id"], done[1]["kind"], done[1]["message"]) == (client.run_id, "sample", "sample: done")
     assert done[2]["message"] == "forward_backward: invalid_batch" and done[2]["queue_s"] is not None
     assert "SECRET" not in stream.getvalue() and "99999" not in stream.getvalue()

@@ -12,8 +12,8 @@ import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
+from gradwire_server.engine_link.vitals import Vitals
 from gradwire_server.observability.metrics import CATALOGUE, MAX_RUNS, Backlog, Metrics, Present
-from gradwire_server.observability.vitals import Vitals
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
@@ -179,7 +179,7 @@ def test_a_port_alone_is_on_loopback(tmp_path: Path) -> None:
 
 def test_vitals_tell_a_silent_engine_and_how_busy_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("gradwire_server.observability.vitals.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("gradwire_server.engine_link.vitals.time", SimpleNamespace(monotonic=lambda: now))
     vitals = Vitals(stale_s=5.0)
     assert not vitals.fresh and vitals.age_s == -1 and vitals.restarts == 0
     vitals.started()

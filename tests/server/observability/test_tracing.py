@@ -12,7 +12,7 @@ from gradwire import tracing as client_tracing
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.observability.tracing import NO_TRACE, Tracing
-from gradwire_server.serve import Server
+from gradwire_server.server import Server
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

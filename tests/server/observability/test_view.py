@@ -7,7 +7,7 @@ import io
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server import status_cli
+from gradwire_server.cli import status as status_cli
 from gradwire_server.observability.view import Snapshot, draw, duration, plain, rate, size
 from rich.console import Console
 

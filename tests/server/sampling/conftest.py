@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.policy import Policy
-from gradwire_server.engine.tokenizers import TextTokenizer, find_tokenizer
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]
@@ -40,11 +40,11 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def policy(tiny_model_path: Path) -> Policy:
     """The tiny model, with opinions of a middling strength: its final norm is scaled until logits deviate by 1.5."""
-    hosted = ModelHost({"tiny": str(tiny_model_path)}).load("tiny")
+    split_model = ModelPool({"tiny": str(tiny_model_path)}).load("tiny")
     with torch.no_grad():
-        logits = hosted.model(input_ids=torch.tensor(PROMPTS[2:3])).logits
-        hosted.model.model.norm.weight.mul_(1.5 / logits.std())
-    return Policy(hosted)
+        logits = split_model.model(input_ids=torch.tensor(PROMPTS[2:3])).logits
+        split_model.model.model.norm.weight.mul_(1.5 / logits.std())
+    return Policy(split_model)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def make_policy(tmp_path: Path) -> MakePolicy:
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind, **SHAPE | settings)
             AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-        return Policy(ModelHost({"model": str(tmp_path / kind)}).load("model"))
+        return Policy(ModelPool({"model": str(tmp_path / kind)}).load("model"))
 
     return make
 

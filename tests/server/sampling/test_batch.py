@@ -11,14 +11,14 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.policy import LoraPolicy, Policy
-from gradwire_server.engine.tokenizers import TextTokenizer
-from gradwire_server.sampling.base import Samples, SamplingParams
-from gradwire_server.sampling.draw import Uniforms
-from gradwire_server.sampling.jobs import LocalJob
-from gradwire_server.sampling.keyvalues import Slots, fits_slots
-from gradwire_server.sampling.local import LocalSampler
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.draw import Uniforms
+from gradwire_server.engine.sampling.jobs import LocalJob
+from gradwire_server.engine.sampling.key_values import Slots, fits_slots
+from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
 
 MakePolicy = Callable[..., Policy]
 
@@ -131,20 +131,20 @@ def test_a_request_alone_shares_no_step(policy: Policy) -> None:
 
 
 def test_adapters_of_one_base_take_turns(tiny_model_path: Path) -> None:
-    hosted = ModelHost({"tiny": str(tiny_model_path)}).get("tiny")
-    policies = [LoraPolicy(hosted, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
+    split_model = ModelPool({"tiny": str(tiny_model_path)}).get("tiny")
+    policies = [LoraPolicy(split_model, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
     with torch.no_grad():
         for number, policy in enumerate(policies):
             for master in policy.masters().values():
                 master.normal_(std=0.5, generator=torch.Generator().manual_seed(number))
     params = SamplingParams(max_tokens=10, seed=1)
-    everyone: list[Policy] = [*policies, Policy(hosted)]
+    everyone: list[Policy] = [*policies, Policy(split_model)]
     alone = [LocalSampler().sample(policy, [[1, 2, 3]], params).token_ids.tolist() for policy in everyone]
     sampler = LocalSampler()
     jobs = [sampler.begin(policy, [[1, 2, 3]], params) for policy in everyone]
     while sampler.turn():
         sampler.step()
-        hosted.activate(None, training=True)  # what another run leaves behind
+        split_model.activate(None, training=True)  # what another run leaves behind
     assert [job.samples().token_ids.tolist() for job in jobs] == alone
     assert len({tuple(tokens) for tokens in alone}) == 3
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.policy import LoraPolicy, Policy
-from gradwire_server.engine.tokenizers import TextTokenizer
-from gradwire_server.sampling.base import Sample, SamplingParams
-from gradwire_server.sampling.draw import draw
-from gradwire_server.sampling.local import LocalSampler
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.draw import draw
+from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.sampler import Sample, SamplingParams
 
 FullLogprobs = Callable[..., torch.Tensor]
 MakePolicy = Callable[..., Policy]
@@ -132,14 +132,14 @@ def test_texts_end_before_the_stop_string(policy: Policy, tokenizer: TextTokeniz
 
 
 def test_an_adapter_is_sampled_as_it_is_scored(full_logprobs: FullLogprobs, tiny_model_path: Path) -> None:
-    hosted = ModelHost({"tiny": str(tiny_model_path)}).get("tiny")
-    policies = [LoraPolicy(hosted, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
+    split_model = ModelPool({"tiny": str(tiny_model_path)}).get("tiny")
+    policies = [LoraPolicy(split_model, f"run-{i}", training_pb2.LoraSettings(rank=4), seed=i) for i in range(2)]
     with torch.no_grad():
         for number, policy in enumerate(policies):
             for master in policy.masters().values():
                 master.normal_(std=0.5, generator=torch.Generator().manual_seed(number))
     params = SamplingParams(max_tokens=10, seed=1)
-    samples = [draw_samples(p, PROMPTS, params) for p in (*policies, Policy(hosted))]
+    samples = [draw_samples(p, PROMPTS, params) for p in (*policies, Policy(split_model))]
     assert len({tuple(sample[0][0].token_ids) for sample in samples}) == 3
     for policy, of_policy in zip(policies, samples, strict=False):
         for prompt, (sample,) in zip(PROMPTS, of_policy, strict=True):

@@ -18,11 +18,11 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.host import ModelHost
-from gradwire_server.engine.policy import FullPolicy, LoraPolicy, Policy
-from gradwire_server.engine.tokenizers import TextTokenizer
-from gradwire_server.sampling.base import SamplingParams
-from gradwire_server.sampling.vllm import VllmSampler
+from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.tokenizers import TextTokenizer
+from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.vllm import VllmSampler
 from safetensors.torch import load_file
 
 
@@ -155,13 +155,13 @@ class LLMEngine:
 
 @dataclass
 class Stage:
-    host: ModelHost
+    pool: ModelPool
     sampler: VllmSampler
     made: list[Policy] = field(default_factory=list)
 
     def lora(self, name: str = "run-a", rank: int = 4) -> LoraPolicy:
         settings = training_pb2.LoraSettings(rank=rank)
-        policy = LoraPolicy(self.host.get("tiny"), name, settings, seed=1)
+        policy = LoraPolicy(self.pool.get("tiny"), name, settings, seed=1)
         self.made.append(policy)
         return policy
 
@@ -184,8 +184,8 @@ def stage(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[St
     for module in (vllm, lora, sampling):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLMEngine, "started", [])
-    host = ModelHost({"tiny": str(tiny_model_path)})
-    stage = Stage(host, VllmSampler(host))
+    pool = ModelPool({"tiny": str(tiny_model_path)})
+    stage = Stage(pool, VllmSampler(pool))
     yield stage
     for policy in stage.made:
         policy.close()
@@ -262,19 +262,19 @@ def test_adapters_of_a_process_that_is_gone_are_removed(stage: Stage) -> None:
     here = Path(stage.engine.asked[0].lora.lora_path).parent  # type: ignore[union-attr]
     gone = here.with_name(here.name.replace(f"-{os.getpid()}-", f"-{2**30}-"))
     gone.mkdir()
-    again = VllmSampler(stage.host)
+    again = VllmSampler(stage.pool)
     again.begin(stage.lora("run-b"), [[1, 2]], params())
     assert here.exists() and not gone.exists()
 
 
 def test_the_base_model_goes_without_an_adapter(stage: Stage) -> None:
-    stage.sampler.begin(Policy(stage.host.get("tiny")), [[1, 2]], params())
+    stage.sampler.begin(Policy(stage.pool.get("tiny")), [[1, 2]], params())
     assert [asked.lora for asked in stage.engine.asked] == [None]
 
 
 def test_what_vllm_means_otherwise_is_sampled_here(stage: Stage) -> None:
     policy = stage.lora()
-    full = FullPolicy(stage.host.load("tiny"))
+    full = FullPolicy(stage.pool.load("tiny"))
     alone = stage.sampler.begin(policy, [[1, 2]], params(), alone=True)
     jobs = [
         alone,
@@ -315,4 +315,4 @@ def test_failures_and_cancelling(stage: Stage) -> None:
 def test_without_vllm_the_reason_is_told(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(OperationError, match=r"gradwire\[vllm\]"):
-        VllmSampler(ModelHost({"tiny": str(tiny_model_path)}))
+        VllmSampler(ModelPool({"tiny": str(tiny_model_path)}))

@@ -23,7 +23,7 @@ import torch
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
-from gradwire_server.keys import KeyFile
+from gradwire_server.access.keys import KeyFile
 from support.keyed import Keyed, code_of, error_of, outcome
 
 from tests.server.front.conftest import Client, one_loop
@@ -44,7 +44,16 @@ class Hostile:
         self.folder, self.models = folder, models
         self.secret = KeyFile(folder / "state").create("ada")
         self.log_file = folder / "log"
-        command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0", "--threads", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "gradwire_server.cli",
+            "serve",
+            "--address",
+            "127.0.0.1:0",
+            "--threads",
+            "1",
+        ]
         command += ["--state-dir", str(folder / "state")]
         for name, path in models.items():
             command += ["--allow-model" if name in ALLOWED else "--model", f"{name}={path}"]

@@ -11,11 +11,11 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.cli import app
+from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Quota
+from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
-from gradwire_server.keys import LOOK_AGAIN_S, KeyFile, Quota
-from gradwire_server.serve import Server
-from gradwire_server.turns import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, Turns
+from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, FairQueue
+from gradwire_server.server import Server
 from support.keyed import Keyed, code_of, outcome
 from support.scripted import until
 from typer.testing import CliRunner
@@ -165,7 +165,7 @@ async def test_the_sdk_waits_for_its_quota_and_goes_on(keyed: Any) -> None:
 
 async def test_a_keys_tokens_run_over_time(keyed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("gradwire_server.quotas.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("gradwire_server.access.quotas.time", SimpleNamespace(monotonic=lambda: now))
     async with keyed(quotas={"bob": Quota(tokens_per_minute=100)}) as door:
         bob = await (await door.client("bob")).begin()
         ids = [pb.TensorSpec(name="input_ids", dtype=pb.DTYPE_UINT8, shape=[60], level_sizes=[1])]
@@ -198,55 +198,55 @@ async def test_payloads_on_their_way_are_bounded(keyed: Any) -> None:
 
 
 def test_owners_take_turns_and_each_owners_runs_do() -> None:
-    turns = Turns[str]()
+    fair_queue = FairQueue[str]()
     for owner, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
-        turns.put(owner, item)
-    assert [turns.pop() for _ in range(len(turns))] == ["a1", "b1", "c1", "a2", "b2", "a3"]
+        fair_queue.put(owner, item)
+    assert [fair_queue.pop() for _ in range(len(fair_queue))] == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def given(turns: Turns[str], tokens: int) -> list[str]:
+def given(fair_queue: FairQueue[str], tokens: int) -> list[str]:
     """What goes to the engine before it has answered anything; the owner is the first letter."""
     sent = []
-    while (item := turns.pop()) is not None:
-        turns.enter(item[0], tokens)
+    while (item := fair_queue.pop()) is not None:
+        fair_queue.enter(item[0], tokens)
         sent.append(item)
     return sent
 
 
 def test_nothing_is_sent_ahead_while_keys_share_the_server() -> None:
     now = 0.0
-    turns = Turns[str](clock=lambda: now)
+    fair_queue = FairQueue[str](clock=lambda: now)
     for item in ("a1", "a2", "b1", "b2"):
-        turns.put(item[0], item)
-    assert given(turns, 1) == ["a1", "b1"]
-    turns.leave("a", 1)
-    assert given(turns, 1) == ["a2"]
+        fair_queue.put(item[0], item)
+    assert given(fair_queue, 1) == ["a1", "b1"]
+    fair_queue.leave("a", 1)
+    assert given(fair_queue, 1) == ["a2"]
     now = SHARED_S + 1
-    turns.put("b", "b3")
-    assert given(turns, 1) == ["b2", "b3"]
+    fair_queue.put("b", "b3")
+    assert given(fair_queue, 1) == ["b2", "b3"]
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(PIPE_TOKENS, AHEAD), (PIPE_TOKENS // 8, 8), (1, SMALL_AHEAD)])
 def test_what_is_sent_ahead_is_bounded_by_its_tokens(tokens: int, count: int) -> None:
-    turns = Turns[str]()
+    fair_queue = FairQueue[str]()
     for number in range(40):
-        turns.put("a", f"a{number}")
-    assert len(given(turns, tokens)) == count
-    turns.leave("a", tokens)
-    assert len(given(turns, tokens)) == 1
+        fair_queue.put("a", f"a{number}")
+    assert len(given(fair_queue, tokens)) == count
+    fair_queue.leave("a", tokens)
+    assert len(given(fair_queue, tokens)) == 1
 
 
 def test_a_suspect_goes_alone() -> None:
-    turns = Turns[str](lambda item: item == "a2")
+    fair_queue = FairQueue[str](lambda item: item == "a2")
     for item in ("a1", "a2", "a3"):
-        turns.put("a", item)
-    assert given(turns, 1) == ["a1"]
-    turns.leave("a", 1)
-    assert turns.pop() == "a2"
-    turns.enter("a", 1, alone=True)
-    assert given(turns, 1) == []
-    turns.leave("a", 1)
-    assert given(turns, 1) == ["a3"]
+        fair_queue.put("a", item)
+    assert given(fair_queue, 1) == ["a1"]
+    fair_queue.leave("a", 1)
+    assert fair_queue.pop() == "a2"
+    fair_queue.enter("a", 1, alone=True)
+    assert given(fair_queue, 1) == []
+    fair_queue.leave("a", 1)
+    assert given(fair_queue, 1) == ["a3"]
 
 
 async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: Any) -> None:
@@ -286,11 +286,11 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")
         sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(SMALL_AHEAD + 2)]
-        turns = door.door.server.scheduler.pipeline.turns
-        await until(lambda: len(turns) == 2)
+        fair_queue = door.door.server.scheduler.dispatcher.fair_queue
+        await until(lambda: len(fair_queue) == 2)
         create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
         creating = asyncio.ensure_future(outcome(bob.stub, "CreateRun", create))
-        await until(lambda: len(turns) == 3)
+        await until(lambda: len(fair_queue) == 3)
         stopping = asyncio.ensure_future(door.door.server.stop())
         assert code_of(await creating) == "shutting_down"
         await until(lambda: sum(task.done() for task in sampling) == 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.host import ModelHost
+from gradwire_server.engine.model.pool import ModelPool
 from support.engine import LocalEngine
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def folder(place: Path, model: Path, **config: object) -> Path:
 def test_a_models_own_code_is_never_run(tmp_path: Path, tiny_model_path: Path) -> None:
     known = folder(tmp_path / "known", tiny_model_path)
     unknown = folder(tmp_path / "unknown", tiny_model_path, model_type="evil", architectures=["Model"])
-    host = ModelHost({"known": str(known), "unknown": str(unknown)})
+    host = ModelPool({"known": str(known), "unknown": str(unknown)})
     assert host.get("known").facts.architecture == "LlamaForCausalLM"
     with pytest.raises(OperationError) as caught:
         host.facts("unknown")
@@ -42,7 +42,7 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, tiny_model_path: Path) -
 
 
 def test_only_models_that_were_allowed_are_looked_for(tmp_path: Path, tiny_model_path: Path) -> None:
-    host = ModelHost({"tiny": str(tiny_model_path)})
+    host = ModelPool({"tiny": str(tiny_model_path)})
     for name in (str(tiny_model_path), "../tiny", "org/model", ""):
         with pytest.raises(OperationError) as caught:
             host.get(name)

@@ -9,10 +9,10 @@ from pathlib import Path
 import gradwire
 import pytest
 import trustme
-from gradwire_server.cli import app
+from gradwire_server.access.keys import KeyFile
+from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
-from gradwire_server.keys import KeyFile
-from gradwire_server.serve import Server
+from gradwire_server.server import Server
 from pydantic import ValidationError
 from typer.testing import CliRunner
 

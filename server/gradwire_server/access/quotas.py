@@ -1,0 +1,103 @@
+"""How much of the server each key holds, against what it may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Quota
+from gradwire_server.config import Limits
+from gradwire_server.errors import RpcError
+
+IDS = ("input_ids", "prompt_ids", "response_ids")
+
+
+@dataclass(eq=False)
+class Usage:
+    """What the runs of one key hold. `spent_tokens` runs down with time."""
+
+    owner: str
+    limits: Limits
+    quota_of: Callable[[str], Quota]
+    operations: int = 0
+    bytes: int = 0
+    incoming_bytes: int = 0
+    spent_tokens: float = 0.0
+    spent_at: float = 0.0
+
+    def check(self, size: int, tokens: int) -> None:
+        """That one operation more fits. An operation that is too large for a quota by itself passes alone.
+
+        Raises:
+            RpcError: LIMIT_EXCEEDED, with what to wait for.
+        """
+        quota, limits = self.quota_of(self.owner), self.limits
+        operations = quota.queued_operations or limits.key_queued_operations
+        if self.operations >= operations:
+            raise _exceeded(f"has {self.operations} operations without a result", "queued_operations", operations)
+        queued_bytes = quota.queued_bytes or limits.key_queued_bytes
+        if self.bytes and self.bytes + size > queued_bytes:
+            raise _exceeded(
+                f"has {self.bytes} bytes queued, and this operation brings {size}", "queued_bytes", queued_bytes
+            )
+        rate = quota.tokens_per_minute or limits.key_tokens_per_minute
+        if rate and self._tokens(rate) > 0 and self.spent_tokens + tokens > rate:
+            wait = min(self.spent_tokens, self.spent_tokens + tokens - rate) * 60 / rate
+            raise _exceeded(f"used its tokens of this minute; this fits in {wait:.0f} s", "tokens_per_minute", rate)
+        self.spent_tokens += tokens if rate else 0
+
+    def receive(self, size: int) -> None:
+        """Makes room for a payload that is about to come in.
+
+        Raises:
+            RpcError: LIMIT_EXCEEDED.
+        """
+        limit = self.limits.max_incoming_bytes
+        if self.incoming_bytes and self.incoming_bytes + size > limit:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"this key is sending {self.incoming_bytes} bytes already, and {size} more would pass {limit}"
+                " (--limit max_incoming_bytes=N); send this operation again when those have arrived",
+                rule=f"max_incoming_bytes = {limit}",
+            )
+        self.incoming_bytes += size
+
+    def _tokens(self, rate: int) -> float:
+        now = time.monotonic()
+        self.spent_tokens = max(0.0, self.spent_tokens - (now - self.spent_at) * rate / 60)
+        self.spent_at = now
+        return self.spent_tokens
+
+
+def check_runs(count: int, quota: Quota, limits: Limits) -> None:
+    """
+    Raises:
+        RpcError: LIMIT_EXCEEDED when a key that has so many runs may not make another.
+    """
+    most = limits.key_runs if quota.runs is None else quota.runs
+    if count >= most:
+        raise _exceeded(f"has {count} runs", "runs", most, "delete one, then make this one")
+
+
+def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
+    """Tokens that an operation sends through a model: those of its batch, and those it may sample."""
+    given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)
+    if not sampled or operation.WhichOneof("kind") != "sample":
+        return given
+    call = operation.sample
+    prompts = len(call.prompts) or next((spec.level_sizes[0] for spec in tensors if spec.level_sizes), 0)
+    return given + prompts * (call.n or 1) * call.max_tokens
+
+
+def _exceeded(
+    what: str, name: str, value: int, todo: str = "await some results, then submit this one again"
+) -> RpcError:
+    flag = f"--{name.replace('_', '-')}"
+    return RpcError(
+        pb.ERROR_CODE_LIMIT_EXCEEDED,
+        f"this key {what}; its quota is {value} ({flag} of `gradwire keys create`, --limit key_{name}=N); {todo}",
+        rule=f"{name} = {value}",
+    )

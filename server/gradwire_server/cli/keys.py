@@ -1,0 +1,77 @@
+"""`gradwire keys`: made, listed and revoked where the state folder is; a running server follows at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradwire_server.access.keys import KeyFile, Quota, Role
+
+app = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+console = Console(stderr=True, soft_wrap=True)
+
+StateDir = Annotated[Path, typer.Option(help="Of the server whose keys they are.")]
+STATE_DIR = Path("gradwire-state")
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Whose key it is; runs belong to this name.")],
+    state_dir: StateDir = STATE_DIR,
+    admin: Annotated[bool, typer.Option("--admin", help="Reads and writes every run.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Revoke the key that the name has.")] = False,
+    runs: Annotated[int | None, typer.Option(help="Quota: runs it may keep.")] = None,
+    queued_operations: Annotated[int | None, typer.Option(help="Quota: operations without a result.")] = None,
+    queued_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of their payloads.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Quota: tokens submitted or to be sampled.")] = None,
+) -> None:
+    """Makes a key and prints it: it cannot be shown again."""
+    role: Role = "admin" if admin else "user"
+    try:
+        quota = Quota(
+            runs=runs, queued_operations=queued_operations, queued_bytes=queued_bytes,
+            tokens_per_minute=tokens_per_minute,
+        )  # fmt: skip
+        secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace)
+    except ValueError as error:
+        _fail(error)
+    console.print(f"key of {name} ({role}); it is not shown again:", markup=False)
+    print(secret)
+
+
+@app.command("list")
+def list_keys(state_dir: StateDir = STATE_DIR) -> None:
+    """Shows the keys, by the first characters of each."""
+    table = Table()
+    for column in ("name", "role", "key", "made", "state", "quota"):
+        table.add_column(column)
+    for key in KeyFile(state_dir.expanduser()).read():
+        quota = ", ".join(f"{name}={value}" for name, value in key.quota.model_dump(exclude_none=True).items())
+        table.add_row(
+            key.name, key.role, key.prefix + "…", time.strftime("%Y-%m-%d", time.gmtime(key.created_at)),
+            "live" if key.revoked_at is None else "revoked", quota,
+        )  # fmt: skip
+    Console().print(table)
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="Whose key.")],
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Refuses a key from now on, on a running server too. Its runs stay, for the next key of that name."""
+    try:
+        KeyFile(state_dir.expanduser()).revoke(name)
+    except ValueError as error:
+        _fail(error)
+    console.print(f"the key of {name} is revoked", markup=False)
+
+
+def _fail(error: ValueError) -> None:
+    console.print(f"gradwire: {error}", style="red", markup=False)
+    raise typer.Exit(2) from None

@@ -1,0 +1,151 @@
+"""Making runs: from a model, or from a checkpoint; once per idempotency key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.config import Limits
+from gradwire_server.errors import RpcError
+from gradwire_server.journal.run_records import ORIGIN, RunRecord, RunRecords, new_record
+from gradwire_server.scheduling.scheduler import Scheduler
+
+HEADS = ("", "value", "reward", "classification")
+
+
+class Creator:
+    """Creates runs in tasks of the server, so that a client that leaves half-way leaves no half of a run.
+
+    Args:
+        models: allowed model name -> path.
+    """
+
+    def __init__(self, scheduler: Scheduler, runs: RunRecords, limits: Limits, models: Mapping[str, str]) -> None:
+        self._scheduler, self._runs, self._limits = scheduler, runs, limits
+        self._names = dict(models)
+        self._by_path = {path: name for name, path in models.items()}
+        self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
+
+    async def create(self, request: pb.CreateRunRequest, owner: str) -> RunRecord:
+        config = pb.RunConfig()
+        config.CopyFrom(request.config)
+        config.base_model = self.model(config.base_model, "base_model")
+        self._check(config, request.idempotency_key)
+        return await self._once(new_record(owner, config, request.idempotency_key, _content(request)))
+
+    async def fork(self, request: pb.ForkRunRequest, caller: Caller) -> RunRecord:
+        source, checkpoint = self._runs.checkpoint(request.checkpoint, caller)
+        config = pb.RunConfig()
+        config.CopyFrom(source.config)
+        if request.HasField("head"):
+            config.head, config.num_labels = request.head, request.num_labels
+        config.seed, config.name = request.seed, request.name
+        self._check(config, request.idempotency_key)
+        record = new_record(caller.name, config, request.idempotency_key, _content(request))
+        record.origin = engine_pb2.EngineCreateRun(
+            run_id=record.run_id,
+            config=config,
+            checkpoint=f"{record.run_id}/{ORIGIN}",
+            weights_only=not request.with_optimizer,
+            fresh_head=(config.head, config.num_labels) != (source.config.head, source.config.num_labels),
+        )
+        record.forked_from = checkpoint.path
+        return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))
+
+    def model(self, name: str, field: str) -> str:
+        """The allowed model of this name or path.
+
+        Raises:
+            RpcError: UNKNOWN_MODEL, with the names that there are.
+        """
+        name = self._by_path.get(name, name)
+        if name not in self._names:
+            known = ", ".join(sorted(self._names))
+            raise RpcError(
+                pb.ERROR_CODE_UNKNOWN_MODEL,
+                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model`"
+                " add more)",
+                field=field,
+            )
+        return name
+
+    async def _once(self, record: RunRecord, origin: Path | None = None) -> RunRecord:
+        known = self._known(record)
+        if known is None:
+            known = record
+            task = asyncio.create_task(self._scheduler.create(record, origin))
+            self._creating[record.run_id] = record, task
+            task.add_done_callback(lambda done: self._created(record.run_id, done))
+        if known.run_id in self._creating:
+            await asyncio.shield(self._creating[known.run_id][1])
+        return known
+
+    def _created(self, run_id: str, task: asyncio.Task[Any]) -> None:
+        del self._creating[run_id]
+        if not task.cancelled():
+            task.exception()  # it is for whoever waits, if anyone still does
+
+    def _known(self, record: RunRecord) -> RunRecord | None:
+        known = self._runs.by_key(record.owner, record.idempotency_key)
+        if known is None and record.idempotency_key:  # its task may not have begun
+            sought = record.owner, record.idempotency_key
+            making = (other for other, _ in self._creating.values())
+            known = next((other for other in making if (other.owner, other.idempotency_key) == sought), None)
+        if known is not None and known.request != record.request:
+            raise RpcError(
+                pb.ERROR_CODE_ALREADY_EXISTS,
+                f"this idempotency key made the run {known.run_id} with other settings; a new run takes a new key",
+                field="idempotency_key",
+            )
+        return known
+
+    def _check(self, config: pb.RunConfig, key: str) -> None:
+        if config.head not in HEADS:
+            raise _invalid(f'head is {config.head[:50]!r}; it is "", "value", "reward" or "classification"', "head")
+        if config.head == "classification" and config.num_labels < 2:
+            raise _invalid(f"num_labels is {config.num_labels}; a classification head has 2 at least", "num_labels")
+        if config.head != "classification" and config.num_labels:
+            raise _invalid('num_labels goes with head="classification"', "num_labels")
+        if config.HasField("lora"):
+            if not config.lora.rank:
+                raise _invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")
+            if not 0.0 <= config.lora.dropout < 1.0:
+                raise _invalid(f"lora.dropout is {config.lora.dropout}; 0 <= dropout < 1", "lora.dropout")
+            if not 0.0 <= config.lora.alpha < float("inf"):
+                raise _invalid(
+                    f"lora.alpha is {config.lora.alpha}; it is a finite number, 0 for 2 * rank", "lora.alpha"
+                )
+        modules = config.lora.target_modules
+        texts = [
+            ("name", config.name),
+            ("idempotency_key", key),
+            *(("tags", text) for pair in config.tags.items() for text in pair),
+        ]
+        texts += [("lora.target_modules", module) for module in modules]
+        for field, count in (("tags", len(config.tags)), ("lora.target_modules", len(modules))):
+            if count > self._limits.max_tags:
+                raise _too_much(f"{count} {field}", "max_tags", self._limits.max_tags, field)
+        for field, text in texts:
+            if len(text) > self._limits.max_name_chars:
+                raise _too_much(
+                    f"{field} has {len(text)} characters", "max_name_chars", self._limits.max_name_chars, field
+                )
+
+
+def _content(request: pb.CreateRunRequest | pb.ForkRunRequest) -> bytes:
+    return request.SerializeToString(deterministic=True)
+
+
+def _too_much(what: str, name: str, limit: int, field: str) -> RpcError:
+    message = f"{what}; {limit} at most (--limit {name}=N)"
+    return RpcError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"{name} = {limit}")
+
+
+def _invalid(message: str, field: str) -> RpcError:
+    return RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -1,0 +1,1 @@
+"""The gRPC door: the service of ``proto/gradwire_proto/v1/training.proto``."""

@@ -1,0 +1,117 @@
+"""Attention over packed sequences, as an attention implementation of transformers.
+
+Without a layout it is transformers' own SDPA, so that a model keeps this implementation for all its life. With one
+(keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing calls them again), each segment of
+the token axis attends causally to itself and to all of its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` their size.
+
+On CUDA one varlen kernel does it (:mod:`.attention_varlen`), on the CPU a kernel for blocks of segments
+(:mod:`.attention_blocks`). Elsewhere, and for windows and dropout, segments go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gradwire_server.engine.model.attention_blocks import in_blocks
+from gradwire_server.engine.model.attention_varlen import one_by_one, varlen_kernel
+from gradwire_server.engine.model.packing import Layout
+
+NAME = "gradwire"
+"""Of the attention implementation."""
+LAYOUT = "token_layout"
+"""The keyword that carries a :class:`.packing.Layout` through a model."""
+
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
+
+    Raises:
+        NotImplementedError: the model asks for something else than causal attention within a window.
+    """
+    layout: Layout | None = kwargs.pop(LAYOUT, None)
+    if layout is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
+        )
+        return result
+    unknown = [name for name, given in kwargs.items() if name not in _HARMLESS and given not in (None, False)]
+    if unknown or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise NotImplementedError(f"packed attention is causal, and knows nothing of {', '.join(unknown) or 'others'}")
+    if _observed is not None:
+        _observed.attention_windows.add(sliding_window)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast: rotary embeddings have widened them
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window and sliding_window < layout.reach else None
+    one_size = query.shape[-1] == value.shape[-1]
+    varlen = None
+    if query.is_cuda and one_size and query.shape[-1] <= 256 and not dropout:
+        varlen = varlen_kernel(query.device, query.dtype)
+    if varlen is not None:
+        return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
+    if query.device.type == "cpu" and one_size and not dropout and window is None:
+        return in_blocks(query, key, value, layout, scale), None
+    return one_by_one(query, key, value, layout, scale, window, dropout), None
+
+
+# ------------------------------------------------------------------ what the model asks for
+
+
+@dataclass
+class Observed:
+    """What a model asked of attention.
+
+    Attributes:
+        mask_windows: the widths that its masks bound attention to, of windows or of chunks; None for no bound.
+        mask_functions: whether a mask was anything else beside causal.
+        attention_windows: the widths that its layers told :func:`packed_attention`.
+    """
+
+    mask_windows: set[int | None] = field(default_factory=set)
+    mask_functions: bool = False
+    attention_windows: set[int | None] = field(default_factory=set)
+
+
+_observed: Observed | None = None
+
+
+@contextmanager
+def observing() -> Iterator[Observed]:
+    """Writes down what models ask for within. Where there is a layout no mask is looked at: it must not matter."""
+    global _observed
+    _observed = Observed()
+    try:
+        yield _observed
+    finally:
+        _observed = None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    if _observed is not None:
+        _observed.mask_windows.add(kwargs.get("local_size"))
+        _observed.mask_functions |= kwargs.get("use_vmap", False)
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+AttentionInterface.register(NAME, packed_attention)
+AttentionMaskInterface.register(NAME, _mask)

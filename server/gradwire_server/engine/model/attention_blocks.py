@@ -1,0 +1,123 @@
+"""Attention over a layout of sequences on the CPU, put together from calls of PyTorch's flash kernel for blocks.
+
+The blocks are each bucket of segments with itself, and all branches of a prefix with that. A token's partial results
+combine by their log-sum-exps, and the kernel's backward, given the combined output and log-sum-exp, yields each block's
+exact share of the gradient, so that no key is copied and no mask built. Legend: ``M`` tokens, ``H`` heads, ``K`` heads
+of keys and values, ``D`` their size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire_server.engine.model.packing import Bucket, Layout
+
+
+def in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    """``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``; differentiable."""
+    attended: Tensor = _Blocks.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = _by_token(query), repeated(_by_token(key), groups), repeated(_by_token(value), groups)
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        for bucket in layout.buckets:
+            of_bucket, lse_of_bucket = _flash(*(_take(each, bucket) for each in (q, k, v)), 0.0, True, scale=scale)
+            _put(out, bucket, of_bucket.transpose(1, 2))
+            _put(lse, bucket, lse_of_bucket.transpose(1, 2))
+        for start, stop, prefix_start, prefix_stop in layout.prefix_blocks:
+            more, more_lse = _flash(
+                _heads(q[start:stop]), _heads(k[prefix_start:prefix_stop]), _heads(v[prefix_start:prefix_stop]),
+                0.0, False, scale=scale,
+            )  # fmt: skip
+            more, more_lse = more[0].transpose(0, 1), more_lse[0].transpose(0, 1)
+            own, own_lse = out[start:stop], lse[start:stop]
+            total = torch.logaddexp(own_lse, more_lse)
+            own *= (own_lse - total).exp_()[..., None]
+            own += more * (more_lse - total).exp_()[..., None]
+            own_lse.copy_(total)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out[None]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = _by_token(query), repeated(_by_token(key), groups), repeated(_by_token(value), groups)
+        grad = grad_out[0].contiguous()
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for bucket in layout.buckets:
+            of_bucket = _flash_backward(
+                _take(grad, bucket, only_real=True), *(_take(each, bucket) for each in (q, k, v, out)),
+                _take(lse[..., None], bucket)[..., 0], 0.0, True, scale=ctx.scale,
+            )  # fmt: skip
+            for total, part in zip((grad_q, grad_k, grad_v), of_bucket, strict=True):
+                _put(total, bucket, part.transpose(1, 2))
+        for start, stop, prefix_start, prefix_stop in layout.prefix_blocks:
+            branches, prefix = slice(start, stop), slice(prefix_start, prefix_stop)
+            of_block = _flash_backward(
+                _heads(grad[branches]), _heads(q[branches]), _heads(k[prefix]), _heads(v[prefix]),
+                _heads(out[branches]), lse[branches].T[None], 0.0, False, scale=ctx.scale,
+            )  # fmt: skip
+            for total, part in zip((grad_q[branches], grad_k[prefix], grad_v[prefix]), of_block, strict=True):
+                total += part[0].transpose(0, 1)
+        return _heads(grad_q), _heads(_summed(grad_k, groups)), _heads(_summed(grad_v, groups)), None, None
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _by_token(heads: Tensor) -> Tensor:
+    """``[1, H, M, D] -> [M, H, D]``, contiguous; a view where a projection's output is one."""
+    return heads[0].transpose(0, 1).contiguous()
+
+
+def _heads(by_token: Tensor) -> Tensor:
+    """``[M, H, D] -> [1, H, M, D]``."""
+    return by_token.transpose(0, 1)[None]
+
+
+def repeated(by_token: Tensor, groups: int) -> Tensor:
+    """``[M, K, D] -> [M, K * groups, D]``: each head of the keys for all queries that share it."""
+    return by_token if groups == 1 else by_token.repeat_interleave(groups, dim=1)
+
+
+def _summed(by_token: Tensor, groups: int) -> Tensor:
+    if groups == 1:
+        return by_token
+    return by_token.view(len(by_token), -1, groups, by_token.shape[2]).sum(dim=2)
+
+
+def _take(by_token: Tensor, bucket: Bucket, *, only_real: bool = False) -> Tensor:
+    """``[M, H, D] -> [rows, H, width, D]``; with ``only_real``, repetitions are zero."""
+    count = bucket.rows * bucket.width
+    if bucket.start is not None:
+        taken = by_token[bucket.start : bucket.start + count]
+    elif only_real:
+        taken = by_token.new_zeros(count, *by_token.shape[1:])
+        taken.index_copy_(0, bucket.real, by_token.index_select(0, bucket.places))
+    else:
+        taken = by_token.index_select(0, bucket.gathered)
+    rows: Tensor = taken.view(bucket.rows, bucket.width, *by_token.shape[1:])
+    return rows.transpose(1, 2)
+
+
+def _put(by_token: Tensor, bucket: Bucket, values: Tensor) -> None:
+    """``values [rows, width, ...]`` into ``[M, ...]``, repetitions dropped."""
+    if bucket.start is not None:
+        place = by_token[bucket.start : bucket.start + bucket.rows * bucket.width]
+        place.unflatten(0, (bucket.rows, bucket.width)).copy_(values)
+    else:
+        by_token.index_copy_(0, bucket.places, values.flatten(0, 1).index_select(0, bucket.real))

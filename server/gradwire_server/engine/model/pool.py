@@ -1,0 +1,160 @@
+"""The models that the server may use, and one shared copy of each that is in use.
+
+Never remote code, never pickled weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
+
+logger = logging.getLogger(__name__)
+
+Dtype = torch.dtype | Literal["mixed"]
+
+
+class ModelPool:
+    """The allowed models, loaded on first use.
+
+    Args:
+        models: name -> folder or hub name. Only these may be named in a request.
+        device: ``"cpu"``, ``"cuda"`` (spread by accelerate over the GPUs where there are several) or ``"cuda:N"``.
+        dtype: of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on CUDA and
+            float32 on CPU.
+        compiled: whether layers go through ``torch.compile``.
+
+    Attributes:
+        dtype: of the weights.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        device: str | torch.device = "cpu",
+        dtype: Dtype | None = None,
+        *,
+        compiled: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self._mixed, self._compiled = dtype == "mixed", compiled
+        on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
+        self._paths = dict(models)
+        transformers_logging.disable_progress_bar()
+        self._loaded: dict[str, SplitModel] = {}
+        self._facts: dict[str, ModelFacts] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._paths)
+
+    def facts(self, name: str) -> ModelFacts:
+        """A model's facts, from its config alone.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it is no causal LM of transformers.
+        """
+        if name not in self._facts:
+            self._facts[name] = self._read_facts(name)
+        return self._facts[name]
+
+    def get(self, name: str) -> SplitModel:
+        """The shared, frozen copy of a model.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it cannot be loaded.
+        """
+        if name not in self._loaded:
+            split_model = self.load(name)
+            split_model.model.requires_grad_(False)
+            self._loaded[name] = split_model
+        return self._loaded[name]
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether the shared copy of a model is in memory."""
+        return name in self._loaded
+
+    def release(self, name: str) -> None:
+        """Forgets the shared copy of a model, unless adapters are on it."""
+        if name in self._loaded and self._loaded[name].adapters is None:
+            del self._loaded[name]
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
+        """A copy of a model for one owner's use, from disk; in another dtype than the server's where one is given."""
+        facts = self.facts(name)
+        kwargs: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            spread = self.device.index is None and torch.cuda.device_count() > 1
+            kwargs["device_map"] = "auto" if spread else {"": str(self.device)}
+        logger.info("loading %s from %s as %s on %s", name, facts.path, dtype or facts.dtype, self.device)
+        with _explained(name, facts.path), preserved_rng():
+            model = AutoModelForCausalLM.from_pretrained(
+                facts.path,
+                dtype=dtype or self.dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **kwargs,
+            )
+        return SplitModel(facts, model, mixed=self._mixed and dtype is None, compiled=self._compiled)
+
+    def _read_facts(self, name: str) -> ModelFacts:
+        if name not in self._paths:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNKNOWN_MODEL,
+                f"there is no model {name!r} here; there are: {', '.join(self._paths) or 'none'}",
+                field="base_model",
+                rule="one of the server's models",
+            )
+        path = self._paths[name]
+        with _explained(name, path), preserved_rng():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        text = config.get_text_config()
+        generation = getattr(model, "generation_config", None)
+        generation_file = Path(path) / "generation_config.json"
+        if generation_file.is_file():
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_pretrained(path)
+        eos = getattr(generation, "eos_token_id", None)
+        eos = getattr(text, "eos_token_id", None) if eos is None else eos
+        return ModelFacts(
+            name=name,
+            path=path,
+            architecture=type(model).__name__,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            vocab_size=int(text.vocab_size),
+            context_length=int(getattr(text, "max_position_embeddings", None) or 2**31 - 1),
+            hidden_size=int(text.hidden_size),
+            num_layers=int(text.num_hidden_layers),
+            dtype="mixed" if self._mixed else str(self.dtype).removeprefix("torch."),
+            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
+            pad_token_id=getattr(text, "pad_token_id", None),
+        )
+
+
+@contextmanager
+def _explained(name: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        logger.error("model %r at %s could not be loaded: %s", name, path, error)
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {name!r} could not be loaded as a causal LM of transformers with safetensors weights; the server's"
+            " log says why",
+        ) from error

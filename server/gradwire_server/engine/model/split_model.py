@@ -1,0 +1,219 @@
+"""One copy of a model, split where the engine works.
+
+A *trunk* leads from token ids to final hidden states, and an *output head* from hidden states to logits, which
+:mod:`.scoring` applies in chunks. The split is checked against the model's own logits once, at load, so that an
+architecture that does more than that between the two is refused and not trained wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from gradwire_losses.batch import sent
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.attention import LAYOUT
+from gradwire_server.engine.model.embedding import add_rows_in_place
+from gradwire_server.engine.model.packing import Layout, Padded
+from gradwire_server.engine.model.packing_check import choose_packing
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from gradwire_server.engine.model.adapters import AdapterLayers, Span
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be said of a model without its weights; as ``ModelInfo`` on the wire."""
+
+    name: str
+    path: str
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    context_length: int
+    hidden_size: int
+    num_layers: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """From hidden states to logits: ``softcap * tanh(scale * (h W^T + b) / softcap)``, the cap where there is one.
+
+    Attributes:
+        weight: ``[V, H]``.
+        bias: ``[V]`` or None.
+        scale: factor of the product.
+        softcap: bound of the logits, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """What happens to ``h W^T + b`` before the softmax; elementwise."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class SplitModel:
+    """One copy of a model.
+
+    Attributes:
+        facts: its facts.
+        model: the transformers model; frozen where it is a shared base.
+        trunk: the part of it that ends in hidden states.
+        adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
+        adapter_layers: what computes with the adapters.
+        mixed: whether the trunk computes in bfloat16 (autocast) with weights of float32.
+        packing: the form that it may be given ragged sequences in.
+        has_dropout: whether the model itself, adapters aside, drops anything in training mode.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False, compiled: bool = False
+    ) -> None:
+        self.facts = facts
+        self.model = model
+        self.trunk = cast(nn.Module, model.get_decoder())
+        self.mixed = mixed
+        if mixed:
+            self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
+        self.adapters: PeftModel | None = None
+        self.adapter_layers: AdapterLayers | None = None
+        self._training = False
+        self._checkpointing = False
+        self.has_dropout = _has_dropout(model)
+        model.eval()
+        add_rows_in_place(model.get_input_embeddings())
+        check_split(self)
+        self.packing = choose_packing(self)
+        if compiled:
+            from gradwire_server.engine.model.compilation import compile_layers
+
+            compile_layers(self.trunk)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.get_input_embeddings().weight.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the trunk computes in."""
+        return torch.bfloat16 if self.mixed else cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+
+    def states(self, sequences: Layout | Padded) -> Tensor:
+        """``[M, H]`` final hidden states of everything that is computed, in one forward of the trunk."""
+        if isinstance(sequences, Padded):
+            rows = sent(sequences.input_ids, self.device)
+            padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
+            return padded.flatten(0, 1)
+        packed: Tensor = self.trunk(
+            input_ids=sent(sequences.input_ids[None], self.device),
+            position_ids=sent(sequences.position_ids[None], self.device),
+            # A mask of four dimensions is passed on as it is; with a layout nobody looks at it.
+            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+            use_cache=False,
+            **{LAYOUT: sequences},
+        ).last_hidden_state
+        return packed[0]
+
+    def output_head(self) -> OutputHead:
+        """The output head with the weights that the model has now."""
+        config = self.model.config.get_text_config()
+        linear = self.model.get_output_embeddings()
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        softcap = getattr(config, "final_logit_softcapping", None)
+        # The CPU's products are of float32 anyway; a GPU's are many times faster in bfloat16.
+        weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
+        return OutputHead(weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
+
+    def adapters_changed(self) -> None:
+        """To be called when adapters were added to or removed from the model."""
+        from gradwire_server.engine.model.adapters import AdapterLayers
+
+        self.adapter_layers = AdapterLayers(self.model)
+        self._training = False
+        self.model.eval()
+
+    def activate(self, adapter: str | None = None, *, training: bool = False, checkpointing: bool = False) -> None:
+        """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are."""
+        if self.adapter_layers is not None:
+            self.adapter_layers.use(adapter)
+        self._set_mode(training, checkpointing)
+
+    def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
+        """Puts several adapters in place, each for its tokens, in training mode; :meth:`activate` ends it."""
+        assert self.adapter_layers is not None
+        self.adapter_layers.use_spans(spans, self.device)
+        self._set_mode(True, checkpointing)
+
+    def _set_mode(self, training: bool, checkpointing: bool) -> None:
+        if training != self._training:
+            self.model.train(training)
+            self._training = training
+        if checkpointing != self._checkpointing:
+            _set_checkpointing(self.model, checkpointing)
+            self._checkpointing = checkpointing
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
+        return True
+    rates = vars(model.config) | vars(model.config.get_text_config())
+    return any(isinstance(rate, float) and rate > 0 for name, rate in rates.items() if "drop" in name)
+
+
+def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
+    # transformers 5.23 renames gradient_checkpointing_* and warns about the old name.
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        if enabled:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            model.activation_checkpointing_disable()
+    elif enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    else:
+        model.gradient_checkpointing_disable()
+
+
+@torch.no_grad()
+def check_split(split_model: SplitModel) -> None:
+    """Checks that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    facts = split_model.facts
+    length = min(6, facts.context_length)
+    ids = torch.arange(2 * length, device=split_model.device).view(2, length) % facts.vocab_size
+    head = split_model.output_head()
+    hidden = split_model.trunk(input_ids=ids, use_cache=False).last_hidden_state
+    bias = 0.0 if head.bias is None else head.bias.float()
+    ours = head.transform(hidden.float() @ head.weight.float().T + bias)
+    tolerance = 1e-3 if split_model.dtype in (torch.float32, torch.float64) else 5e-2
+    for row, width in enumerate((length, max(1, length // 2))):
+        theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()
+        error = (ours[row, :width] - theirs).abs().max().item()
+        if not error <= tolerance * (1.0 + theirs.abs().max().item()):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {facts.name!r} ({facts.architecture}) is not supported: its logits differ by {error:.3g} from "
+                "those of its output head on its causal hidden states",
+            )

@@ -1,0 +1,255 @@
+"""Operations on a batch: ``forward_backward``, ``forward``, and the two halves of a loss that the client computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gradwire_losses.batch import Batch
+from gradwire_losses.causal_lm import causal_lm
+from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
+from gradwire_losses.layouts import read_batch
+from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
+from gradwire_losses.tinker import MASK, TARGET_TOKENS
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError, invalid
+from gradwire_server.engine.failures import read_config
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.operations.outcome import Columns, Outcome
+from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training import forward_only as evaluate
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.loss_call import Reference
+from gradwire_server.engine.training.loss_report import LossEvaluation
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.process.engine import Engine
+
+CANDIDATES = FieldSpec(
+    "candidates",
+    "int",
+    ("[rows, tokens, candidates]",),
+    "Token ids in each token's place, whose log-probabilities are the score candidate_logprobs.",
+    aligned_with="input_ids",
+    ids=True,
+)
+
+# What is read of a batch that no loss is named for.
+PLAIN = LossSpec(
+    name="forward",
+    function=causal_lm,
+    config=LossConfig,
+    layout="rows",
+    fields=(INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS, replace(TARGET_TOKENS, required=False), MASK, CANDIDATES),
+    scores=lambda config, present: frozenset({"logprobs"}),
+    metrics={},
+    reference="",
+    formula="",
+    streams=lambda config, present: True,
+)
+
+
+def _forward_backward(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
+) -> Outcome:
+    training = prepare(engine, run, call, columns)
+    return trained(engine, run, call, training, lambda: forward_backward(training))
+
+
+def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
+    """A ``forward_backward``, read and checked, within the engine's budget.
+
+    Raises:
+        OperationError: for what is wrong with it.
+    """
+    loss, config = _loss(call)
+    if call.model:
+        raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
+    return Training(
+        run.policy,
+        _read(loss, columns, run.policy),
+        loss,
+        config,
+        run.accumulator,
+        reference=_reference(engine, run, config),
+        teacher=_teacher(engine, run, config),
+        outputs=call.outputs,
+        budget=engine.budget,
+    )
+
+
+def trained(
+    engine: Engine,
+    run: EngineRun,
+    call: training_pb2.LossCall,
+    training: Training,
+    evaluation: Callable[[], LossEvaluation],
+) -> Outcome:
+    """What comes of an evaluation.
+
+    Raises:
+        OperationError: that of the evaluation, unless it is one to go on after.
+    """
+    try:
+        found = evaluation()
+    except OperationError as error:
+        if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
+            raise
+        return _left_out(run, training.loss, training.batch, error)
+    return _evaluated(engine, run, found)
+
+
+def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
+    """A batch that gave no finite gradient and was to be skipped: it counts for nothing, and a step may follow."""
+    run.accumulator.merge({}, {(loss.name, "skipped"): 0.0})
+    result = training_pb2.LossResult(
+        loss=math.nan,
+        metrics={"loss": math.nan},
+        num_sequences=batch.num_sequences,
+        num_tokens=len(batch.input_ids),
+        num_loss_tokens=batch.num_scored,
+        warnings=[f"left out (on_nonfinite='skip'): {error.message}"],
+    )
+    return Outcome(training_pb2.OperationResult(loss=result))
+
+
+def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
+    policy = engine.references.resolve(call.model, run, field="model").policy if call.model else run.policy
+    loss, config = _loss(call) if call.loss_fn else (None, None)
+    found = evaluate.forward(
+        policy,
+        _read(loss or PLAIN, columns, policy),
+        loss,
+        config,
+        reference=_reference(engine, run, config),
+        teacher=_teacher(engine, run, config),
+        outputs=call.outputs,
+        temperature=_temperature(call.temperature),
+        budget=engine.budget,
+    )
+    return _evaluated(engine, run, found)
+
+
+def _kept_forward(
+    engine: Engine, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
+) -> Outcome:
+    run.kept[seq], found = evaluate.kept_forward(
+        run.policy,
+        _read(PLAIN, columns, run.policy),
+        list(call.scores) or ["logprobs"],
+        temperature=_temperature(call.temperature),
+        budget=engine.budget,
+    )
+    return _evaluated(engine, run, found)
+
+
+def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns) -> Outcome:
+    kept = run.kept.pop(call.forward_seq, None)
+    if call.abandoned:
+        raise OperationError(
+            training_pb2.ERROR_CODE_ABANDONED, f"the client gave up its half of the operation: {call.abandoned}"
+        )
+    if kept is None:
+        raise invalid(
+            f"forward {call.forward_seq} has no scores that wait for gradients: they take them once, and before the "
+            "run's next operation",
+            "forward_seq",
+        )
+    gradients: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        score = name.removeprefix("grad_")
+        lengths = kept.batch.row_lengths.numpy()
+        if column.levels and not np.array_equal(column.levels[-1], lengths):
+            raise invalid(f"{name} has other row lengths than the scores of forward {call.forward_seq}", name)
+        gradients[score] = torch.from_numpy(column.values.astype(np.float32))
+    evaluate.custom_backward(kept, gradients, call.weight, run.accumulator)
+    result = training_pb2.LossResult(
+        loss=call.loss,
+        metrics={"loss": call.loss},
+        num_sequences=kept.batch.num_sequences,
+        num_tokens=len(kept.batch.input_ids),
+        num_loss_tokens=kept.batch.num_scored,
+        num_microbatches=kept.num_microbatches,
+        recomputed=kept.recomputed,
+    )
+    return Outcome(training_pb2.OperationResult(loss=result))
+
+
+def _evaluated(engine: Engine, run: EngineRun, found: LossEvaluation) -> Outcome:
+    if found.out_of_memory:
+        engine.memory.ran_out(run)
+    result = training_pb2.LossResult(
+        metrics=found.metrics,
+        num_sequences=found.num_sequences,
+        num_tokens=found.num_tokens,
+        num_loss_tokens=found.num_loss_tokens,
+        warnings=found.warnings,
+        num_microbatches=found.num_microbatches,
+        recomputed=found.recomputed,
+    )
+    if found.loss is not None:
+        result.loss = found.loss
+    lengths = found.row_lengths.numpy().astype(np.uint32)
+    columns = {
+        name: Column(values.numpy(), () if name in SEQUENCE_SCORES else (lengths,))
+        for name, values in found.outputs.items()
+    }
+    return Outcome(training_pb2.OperationResult(loss=result), columns)
+
+
+def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
+    try:
+        loss = get_loss(call.loss_fn)
+    except KeyError as error:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNKNOWN_LOSS, str(error.args[0]), field="loss_fn", rule="a registered loss"
+        ) from None
+    try:
+        kwargs = json.loads(call.loss_kwargs_json or "{}")
+    except ValueError as error:
+        raise invalid(f"loss_kwargs is not JSON: {error}", "loss_kwargs") from None
+    if not isinstance(kwargs, dict):
+        raise invalid("loss_kwargs is not an object of arguments by name", "loss_kwargs")
+    return loss, read_config(loss, kwargs)
+
+
+def _read(loss: LossSpec, columns: Columns, policy: Policy) -> Batch:
+    facts = policy.facts
+    return read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
+
+
+def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> Reference | None:
+    name = getattr(config, "reference_model", None)
+    if name is None:
+        return None
+    reference = engine.references.resolve(name, run, dtype=getattr(config, "reference_dtype", None))
+    return lambda batch, temperature: engine.references.logprobs(reference, batch, temperature, engine.budget)
+
+
+def _teacher(engine: Engine, run: EngineRun, config: LossConfig | None) -> Policy | None:
+    if not isinstance(config, DivergenceConfig) or config.reference_model is None:
+        return None
+    return engine.references.resolve(config.reference_model, run, dtype=config.reference_dtype).policy
+
+
+def _temperature(given: float) -> float:
+    if not 0 <= given < float("inf"):
+        raise invalid(f"temperature is {given}; it divides the logits, and is positive", "temperature")
+    return given or 1.0
+
+
+LOSS_OPERATIONS: Mapping[str, Callable[[Engine, EngineRun, int, Any, Columns], Outcome]] = {
+    "forward_backward": _forward_backward,
+    "forward": _forward,
+    "kept_forward": _kept_forward,
+    "backward": _backward,
+}

@@ -1,0 +1,107 @@
+"""From a request for samples to a job of the sampler, and from what came of it to a result."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.operations.outcome import Columns, Outcome
+from gradwire_server.engine.sampling.sampler import Job, SamplingParams
+from gradwire_server.engine.state.engine_run import EngineRun
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.process.engine import Engine
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job under way, and the tokens of its prompts."""
+
+    job: Job
+    num_prompt_tokens: int
+
+    def outcome(self) -> Outcome:
+        """The result of a job that is done.
+
+        Raises:
+            Exception: what ended it instead.
+        """
+        samples = self.job.samples()
+        result = training_pb2.SampleResult(
+            stop_reasons=samples.stop_reasons,
+            texts=samples.texts,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_sampled_tokens=len(samples.token_ids),
+        )
+        levels = (samples.counts, samples.lengths)
+        columns = {"token_ids": Column(samples.token_ids, levels), "logprobs": Column(samples.logprobs, levels)}
+        return Outcome(training_pb2.OperationResult(sample=result), columns)
+
+
+def begin_in_run(engine: Engine, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
+    """Begins a run's own ``sample``, within :meth:`.run.EngineRun.rng`: without a seed of its own it draws one.
+
+    On a CPU it is computed alone, so that a run's numbers are the same to the last bit whoever else is there.
+
+    Raises:
+        OperationError: for what is wrong with the request.
+    """
+    prompts = None
+    if "prompt_ids" in columns:
+        column = columns["prompt_ids"]
+        if len(column.levels) != 1 or column.values.ndim != 1 or column.values.dtype.kind not in "iu":
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                "prompt_ids is one row of token ids a prompt",
+                field="prompt_ids",
+            )
+        prompts = [row.tolist() for row in column.rows()]
+    seed = call.seed if call.HasField("seed") else draw_seed()
+    return _begin(engine, run.policy, call, prompts, seed, alone=engine.pool.device.type == "cpu")
+
+
+def draw_seed() -> int:
+    """One number of torch's generator. A replay passes over samples with a seed of their own, so these draw none."""
+    return int(torch.randint(2**62, ()))
+
+
+def begin_outside(engine: Engine, asked: training_pb2.SampleRequest) -> Started:
+    """Begins samples of a model or a checkpoint, of no run.
+
+    Raises:
+        OperationError: for what is wrong with the request.
+    """
+    policy = engine.references.resolve(asked.model, field="model").policy
+    prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
+    return _begin(engine, policy, asked.call, prompts, secrets.randbits(62), alone=False)
+
+
+def _begin(
+    engine: Engine,
+    policy: Policy,
+    call: training_pb2.SampleCall,
+    prompts: Sequence[Sequence[int]] | None,
+    seed: int,
+    alone: bool,
+) -> Started:
+    params = SamplingParams.from_call(call, seed)
+    tokenizer = engine.tokenizer(policy.facts.name)
+    if not prompts and call.prompts:
+        if tokenizer is None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {policy.facts.name!r} has no tokenizer here: send token ids",
+                field="prompts",
+            )
+        prompts = tokenizer.encode(call.prompts)
+    prompts = prompts or []
+    job = engine.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
+    return Started(job, sum(map(len, prompts)))

@@ -1,0 +1,169 @@
+"""The engine's process: ``python -m gradwire_server.engine.process --fd N --state-dir DIR --model NAME=PATH …``.
+
+One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies. The
+process ends when it is told to, and at once when its parent does: a stale engine must not go on writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from gradwire_losses.registry import load_builtin_losses, load_loss_file, load_plugin_losses
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2
+
+from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.model.pool import Dtype
+from gradwire_server.engine.operations.grouped_runs import GroupedRuns
+from gradwire_server.engine.operations.outcome import Columns
+from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine.process.heartbeat import Heartbeat
+from gradwire_server.engine.process.loop import Loop, LoopRequest
+from gradwire_server.engine.process.samples_in_progress import SamplesInProgress
+from gradwire_server.engine_link.crash_marks import CrashMarks
+from gradwire_server.engine_link.frames import EngineLink, LinkClosed
+from gradwire_server.observability import logs
+from gradwire_server.observability.tracing import Tracing
+
+logger = logging.getLogger("gradwire_server.engine")
+
+READ_AHEAD = 4
+GIB = 1 << 30
+_PR_SET_PDEATHSIG = 1
+D = TypeVar("D", int, None)
+_DTYPES: dict[str, Dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "mixed": "mixed",
+    "float64": torch.float64,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the engine until it is shut down; the exit code."""
+    options = _parser().parse_args(arguments)
+    logs.configure(options.log_level, options.log_format, "engine")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
+    link = EngineLink(socket.socket(fileno=options.fd))
+    # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    try:
+        tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
+        engine = _start(options, tracing)
+        engine.marks = None if options.marks is None else CrashMarks(options.marks)
+        hello = engine_pb2.EngineReply(hello=engine.hello())
+    except Exception as error:  # whatever stops the start is for the front to report
+        link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
+        return 1
+    requests: queue.Queue[LoopRequest] = queue.Queue(READ_AHEAD)
+    try:
+        link.send(hello)
+        threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
+        heartbeat = Heartbeat(engine, link.send)
+        heartbeat.start()
+        Loop(
+            engine,
+            SamplesInProgress(engine),
+            requests,
+            lambda answer: link.send(answer.reply, answer.buffers),
+            lambda request_ids: heartbeat.working(),
+            GroupedRuns(engine) if _groups_runs(options.group_runs, engine) else None,
+        ).run()
+    except LinkClosed:
+        logger.info("the front is gone")
+    tracing.close()
+    return 0
+
+
+def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
+    load_builtin_losses()
+    load_plugin_losses()
+    for file in options.losses:
+        load_loss_file(file)
+    return Engine(
+        dict(options.model),
+        options.state_dir,
+        allowed=dict(options.allow_model),
+        device=options.device,
+        dtype=_DTYPES[options.dtype] if options.dtype else None,
+        compiled=options.compile,
+        sampler=options.sampler,
+        microbatch_tokens=options.microbatch_tokens,
+        activation_bytes=_bytes(options.activation_budget_gib, None),
+        reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
+        tracing=tracing,
+    )
+
+
+def _read_ahead(link: EngineLink, requests: queue.Queue[LoopRequest]) -> None:
+    while True:
+        try:
+            message, payload = link.receive(engine_pb2.EngineRequest)
+        except LinkClosed:
+            # Also where the parent died before prctl was called. What is being computed is nobody's any more.
+            os._exit(0)
+        columns: Columns = {}
+        error = None
+        if message.HasField("operation"):
+            try:
+                columns = codec.decode(message.operation.tensors, payload)
+            except codec.CodecError as found:
+                error = found
+        requests.put(LoopRequest(message, columns, error))
+        if message.HasField("shutdown"):
+            return
+
+
+def _groups_runs(asked: str, engine: Engine) -> bool:
+    """Not by default on a CPU, where a replay of the journal is to give the bits that were given before."""
+    return asked == "on" or (asked == "auto" and engine.pool.device.type != "cpu")
+
+
+def _bytes(gib: float | None, default: D) -> int | D:
+    return default if gib is None else int(gib * GIB)
+
+
+def _model(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    return name, path or name
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gradwire_server.engine", description="Started by gradwire serve.")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
+    parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--model", type=_model, action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--allow-model", type=_model, action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", choices=list(_DTYPES))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--sampler", choices=["local", "vllm"], default="local")
+    parser.add_argument("--group-runs", choices=["auto", "on", "off"], default="auto")
+    parser.add_argument("--microbatch-tokens", type=int)
+    parser.add_argument("--activation-budget-gib", type=float)
+    parser.add_argument("--reference-cache-gib", type=float)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text")
+    parser.add_argument("--traces", metavar="URL", default="", help="OTLP endpoint of OpenTelemetry traces")
+    return parser
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # taking torch apart takes seconds, and nothing is left to be saved

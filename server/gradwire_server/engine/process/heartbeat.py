@@ -1,0 +1,100 @@
+"""The engine's sign of life, once a second from a thread of its own, with what it uses of the machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from gradwire_proto.v1 import engine_pb2
+
+from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine_link.frames import LinkClosed
+from gradwire_server.engine_link.vitals import BEAT_S
+
+
+class Heartbeat:
+    """Counts the time spent on requests, and reports.
+
+    Args:
+        engine: whose caches and device are reported.
+        send: takes a report; LinkClosed ends the thread.
+        interval_s: between reports.
+    """
+
+    def __init__(self, engine: Engine, send: Callable[[engine_pb2.EngineReply], None], interval_s: float = BEAT_S):
+        self._engine, self._send, self._interval_s = engine, send, interval_s
+        self._busy_s = 0.0
+        self._since: float | None = None
+        self._utilization = _utilization(engine.pool.device)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around each request."""
+        since = self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+            self._busy_s += time.monotonic() - since
+
+    def report(self) -> engine_pb2.EngineHeartbeat:
+        since = self._since
+        present = time.monotonic() - since if since is not None else 0.0
+        cached = self._engine.references
+        beat = engine_pb2.EngineHeartbeat(
+            busy_s=self._busy_s + present,
+            request_s=present,
+            memory_bytes=_resident_bytes(),
+            caches={
+                "references": engine_pb2.CacheUse(
+                    hits=cached.used_models - cached.loaded_models, misses=cached.loaded_models
+                ),
+                "logprobs": engine_pb2.CacheUse(hits=cached.found_sequences, misses=cached.computed_sequences),
+            },
+        )
+        device = self._engine.pool.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            beat.device.allocated_bytes = torch.cuda.memory_allocated(device)
+            beat.device.peak_bytes = torch.cuda.max_memory_allocated(device)
+            beat.device.used_bytes, beat.device.total_bytes = total - free, total
+            share = self._utilization()
+            if share is not None:
+                beat.device.utilization = share
+        return beat
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._interval_s)
+            try:
+                self._send(engine_pb2.EngineReply(heartbeat=self.report()))
+            except LinkClosed:
+                return
+
+
+def _utilization(device: torch.device) -> Callable[[], float | None]:
+    """Reads how busy the driver says the device is, 0 to 1; None where that cannot be had."""
+
+    def read() -> float | None:
+        try:
+            return float(torch.cuda.utilization(device)) / 100
+        except Exception:  # no nvidia-ml-py (gradwire[gpu]), or any of NVML's own errors: the number is a nicety
+            return None
+
+    return read if device.type == "cuda" and read() is not None else lambda: None
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: the most there was, in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,22 @@
+"""Which sampler there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.sampler import Sampler
+
+
+def make_sampler(name: str, pool: ModelPool) -> Sampler[Any]:
+    """The sampler of this name, ``"local"`` or ``"vllm"``.
+
+    Raises:
+        OperationError: UNSUPPORTED when vLLM is not installed.
+    """
+    if name == "local":
+        return LocalSampler()
+    from gradwire_server.engine.sampling.vllm import VllmSampler
+
+    return VllmSampler(pool)

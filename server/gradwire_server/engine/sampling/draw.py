@@ -1,0 +1,68 @@
+"""One token of each distribution, by inverting its cumulative function at a uniform number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gradwire_server.engine.sampling.sampler import SamplingParams
+
+
+def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token of each distribution: ``[R, V]`` logits over the temperature, ``[R]`` uniform numbers in [0, 1).
+
+    Returns:
+        ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution, before top-k and top-p.
+    """
+    normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    if params.temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    else:
+        order = None
+        kept = logits
+        if 0 < params.top_k < logits.shape[-1]:
+            kept, order = logits.topk(params.top_k, dim=-1)
+        elif params.top_p < 1:
+            kept, order = logits.sort(dim=-1, descending=True)
+        weights = (kept - kept.amax(dim=-1, keepdim=True)).exp()
+        if params.top_p < 1:
+            before = weights.cumsum(dim=-1, dtype=torch.float64) - weights
+            weights = weights.masked_fill(before >= params.top_p * weights.sum(dim=-1, keepdim=True), 0.0)
+        cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+        targets = uniform[:, None].to(cumulative.dtype) * cumulative[:, -1:]
+        places = torch.searchsorted(cumulative, targets, right=True)
+        last = weights.shape[-1] - 1 - weights.flip(-1).ne(0).long().argmax(dim=-1, keepdim=True)
+        places = places.minimum(last)
+        tokens = places if order is None else order.gather(1, places)
+    return tokens.squeeze(1), (logits.gather(1, tokens) - normalizer).squeeze(1)
+
+
+class Uniforms:
+    """The uniform numbers of samples: each has a Philox stream (Salmon et al. 2011) of its own, by seed and place."""
+
+    _BLOCK = 4  # numbers that one value of the counter gives
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(key=0)
+        self._random = np.random.Generator(self._bits)
+        # Setting the state of one generator costs a twentieth of making another.
+        state: Any = self._bits.state
+        self._state = state | {"buffer": (0, 0, 0, 0)}
+
+    def numbers(
+        self, seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64], start: int, count: int
+    ) -> npt.NDArray[np.float64]:
+        """``[R, count]`` numbers in [0, 1) of ``R`` streams, from the ``start``-th on, which is a multiple of 4."""
+        inner = self._state["state"]
+        inner["counter"] = (start // self._BLOCK, 0, 0, 0)
+        self._state["buffer_pos"] = self._BLOCK
+        rows = []
+        for key in zip(seeds.tolist(), places.tolist(), strict=True):
+            inner["key"] = key
+            self._bits.state = self._state
+            rows.append(self._random.random(count))
+        return np.array(rows)

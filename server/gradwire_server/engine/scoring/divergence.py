@@ -1,0 +1,120 @@
+"""How far a student's distributions are from a teacher's, over the whole vocabulary, a chunk of logits at a time.
+
+Legend: ``T`` places, ``H`` and ``H'`` hidden sizes, ``V`` vocabulary. With ``S`` the student's distribution at a place,
+``T`` the teacher's and ``M = beta T + (1 - beta) S``, in float32 (float64 for float64 inputs), in nats:
+
+    beta 0        KL(T || S)                                    its gradient in the student's logits: S - T
+    beta 1        KL(S || T)                                          S (log S - log T - KL(S || T))
+    between       beta KL(T || M) + (1 - beta) KL(S || M)             (1 - beta) S (log S - log M - KL(S || M))
+
+The generalised Jensen-Shannon divergence of Agarwal et al. 2023, arXiv 2306.13649, whose ends are these by definition.
+The backward pass computes each chunk's logits again. The teacher has no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.token_scores import HeadGradients, HeadProduct, head_logits
+
+
+def score_divergence(
+    hidden: Tensor,
+    head: OutputHead,
+    teacher_hidden: Tensor,
+    teacher_head: OutputHead,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    chunk_elements: int = 1 << 22,
+) -> Tensor:
+    """``[T]``, differentiable in the student: given ``hidden [T, H]`` and ``teacher_hidden [T, H']``.
+
+    Args:
+        beta: from 0 to 1.
+        temperature: divides both's logits.
+        chunk_elements: logits of the student in memory at once.
+    """
+    request = _Request(head, teacher_head, beta, temperature, max(1, chunk_elements // len(head.weight)))
+    divergence: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, teacher_hidden.detach(), request
+    )
+    return divergence
+
+
+@dataclass(frozen=True)
+class _Request:
+    head: OutputHead
+    teacher: OutputHead
+    beta: float
+    temperature: float
+    chunk: int
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, request: _Request
+    ) -> Tensor:
+        product, of_teacher = HeadProduct(weight), HeadProduct(request.teacher.weight)
+        result = hidden.new_empty(len(hidden), dtype=product.dtype)
+        for start in range(0, len(hidden), request.chunk):
+            part = slice(start, start + request.chunk)
+            student = head_logits(product, hidden[part], bias, request.head, request.temperature)[0].log_softmax(-1)
+            teacher = _teacher(of_teacher, teacher_hidden[part], request, product.dtype)
+            if request.beta == 0:
+                result[part] = _kl(teacher, student)
+            elif request.beta == 1:
+                result[part] = _kl(student, teacher)
+            else:
+                mixture = _mixture(student, teacher, request.beta)
+                result[part] = request.beta * _kl(teacher, mixture) + (1 - request.beta) * _kl(student, mixture)
+        ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
+        ctx.request = request
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, teacher_hidden = ctx.saved_tensors
+        request: _Request = ctx.request
+        product, of_teacher = HeadProduct(weight), HeadProduct(request.teacher.weight)
+        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad)
+        for start in range(0, len(hidden), request.chunk):
+            part = slice(start, start + request.chunk)
+            logits, capped = head_logits(product, hidden[part], bias, request.head, request.temperature)
+            student = logits.log_softmax(-1)
+            teacher = _teacher(of_teacher, teacher_hidden[part], request, product.dtype)
+            if request.beta == 0:
+                grad = student.exp() - teacher.exp()
+            else:
+                other = teacher if request.beta == 1 else _mixture(student, teacher, request.beta)
+                probability, difference = student.exp(), student - other
+                mean = torch.linalg.vecdot(probability, difference)
+                grad = probability * (difference - mean[:, None])
+                if request.beta != 1:
+                    grad *= 1 - request.beta
+            grad *= grad_divergence[part, None]
+            gradients.add(part, grad, capped, request.head, request.temperature)
+        return *gradients.results(), None, None
+
+
+def _teacher(product: HeadProduct, states: Tensor, request: _Request, dtype: torch.dtype) -> Tensor:
+    head = request.teacher
+    return head_logits(product, states, head.bias, head, request.temperature)[0].log_softmax(-1).to(dtype)
+
+
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    """``[C, V], [C, V] -> [C]`` from log-probabilities."""
+    divergence: Tensor = torch.linalg.vecdot(first.exp(), first - second)
+    return divergence

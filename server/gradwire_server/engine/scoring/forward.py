@@ -1,0 +1,214 @@
+"""Scores of a batch under a policy, micro-batch by micro-batch. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import torch
+from gradwire_losses.batch import Batch, beside, sent
+from torch import Tensor
+
+from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.model.packing import Packing
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.divergence import score_divergence
+from gradwire_server.engine.scoring.planner import Budget, MicroBatch, divided, split
+from gradwire_server.engine.scoring.score_types import (
+    HEAD_OF_SCORE,
+    OWN_SCORES,
+    SEQUENCE_SCORES,
+    VOCABULARY_SCORES,
+    Teacher,
+    check_candidates,
+    check_scores,
+    entries_of,
+    score_dtype,
+    score_shape,
+)
+from gradwire_server.engine.scoring.token_scores import score_tokens
+from gradwire_server.engine.threads import suited_threads
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def score_batch(
+    policy: Policy,
+    batch: Batch,
+    names: Collection[str],
+    *,
+    temperature: float = 1.0,
+    teacher: Teacher | None = None,
+    budget: Budget,
+) -> dict[str, Tensor]:
+    """Scores without gradients, in evaluation mode: name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
+
+    Raises:
+        OperationError: as :func:`check_scores`.
+    """
+    check_scores(policy, names, teacher)
+    check_candidates(batch, names)
+    micros = split(batch, budget.microbatch_tokens, policy.packing())
+
+    def compute(micro: MicroBatch) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return Reading(policy, micro.batch, names, temperature, teacher, budget).alone(training=False)
+
+    found = list(in_pieces(micros, compute, policy.packing()))
+    return assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
+
+
+def in_pieces(
+    micros: Sequence[MicroBatch],
+    compute: Callable[[MicroBatch], T],
+    packing: Packing,
+    make_room: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[MicroBatch, T]]:
+    """Each micro-batch and what was computed of it. One that memory does not suffice for is divided, as are those
+    that follow it; what was computed before stays.
+
+    Args:
+        compute: leaves everything as it was where it raises.
+        make_room: gives something up, once memory has run out, and says whether there was something.
+    """
+    waiting = deque(micros)
+    while waiting:
+        micro = waiting.popleft()
+        found = unless_out_of_memory(partial(compute, micro), alone=len(micro.examples) == 1)
+        if found is not None:
+            yield micro, found
+            del found  # a graph that is given up meanwhile is to be free
+        elif make_room():
+            waiting.appendleft(micro)
+        else:
+            tokens = micro.computed_tokens // 2
+            logger.warning("out of memory: going on with micro-batches of %d tokens", tokens)
+            waiting = deque(part for each in (micro, *waiting) for part in divided(each, tokens, packing))
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Which scores of one micro-batch are wanted, and where in its hidden states they are read."""
+
+    policy: Policy
+    batch: Batch
+    names: Collection[str]
+    temperature: float
+    teacher: Teacher | None
+    budget: Budget
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Positions in the batch's tokens: where the next token is told, those of tokens themselves, last ones."""
+        wanted, batch, nowhere = set(self.names), self.batch, torch.empty(0, dtype=torch.int64)
+        return {
+            "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
+            "own": batch.own_positions if wanted & OWN_SCORES else nowhere,
+            "last": batch.lengths.cumsum(0) - 1 if wanted & SEQUENCE_SCORES else nowhere,
+        }
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """``[P]`` all of them."""
+        return torch.cat(list(self.places.values()))
+
+    def alone(self, *, training: bool) -> dict[str, Tensor]:
+        """The scores, in one forward of the trunk, on the policy's device."""
+        if not len(self.positions):
+            device = self.policy.device
+            return {
+                name: torch.zeros(score_shape(self.policy, self.batch, name), dtype=score_dtype(name), device=device)
+                for name in self.names
+            }
+        batch, sizes = self.batch, self.policy.facts.num_parameters
+        if self.teacher is not None:
+            sizes += self.teacher.policy.facts.num_parameters
+        with suited_threads(self.policy.device, len(batch.input_ids), sizes):
+            teacher_states = self.teacher_states()
+            hidden = self.policy.hidden(
+                batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
+            )
+            return self.scores(hidden, teacher_states)
+
+    def teacher_states(self) -> Tensor | None:
+        """What the teacher makes of the batch; before the student's own forward, whose weights must be the active ones
+        when its gradient comes."""
+        if self.teacher is None or "divergence" not in self.names:
+            return None
+        batch = self.batch
+        with torch.no_grad():
+            return self.teacher.policy.hidden(
+                batch.input_ids, batch.lengths, self.places["read"], group_sizes=batch.group_sizes
+            )
+
+    def scores(self, hidden: Tensor, teacher_states: Tensor | None) -> dict[str, Tensor]:
+        """The scores, of the policy's hidden states at :attr:`positions` and the teacher's."""
+        wanted = set(self.names)
+        read, own, last = hidden.split([len(positions) for positions in self.places.values()])
+        scores: dict[str, Tensor] = {}
+        if wanted & VOCABULARY_SCORES:
+            ids = self.batch.targets[:, None]
+            if "candidate_logprobs" in wanted:
+                ids = torch.cat([ids, self.batch["candidates"]], dim=1)
+            found = score_tokens(
+                read,
+                self.policy.output_head(),
+                sent(ids, hidden.device),
+                temperature=self.temperature,
+                entropy="entropy" in wanted,
+                mean_logprobs="mean_logprobs" in wanted,
+                collision="collision" in wanted,
+                correct="correct" in wanted,
+                chunk_elements=self.budget.logits_elements,
+                kept_elements=self.budget.kept_logits,
+                accumulate=True,
+            )
+            scores = {
+                "logprobs": found.logprobs[:, 0],
+                "candidate_logprobs": found.logprobs[:, 1:],
+                "entropy": found.entropy,
+                "mean_logprobs": found.mean_logprobs,
+                "collision": found.collision,
+                "correct": found.correct,
+            }
+        if self.teacher is not None and teacher_states is not None:
+            scores["divergence"] = score_divergence(
+                read,
+                self.policy.output_head(),
+                teacher_states.to(hidden.device),
+                self.teacher.policy.output_head(),
+                beta=self.teacher.beta,
+                temperature=self.temperature,
+                chunk_elements=self.budget.logits_elements,
+            )
+        if self.policy.head is not None:
+            for name in wanted & set(HEAD_OF_SCORE):
+                scores[name] = self.policy.head(
+                    last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
+                )
+        return {name: scores[name] for name in self.names}
+
+
+def assemble(
+    policy: Policy,
+    batch: Batch,
+    micros: Sequence[MicroBatch],
+    parts: Sequence[Mapping[str, Tensor]],
+    names: Collection[str],
+) -> dict[str, Tensor]:
+    """The scores of micro-batches in the order of the whole batch."""
+    if len(micros) == 1 and micros[0].batch is batch:
+        return {name: parts[0][name].to(policy.device, score_dtype(name)) for name in names}
+    whole: dict[str, Tensor] = {}
+    for name in names:
+        all_of_it = torch.zeros(score_shape(policy, batch, name), dtype=score_dtype(name), device=policy.device)
+        for micro, part in zip(micros, parts, strict=True):
+            all_of_it[beside(entries_of(micro, name), all_of_it)] = part[name].to(policy.device, all_of_it.dtype)
+        whole[name] = all_of_it
+    return whole

@@ -1,0 +1,124 @@
+"""Which examples go through the model together.
+
+Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
+tokens: those that the model computes, padding or sharing as it may. An example (a pair, a group) is never split. The
+plan depends on the batch, the budget and that form alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from gradwire_losses.batch import Batch, segment_ids, segment_sum
+from torch import Tensor
+
+from gradwire_server.engine.model.packing import Packing, shared_lengths
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one operation may hold at a time.
+
+    Attributes:
+        microbatch_tokens: tokens that a micro-batch computes. An example larger than that goes alone.
+        activation_bytes: of activations kept for a later backward.
+        logits_elements: of logits in memory at once.
+        kept_logits: that a micro-batch may keep for its backward; it computes more than that twice.
+    """
+
+    microbatch_tokens: int = 2048
+    activation_bytes: int = 2 << 30
+    logits_elements: int = 1 << 22
+    kept_logits: int = 1 << 25
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some examples of a batch.
+
+    Attributes:
+        batch: they.
+        examples: ``[b]`` their rows in the whole batch.
+        sequences: ``[s]`` their sequences in it.
+        tokens: ``[t]`` their scored tokens in it.
+        computed_tokens: that go through the trunk.
+    """
+
+    batch: Batch
+    examples: Tensor
+    sequences: Tensor
+    tokens: Tensor
+    computed_tokens: int
+
+
+def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
+    """The batch's examples in micro-batches that compute at most that many tokens each."""
+    if not batch.num_examples:
+        return []
+    if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
+        padded = batch.num_sequences * int(batch.lengths.max())
+        together = padded if packing is Packing.PADDED else len(batch.input_ids)
+        if together <= microbatch_tokens:
+            return [_whole(batch, together)]
+    groups = segment_ids(batch.group_sizes)
+    widths = torch.zeros(batch.num_examples, dtype=torch.int64).scatter_reduce_(0, groups, batch.lengths, "amax")
+    order = torch.argsort(widths, descending=True, stable=True)
+    if packing is Packing.PADDED:
+        sizes = batch.group_sizes
+    else:
+        own = batch.lengths
+        if packing is Packing.SHARED:
+            own = own - shared_lengths(batch.input_ids, batch.lengths, batch.group_sizes)
+        sizes = segment_sum(own, batch.group_sizes)
+        widths = torch.ones_like(widths)
+    plans: list[list[int]] = []
+    computed: list[int] = []
+    size = width = 0
+    for example, own_width, own_size in zip(order.tolist(), widths[order].tolist(), sizes[order].tolist(), strict=True):
+        if plans and (size + own_size) * width <= microbatch_tokens:
+            plans[-1].append(example)
+            size += own_size
+            computed[-1] = size * width
+        else:
+            plans.append([example])
+            size, width = own_size, own_width
+            computed.append(size * width)
+    if len(plans) == 1:
+        return [_whole(batch, computed[0])]
+    return [
+        _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
+    ]
+
+
+def divided(micro: MicroBatch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
+    """A micro-batch in smaller ones; itself where it is small enough or has one example only."""
+    if micro.computed_tokens <= microbatch_tokens or len(micro.examples) == 1:
+        return [micro]
+    return [
+        replace(
+            part,
+            examples=micro.examples[part.examples],
+            sequences=micro.sequences[part.sequences],
+            tokens=micro.tokens[part.tokens],
+        )
+        for part in split(micro.batch, microbatch_tokens, packing)
+    ]
+
+
+def _whole(batch: Batch, computed_tokens: int) -> MicroBatch:
+    examples, sequences, tokens = map(torch.arange, (batch.num_examples, batch.num_sequences, batch.num_scored))
+    return MicroBatch(batch, examples, sequences, tokens, computed_tokens)
+
+
+def _microbatch(batch: Batch, examples: Tensor, computed_tokens: int) -> MicroBatch:
+    sequences = entries(batch.group_sizes, examples)
+    tokens = entries(batch.row_lengths, sequences)
+    return MicroBatch(batch.select(examples), examples, sequences, tokens, computed_tokens)
+
+
+def entries(lengths: Tensor, segments: Tensor) -> Tensor:
+    """Indices of the entries of these segments, segment by segment: ``[S], [s] -> [sum(lengths[segments])]``."""
+    chosen = lengths[segments]
+    shifts = (lengths.cumsum(0) - lengths)[segments] - (chosen.cumsum(0) - chosen)
+    return torch.arange(int(chosen.sum())) + shifts.repeat_interleave(chosen)

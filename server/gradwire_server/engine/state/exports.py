@@ -1,0 +1,118 @@
+"""Folders that plain transformers or peft load: the weights, the tokenizer, and the scalar head beside them."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.heads import Head
+from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import ModelFacts
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.folders import replacing
+
+FORMATS = ("auto", "hf", "peft", "merged")
+HEAD_FILE = "gradwire_head.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> str:
+    """Writes a run's weights as a folder, and returns its format: "hf" (a whole model) or "peft" (an adapter).
+
+    Args:
+        place: the folder; what is there is replaced.
+        requested: "auto" (as the run trains), "hf" or "merged" (a whole model, an adapter merged into it), "peft".
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, or STORAGE_FULL.
+    """
+    policy = run.policy
+    if requested not in FORMATS:
+        raise _refuse(f"there is no export format {requested!r}; there are: {', '.join(FORMATS)}")
+    if requested == "peft" and not isinstance(policy, LoraPolicy):
+        raise _refuse("this run trains all weights, so there is no adapter to export: use format 'hf'")
+    as_adapter = isinstance(policy, LoraPolicy) and requested in ("auto", "peft")
+    with replacing(place) as folder:
+        if isinstance(policy, LoraPolicy):
+            if as_adapter:
+                save_adapter(policy, folder)
+            else:
+                _merged(pool, run).save_pretrained(folder)
+        else:
+            policy.activate()
+            policy.model.save_pretrained(folder)
+        _copy_tokenizer(policy.facts, folder)
+        if policy.head is not None:
+            _save_head(policy.head, folder)
+    return "peft" if as_adapter else "hf"
+
+
+def save_adapter(policy: LoraPolicy, folder: Path) -> None:
+    """Writes an adapter as peft does."""
+    assert policy.split_model.adapters is not None
+    config = copy.copy(policy.split_model.adapters.peft_config[policy.adapter])
+    config.base_model_name_or_path = policy.facts.path
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    weights = _without_head(policy)
+    save_file(
+        {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
+    """A copy of the base with the run's adapter added into its weights."""
+    split_model = pool.load(run.config.base_model)
+    merged = LoraPolicy(split_model, "merged", run.config.lora, seed=0)
+    merged.load_state_tensors(_without_head(run.policy))
+    assert split_model.adapters is not None
+    model: PreTrainedModel = split_model.adapters.merge_and_unload(adapter_names=["merged"])
+    return model
+
+
+def _without_head(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in policy.state_tensors().items() if not name.startswith(HEAD_PREFIX)}
+
+
+def _save_head(head: Head, folder: Path) -> None:
+    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
+
+
+def _copy_tokenizer(facts: ModelFacts, folder: Path) -> None:
+    source = Path(facts.path)
+    for name in TOKENIZER_FILES:
+        if source.is_dir():
+            file: str | Path | None = source / name if (source / name).is_file() else None
+        else:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(facts.path, name)
+            file = cached if isinstance(cached, str) else None
+        if file is not None:
+            shutil.copyfile(file, folder / name)
+
+
+def _refuse(message: str) -> OperationError:
+    return OperationError(
+        training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field="format", rule=f"one of {', '.join(FORMATS)}"
+    )

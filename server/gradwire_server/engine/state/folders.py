@@ -1,0 +1,77 @@
+"""Folders that appear under their name only once everything in them has reached the disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.errors import OperationError
+
+
+@contextmanager
+def replacing(place: Path) -> Iterator[Path]:
+    """An empty folder to fill, that takes this place, whole and on disk, when the context ends without an error.
+
+    What stood there is gone then, and not before. What an earlier crash left half-written beside it is removed.
+
+    Raises:
+        OperationError: STORAGE_FULL.
+    """
+    for abandoned in place.parent.glob(".new-*"):
+        shutil.rmtree(abandoned)
+    new = place.parent / f".new-{secrets.token_hex(8)}"
+    new.mkdir()
+    try:
+        try:
+            yield new
+            for entry in [*new.rglob("*"), new]:
+                _sync(entry)
+            crash_point("engine.before_rename")
+            if place.exists():
+                _exchange(new, place)
+            else:
+                new.rename(place)
+            crash_point("engine.after_rename")
+            _sync(place.parent)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OperationError(
+                training_pb2.ERROR_CODE_STORAGE_FULL, f"the server's disk is full: {place.name!r} was not written"
+            ) from error
+        raise
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _exchange(new: Path, place: Path) -> None:
+    """Swaps two folders at once, where the file system can; otherwise with a moment in which neither has the name."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    if swap is not None and swap(at_cwd, os.fsencode(new), at_cwd, os.fsencode(place), exchange) == 0:
+        return
+    aside = place.parent / f".new-{secrets.token_hex(8)}"
+    place.rename(aside)
+    new.rename(place)
+    shutil.rmtree(aside)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

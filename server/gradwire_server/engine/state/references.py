@@ -1,0 +1,298 @@
+"""Frozen models that runs are compared with, or scored and sampled by: which one a name means, and what is kept of it.
+
+A name is ``"base"`` (the run's base model, adapter off), ``"ema"`` (the run's moving average), a model of the server,
+or a checkpoint ``"RUN_ID/NAME"``. Loaded ones are kept in an LRU cache bounded in bytes; checkpoints of adapters
+share their base's weights and cost next to nothing. Their log-probabilities are kept too (:mod:`.logprob_cache`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from gradwire_losses.batch import Batch, segment_ids
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.heads import Head, make_head
+from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.checkpoints import CheckpointStore, Manifest
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.snapshot import WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A frozen policy, and what it is: two references with one identity give the same log-probabilities."""
+
+    identity: str
+    policy: Policy
+
+
+@dataclass
+class _Loaded:
+    reference: Reference
+    own_bytes: int
+    shared_model: str = ""
+
+
+class References:
+    """Resolves names and caches what they mean.
+
+    Args:
+        host: the models.
+        store: the checkpoints.
+        cache_bytes: of weights kept beside what runs hold. The one in use is kept whatever its size.
+        logprob_bytes: of log-probabilities kept.
+        in_use: whether a policy is sampled from at the moment; such a one is not dropped.
+
+    Attributes:
+        same_bits: whether a batch's log-probabilities are to be the same to the last bit whatever was kept, as a replay
+            of the journal wants it, which begins with nothing: so on a CPU.
+        computed_sequences: how many sequences went through a reference model.
+        found_sequences: how many did not have to, because their log-probabilities were kept.
+        used_models: how often a model or checkpoint was asked for.
+        loaded_models: how often it was not there already.
+    """
+
+    def __init__(
+        self,
+        pool: ModelPool,
+        store: CheckpointStore,
+        *,
+        cache_bytes: int = 8 << 30,
+        logprob_bytes: int = 256 << 20,
+        in_use: Callable[[Policy], bool] = lambda policy: False,
+    ) -> None:
+        self._pool = pool
+        self._store = store
+        self._cache_bytes = cache_bytes
+        self._in_use = in_use
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        self._logprobs = LogprobCache(logprob_bytes)
+        self.same_bits = pool.device.type == "cpu"
+        self._new: tuple[list[bytes], list[int], Tensor] | None = None
+        self._adapter_names = (f"reference-{number}" for number in itertools.count())
+        self.computed_sequences = self.found_sequences = 0
+        self.used_models = self.loaded_models = 0
+
+    @property
+    def loaded(self) -> list[str]:
+        """Identities of the references in the cache, least recently used first."""
+        return list(self._loaded)
+
+    def resolve(
+        self, name: str, run: EngineRun | None = None, *, field: str = "reference_model", dtype: str | None = None
+    ) -> Reference:
+        """The reference of this name.
+
+        Args:
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; the server's where None.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a dtype.
+        """
+        other: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        other = None if other is self._pool.dtype else other
+        if run is not None and name == "base":
+            return self._model(run.config.base_model, other)
+        if run is not None and name == "ema":
+            if other is not None:
+                raise OperationError(
+                    training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                    f'"ema" follows the run\'s weights and is of their dtype, not {dtype}',
+                    field="reference_dtype",
+                    rule='not with "ema"',
+                )
+            return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
+        if name in self._pool.names:
+            return self._model(name, other)
+        if name.startswith("run-") or (name.count("/") == 1 and self._store.has(name)):
+            try:
+                return self._checkpoint(self._store.manifest(name), other)
+            except OperationError as error:
+                error.field = field
+                raise
+        kinds = '"base", "ema", ' if run is not None else ""
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNKNOWN_MODEL,
+            f"there is no model {name!r} here; give {kinds}a checkpoint 'RUN_ID/NAME', or one of: "
+            f"{', '.join(self._pool.names) or 'none'}",
+            field=field,
+            rule="a model reference",
+        )
+
+    def logprobs(self, reference: Reference, batch: Batch, temperature: float, budget: Budget) -> Tensor:
+        """``[T]`` log-probabilities of the batch's scored tokens, float32; only what is new is computed.
+
+        On a GPU they are not waited for: new ones are there, kept ones on the CPU, as are all when some are kept.
+
+        Raises:
+            OperationError: INVALID_BATCH where the reference's vocabulary or context is too small for the batch.
+        """
+        _check_fits(reference, batch)
+        self._keep_new()
+        keys = sequence_keys(reference.identity, temperature, batch)
+        if self.same_bits:
+            keys = keys_in_batch(keys, batch, budget)
+        found = [self._logprobs.get(key) for key in keys]
+        missing = [index for index, known in enumerate(found) if known is None]
+        if missing and self.same_bits:
+            missing = list(range(len(keys)))
+        self.computed_sequences += len(missing)
+        self.found_sequences += len(keys) - len(missing)
+        if missing:
+            wanted = _only(batch, torch.tensor(missing))
+            scores = score_batch(reference.policy, wanted, {"logprobs"}, temperature=temperature, budget=budget)
+            self._new = [keys[index] for index in missing], wanted.row_lengths.tolist(), scores["logprobs"]
+            if len(missing) == len(keys):
+                return scores["logprobs"]
+            for index, values in zip(missing, self._keep_new(), strict=True):
+                found[index] = values
+        return torch.cat([values for values in found if values is not None])
+
+    def _keep_new(self) -> Sequence[Tensor]:
+        """Keeps what was computed last, by sequence: not at once, as it would have to be waited for."""
+        if self._new is None:
+            return ()
+        keys, lengths, logprobs = self._new
+        self._new = None
+        by_sequence = [values.clone() for values in logprobs.cpu().split(lengths)]
+        for key, values in zip(keys, by_sequence, strict=True):
+            self._logprobs.put(key, values)
+        return by_sequence
+
+    def keep_model(self, name: str) -> None:
+        """Takes over the shared copy of a model that no run uses any more: kept while there is room."""
+        if self._pool.is_loaded(name):
+            self._model(name)
+
+    def _model(self, name: str, dtype: torch.dtype | None = None) -> Reference:
+        identity = f"model {name} {dtype}" if dtype else f"model {name}"
+        if identity not in self._loaded and dtype:
+            size = self._model_bytes(name, dtype)
+            self._make_room(size)
+            self._loaded[identity] = _Loaded(Reference(identity, Policy(self._frozen_copy(name, dtype))), size)
+            self.loaded_models += 1
+        elif identity not in self._loaded:
+            if not self._pool.is_loaded(name):
+                self._make_room(self._model_bytes(name))
+            policy = Policy(self._pool.get(name))
+            self._loaded[identity] = _Loaded(Reference(identity, policy), self._model_bytes(name), shared_model=name)
+            self.loaded_models += 1
+        return self._use(identity)
+
+    def _checkpoint(self, manifest: Manifest, dtype: torch.dtype | None) -> Reference:
+        weights = manifest.files.get(WEIGHTS)
+        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''} {dtype or ''}"
+        if identity not in self._loaded:
+            config = manifest.config
+            tensors = self._store.load(manifest.path, WEIGHTS, manifest)
+            facts = self._pool.facts(config.base_model)
+            head = make_head(config, facts.hidden_size, self._pool.device)
+            if head is not None:
+                head.requires_grad_(False)
+            if config.HasField("lora"):
+                size = self._model_bytes(config.base_model, dtype) if dtype else 0
+                self._make_room(size)
+                split_model = (
+                    self._frozen_copy(config.base_model, dtype) if dtype else self._pool.get(config.base_model)
+                )
+                policy: Policy = LoraPolicy(split_model, next(self._adapter_names), config.lora, seed=0, head=head)
+                try:
+                    policy.load_state_tensors(tensors)
+                except OperationError:
+                    policy.close()
+                    raise
+                size += sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
+            else:
+                size = self._model_bytes(config.base_model, dtype)
+                self._make_room(size)
+                policy = self._full(self._frozen_copy(config.base_model, dtype), head, tensors)
+            self._loaded[identity] = _Loaded(Reference(identity, policy), size)
+            self.loaded_models += 1
+        return self._use(identity)
+
+    @torch.no_grad()
+    def _full(self, split_model: SplitModel, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
+        """These weights in a copy of the model, in its dtype, and no float32 masters beside them."""
+        for name, parameter in split_model.model.named_parameters():
+            parameter.copy_(tensors[name])
+        if head is not None:
+            for name, parameter in head.named_parameters():
+                parameter.copy_(tensors[HEAD_PREFIX + name])
+        return Policy(split_model, head=head)
+
+    def _use(self, identity: str) -> Reference:
+        self.used_models += 1
+        self._loaded.move_to_end(identity)
+        self._make_room(0, keep=identity)
+        return self._loaded[identity].reference
+
+    def _make_room(self, needed: int, keep: str = "") -> None:
+        """Drops the least recently used until so many bytes more fit, as far as that is possible."""
+        for identity in list(self._loaded):
+            if sum(map(self._bytes, self._loaded.values())) + needed <= self._cache_bytes:
+                return
+            entry = self._loaded[identity]
+            if identity == keep or not self._bytes(entry) or self._in_use(entry.reference.policy):
+                continue
+            logger.info("dropping reference %s from the cache", identity)
+            del self._loaded[identity]
+            if entry.shared_model:
+                self._pool.release(entry.shared_model)
+            else:
+                entry.reference.policy.close()
+
+    def _frozen_copy(self, name: str, dtype: torch.dtype | None) -> SplitModel:
+        split_model = self._pool.load(name, dtype)
+        split_model.model.requires_grad_(False)
+        return split_model
+
+    def _model_bytes(self, name: str, dtype: torch.dtype | None = None) -> int:
+        return self._pool.facts(name).num_parameters * (dtype or self._pool.dtype).itemsize
+
+    def _bytes(self, entry: _Loaded) -> int:
+        """What dropping an entry would free: nothing for a model that adapters are on."""
+        in_use = entry.shared_model and entry.reference.policy.split_model.adapters is not None
+        return 0 if in_use else entry.own_bytes
+
+
+def _only(batch: Batch, sequences: Tensor) -> Batch:
+    """Some sequences of a batch, without its fields; those of an example stay together, as they may begin alike."""
+    ones = torch.ones_like(batch.lengths)
+    alone = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
+    sizes = segment_ids(batch.group_sizes)[sequences].bincount(minlength=batch.num_examples)
+    return replace(alone.select(sequences), group_sizes=sizes[sizes > 0])
+
+
+def _check_fits(reference: Reference, batch: Batch) -> None:
+    facts = reference.policy.facts
+    if batch.num_sequences and int(batch.input_ids.max()) >= facts.vocab_size:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"the reference model {facts.name!r} knows {facts.vocab_size} token ids and the batch has "
+            f"{int(batch.input_ids.max())}: its tokenizer is another",
+            field="reference_model",
+            rule="same tokenizer",
+        )
+    if batch.num_sequences and int(batch.lengths.max()) > facts.context_length:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"the reference model {facts.name!r} has a context of {facts.context_length} tokens and the batch has a "
+            f"sequence of {int(batch.lengths.max())}",
+            field="reference_model",
+            rule=f"tokens <= {facts.context_length}",
+        )

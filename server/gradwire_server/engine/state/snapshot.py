@@ -1,0 +1,107 @@
+"""All of a run's state as files of tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import HEAD_PREFIX
+from gradwire_server.engine.state.checkpoints import CheckpointStore, Manifest
+from gradwire_server.engine.state.engine_run import EngineRun
+
+WEIGHTS = "weights.safetensors"
+MOMENTS = "optimizer.safetensors"
+ACCUMULATED = "accumulated.safetensors"
+EMA = "ema.safetensors"
+RNG = "rng.safetensors"
+
+
+def capture(run: EngineRun) -> dict[str, Mapping[str, Tensor]]:
+    """File name -> tensors: weights and head, moments, accumulated gradients, moving average, random generators.
+
+    The run's generators as of the operation before, so outside of :meth:`EngineRun.rng` only.
+    """
+    return {
+        WEIGHTS: run.policy.state_tensors(),
+        MOMENTS: run.optimizer.state_tensors(),
+        ACCUMULATED: run.accumulator.state_tensors(),
+        EMA: run.ema.state_tensors() if run.ema is not None else {},
+        RNG: run.rng_tensors(),
+    }
+
+
+def restore(
+    run: EngineRun, store: CheckpointStore, path: str, *, weights_only: bool = False, fresh_head: bool = False
+) -> Manifest:
+    """Puts a checkpoint's state into a run.
+
+    Args:
+        path: ``"RUN_ID/NAME"``.
+        weights_only: the weights; the optimizer starts anew, nothing is accumulated, the rest of the run stays.
+        fresh_head: the run's head stays as it is, its moments start anew.
+
+    Raises:
+        OperationError: UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT where the run is of another kind;
+            the run is then as it was.
+    """
+    manifest = store.manifest(path)
+    _check_kind(run, manifest, fresh_head)
+    names = (WEIGHTS,) if weights_only else (WEIGHTS, MOMENTS, ACCUMULATED, EMA, RNG)
+    files = {name: store.load(path, name, manifest) for name in names}
+    run.policy.load_state_tensors(files[WEIGHTS], head=not fresh_head)
+    run.kept.clear()
+    if weights_only:
+        run.optimizer.load_state_tensors({})
+        run.accumulator.clear()
+        return manifest
+    for name in (MOMENTS, ACCUMULATED):
+        if fresh_head:
+            files[name] = {
+                key: tensor for key, tensor in files[name].items() if not key.rpartition("|")[2].startswith(HEAD_PREFIX)
+            }
+    run.optimizer.load_state_tensors(files[MOMENTS])
+    run.accumulator.load_state_tensors(files[ACCUMULATED], run.policy.masters())
+    run.drop_ema()
+    if files[EMA]:
+        run.ensure_ema().load_state_tensors(files[EMA])
+    run.load_rng_tensors(files[RNG])
+    run.step = manifest.step
+    if manifest.run_id == run.run_id:
+        run.seq = manifest.seq
+    return manifest
+
+
+def _check_kind(run: EngineRun, manifest: Manifest, fresh_head: bool) -> None:
+    mine, theirs = run.config, manifest.config
+    if mine.HasField("lora") != theirs.HasField("lora"):
+        kinds = ("a LoRA adapter", "all weights") if theirs.HasField("lora") else ("all weights", "a LoRA adapter")
+        message = "the checkpoint holds {} and the run trains {}".format(*kinds)
+    elif mine.HasField("lora") and mine.base_model != theirs.base_model:
+        message = f"the checkpoint's adapter belongs to {theirs.base_model!r} and the run's base is {mine.base_model!r}"
+    elif mine.HasField("lora") and _scale(mine.lora) != _scale(theirs.lora):
+        message = f"the checkpoint's LoRA scale is {_scale(theirs.lora):g} and the run's is {_scale(mine.lora):g}"
+    elif (mine.head, mine.num_labels) != (theirs.head, theirs.num_labels) and not fresh_head:
+        message = (
+            f"the checkpoint has {_head(theirs)} and the run has {_head(mine)}; fork_run with head= gives its weights "
+            "a fresh one"
+        )
+    else:
+        return
+    raise OperationError(
+        training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+        f"{manifest.path!r} does not fit this run: {message}",
+        field="checkpoint",
+        rule="same kind of run",
+    )
+
+
+def _head(config: training_pb2.RunConfig) -> str:
+    labels = f" of {config.num_labels} labels" if config.num_labels else ""
+    return f"a {config.head} head{labels}" if config.head else "no head"
+
+
+def _scale(settings: training_pb2.LoraSettings) -> float:
+    return settings.alpha / settings.rank if settings.alpha else 2.0

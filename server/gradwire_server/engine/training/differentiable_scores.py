@@ -1,0 +1,151 @@
+"""Scores of a batch in training mode, and the way back from them to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from gradwire_losses.batch import Batch, beside
+from torch import Tensor
+
+from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.forward import Reading, assemble, in_pieces
+from gradwire_server.engine.scoring.memory import ActivationMeter
+from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
+from gradwire_server.engine.scoring.score_types import Teacher, check_candidates, check_scores, entries_of
+from gradwire_server.engine.threads import suited_threads
+from gradwire_server.engine.training.accumulation import GradientCollector, Key
+
+
+class DifferentiableScores:
+    """Scores of a batch in training mode, with the way back to the weights.
+
+    The graphs of micro-batches are kept while their saved activations, which are measured, fit the budget. The rest
+    is computed without a graph, and once more, from the same state of the random generators, when the gradient
+    comes.
+
+    Args:
+        micros: the batch's micro-batches; by default as the budget splits it.
+        keep_single: keep the graph of a batch that is one micro-batch whatever its size: right where the gradient
+            follows at once, since computing it again would need as much memory.
+
+    Attributes:
+        by_name: name -> ``[T]`` or ``[S]``, detached.
+        recomputed: whether anything has to be computed twice.
+        ran_out: whether memory did, and smaller micro-batches had to do.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        batch: Batch,
+        names: Collection[str],
+        *,
+        temperature: float = 1.0,
+        teacher: Teacher | None = None,
+        budget: Budget,
+        micros: Sequence[MicroBatch] | None = None,
+        keep_single: bool = False,
+    ) -> None:
+        check_scores(policy, names, teacher, field="scores")
+        check_candidates(batch, names)
+        self.policy = policy
+        self.batch = batch
+        self.names = frozenset(names)
+        self._temperature = temperature
+        self._teacher = teacher
+        self._budget = budget
+        planned = micros or split(batch, budget.microbatch_tokens, policy.packing(training=True))
+        self._micros: list[MicroBatch] = []
+        self._graphs: list[dict[str, Tensor] | None] = []
+        self._rng: list[dict[str, Tensor]] = []
+        parts = self._forward(planned, unmeasured=keep_single and len(planned) == 1)
+        self.by_name = assemble(policy, batch, self._micros, parts, names)
+        self.recomputed = any(graph is None for graph in self._graphs)
+        self.ran_out = len(self._micros) > len(planned)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self._micros)
+
+    @property
+    def largest_microbatch(self) -> int:
+        """In tokens computed."""
+        return max(micro.computed_tokens for micro in self._micros)
+
+    def _forward(self, planned: Sequence[MicroBatch], *, unmeasured: bool) -> list[dict[str, Tensor]]:
+        budget, kept_bytes, bytes_per_token = self._budget.activation_bytes, 0, 0.0
+
+        def compute(micro: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+            nonlocal kept_bytes, bytes_per_token
+            states = generator_states()
+            keep = unmeasured or kept_bytes + bytes_per_token * micro.computed_tokens <= budget
+            if unmeasured:
+                scores = self._score(micro)
+            elif keep:
+                meter = ActivationMeter(self.policy)
+                with meter:
+                    scores = self._score(micro)
+                bytes_per_token = max(bytes_per_token, meter.bytes / max(1, micro.computed_tokens))
+                keep = kept_bytes + meter.bytes <= budget
+                kept_bytes += meter.bytes if keep else 0
+            else:
+                with torch.no_grad():
+                    scores = self._score(micro)
+            return states, scores, keep
+
+        def give_graphs_up() -> bool:
+            nonlocal budget, unmeasured
+            held, budget, unmeasured = any(graph is not None for graph in self._graphs), -1, False
+            self._graphs = [None] * len(self._graphs)
+            return held
+
+        parts = []
+        for micro, (states, scores, keep) in in_pieces(
+            planned, compute, self.policy.packing(training=True), give_graphs_up
+        ):
+            self._micros.append(micro)
+            self._rng.append(states)
+            self._graphs.append(scores if keep else None)
+            parts.append({name: values.detach() for name, values in scores.items()})
+            del scores
+        return parts
+
+    def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
+        reading = Reading(self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget)
+        return reading.alone(training=True)
+
+    def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
+        """Collects, for each key, the weights' gradient given that of the scores (shaped as they are). Once only."""
+        for index, micro in enumerate(self._micros):
+            scores, self._graphs[index] = self._graphs[index], None
+            if scores is None:
+                with preserved_rng():
+                    set_generator_states(self._rng[index])
+                    scores = self._score(micro)
+            self.policy.activate(training=True)
+            parts = []
+            for key, by_name in gradients.items():
+                own = {name: _part(self.batch, micro, name, gradient) for name, gradient in by_name.items()}
+                outputs, their_gradients = to_backward(scores, own)
+                if outputs:
+                    parts.append((key, outputs, their_gradients))
+            with suited_threads(self.policy.device, len(micro.batch.input_ids), self.policy.facts.num_parameters):
+                for number, (key, outputs, their_gradients) in enumerate(parts, start=1):
+                    collector.backward(key, outputs, their_gradients, retain_graph=number < len(parts))
+
+
+def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of the scores that weights had a part in, and the gradients given for them, as autograd takes them."""
+    outputs = [scores[name] for name in gradients if scores[name].requires_grad]
+    given = [gradient for name, gradient in gradients.items() if scores[name].requires_grad]
+    return outputs, [
+        gradient.to(score.device, score.dtype, non_blocking=True)
+        for score, gradient in zip(outputs, given, strict=True)
+    ]
+
+
+def _part(batch: Batch, micro: MicroBatch, name: str, whole: Tensor) -> Tensor:
+    """A micro-batch's entries of the batch's."""
+    return whole if micro.batch is batch else whole[beside(entries_of(micro, name), whole)]

@@ -1,0 +1,128 @@
+"""Losses without our backward: scores and a loss of them alone, and the two halves of one that the client computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from gradwire_losses.batch import Batch, sent
+from gradwire_losses.registry import LossConfig, LossSpec
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_server.engine.scoring.planner import Budget, split
+from gradwire_server.engine.scoring.score_types import check_scores
+from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
+from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
+from gradwire_server.engine.training.loss_call import (
+    Reference,
+    call_loss,
+    check_finite,
+    loss_teacher,
+    loss_temperature,
+    needed_scores,
+    reference_logprobs,
+)
+from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
+
+CUSTOM: Key = ("custom", "weight")
+
+
+def forward(
+    policy: Policy,
+    batch: Batch,
+    loss: LossSpec | None = None,
+    config: LossConfig | None = None,
+    *,
+    reference: Reference | None = None,
+    teacher: Policy | None = None,
+    outputs: Collection[str] = (),
+    temperature: float = 1.0,
+    budget: Budget,
+) -> LossEvaluation:
+    """Scores, and a loss of them where one is given; no gradients, no dropout.
+
+    Args:
+        reference: needed where the loss needs ``ref_logprobs``.
+        teacher: the same reference's weights, needed where the loss needs ``divergence``.
+        outputs: names of the scores to return.
+        temperature: divides the logits where there is no loss; a loss says it in its own arguments.
+
+    Raises:
+        OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
+    """
+    names, compared = set(outputs), None
+    if loss is not None and config is not None:
+        needed = needed_scores(loss, config, batch, policy)
+        names |= needed - {"ref_logprobs"}
+        temperature = loss_temperature(config)
+        compared = loss_teacher(loss, config, teacher, needed)
+    check_scores(policy, outputs, compared)
+    scores = score_batch(policy, batch, names, temperature=temperature, teacher=compared, budget=budget)
+    sums = LossSums(loss.name if loss else "")
+    if loss is not None and config is not None:
+        if "ref_logprobs" in needed:
+            scores["ref_logprobs"] = reference_logprobs(loss, config, reference, batch, policy)
+        with torch.no_grad():
+            sums.add(call_loss(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
+        sums.settle()
+    num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing()))
+    return reported(batch, scores, outputs, num_microbatches, sums if loss else None)
+
+
+def kept_forward(
+    policy: Policy, batch: Batch, names: Collection[str], *, temperature: float = 1.0, budget: Budget
+) -> tuple[DifferentiableScores, LossEvaluation]:
+    """The first half of a loss that the client computes: scores, whose graph waits for :func:`custom_backward`."""
+    kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget)
+    evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
+    return kept, replace(evaluation, recomputed=kept.recomputed, out_of_memory=kept.ran_out)
+
+
+def custom_backward(
+    kept: DifferentiableScores, gradients: Mapping[str, Tensor], weight: float, accumulator: GradientAccumulator
+) -> None:
+    """The second half: the gradient of the client's loss, in proportion to ``weight``, into the accumulator.
+
+    Args:
+        gradients: name of a score -> the loss's gradient with respect to it, flat, as the scores were.
+        weight: what the loss averages over; calls of one accumulation are averaged by it.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, or NON_FINITE with the row to blame.
+    """
+    if not 0 < weight < math.inf:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"weight is {weight}; it is what the loss averages over, and positive",
+            field="weight",
+            rule="weight > 0",
+        )
+    for name, gradient in gradients.items():
+        if name not in kept.by_name or gradient.shape != kept.by_name[name].shape:
+            there = f"{tuple(kept.by_name[name].shape)}" if name in kept.by_name else "not among the scores asked for"
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"a gradient of shape {tuple(gradient.shape)} came for {name}, which is {there}",
+                field=f"grad_{name}",
+                rule="shaped as the scores were",
+            )
+    check_finite(
+        kept.batch, gradients, torch.arange(kept.batch.num_examples), "the gradient that the client computed for"
+    )
+    with GradientCollector(kept.policy.trainable_parameters()) as collector:
+        device = kept.policy.device
+        moved = {name: sent(gradient, device) for name, gradient in gradients.items()}
+        kept.backward(collector, {CUSTOM: moved})
+    if not collector.finite():
+        raise OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE,
+            "the gradient with respect to the weights is not finite, though that of the scores is; nothing was "
+            "accumulated. A lower learning rate, or float32 weights, may help",
+        )
+    accumulator.merge(collector.by_key, {CUSTOM: weight}, scale=weight)

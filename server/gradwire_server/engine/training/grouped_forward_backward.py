@@ -1,0 +1,165 @@
+"""Several LoRA runs through their common base model at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TypeVar, cast
+
+import torch
+from gradwire_losses.batch import Batch, sent
+from torch import Tensor
+
+from gradwire_server.engine.failures import is_fatal
+from gradwire_server.engine.model.adapters import Span
+from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.scoring.forward import Reading, assemble
+from gradwire_server.engine.training.accumulation import GradientCollector, Key
+from gradwire_server.engine.training.differentiable_scores import to_backward
+from gradwire_server.engine.training.forward_backward import Training
+from gradwire_server.engine.training.loss_report import LossEvaluation
+
+T = TypeVar("T")
+
+
+def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
+    """Whether two runs may go through the model at once, in training mode, and get what each gets alone."""
+    layers = policy.split_model.adapter_layers
+    return (
+        policy.split_model is other.split_model
+        and policy.adapter != other.adapter
+        and policy.gradient_checkpointing == other.gradient_checkpointing
+        and not policy.split_model.has_dropout
+        and layers is not None
+        and all(layers.computes_in_spans(each.adapter) for each in (policy, other))
+    )
+
+
+def hidden_together(
+    policies: Sequence[LoraPolicy], batches: Sequence[Batch], positions: Sequence[Tensor]
+) -> list[Tensor]:
+    """Final hidden states of one batch a run, in one forward of the trunk in training mode.
+
+    Args:
+        policies: that :func:`can_go_together`.
+        batches: theirs, each with at least one sequence.
+        positions: ``[P]`` of each batch, indices into its tokens.
+
+    Returns:
+        ``[P, H]`` of each batch, as ``policy.hidden`` gives them.
+    """
+    first = policies[0]
+    split_model = first.split_model
+    lengths = torch.cat([batch.lengths for batch in batches])
+    arranged = arrange(
+        first.packing(training=True),
+        torch.cat([batch.input_ids for batch in batches]),
+        lengths,
+        torch.cat([batch.group_sizes for batch in batches]),
+    )
+    begins, total = [], 0
+    for batch in batches:
+        begins.append(total)
+        total += len(batch.input_ids)
+    # The first token of a batch is no other's, in any form, so its place is where the run's tokens begin.
+    starts = arranged.places[begins].tolist()
+    stops = [*starts[1:], arranged.input_ids.numel()]
+    spans = [Span(policy.adapter, *ends) for policy, ends in zip(policies, zip(starts, stops), strict=True)]
+    split_model.activate_spans(spans, checkpointing=first.gradient_checkpointing)
+    states = split_model.states(arranged)
+    wanted = arranged.places[torch.cat([own + begin for own, begin in zip(positions, begins, strict=True)])]
+    found = states.index_select(0, sent(wanted, states.device))
+    return list(found.split([len(own) for own in positions]))
+
+
+def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
+    """Whether trainings are one micro-batch each, which scores something, and at once no more than so many tokens."""
+    if any(len(each.micros) != 1 or not len(_reading(each).positions) for each in trainings):
+        return False
+    micros = [training.micros[0] for training in trainings]
+    if trainings[0].policy.packing(training=True) is not Packing.PADDED:
+        return sum(micro.computed_tokens for micro in micros) <= most_tokens
+    width = max(int(micro.batch.lengths.max()) for micro in micros)
+    return sum(micro.batch.num_sequences for micro in micros) * width <= most_tokens
+
+
+def forward_backward_together(
+    trainings: Sequence[Training], run_rngs: Sequence[Callable[[], AbstractContextManager[None]]]
+) -> list[LossEvaluation | None]:
+    """What :func:`.training.forward_backward` does, for several runs with one forward and one backward of the trunk.
+
+    Args:
+        trainings: of policies that :func:`can_go_together`, each scoring something, that :func:`fits`.
+        run_rngs: makes the context in which a run's loss draws random numbers.
+
+    Returns:
+        None for one that failed: nothing of it is accumulated, and alone it says why.
+
+    Raises:
+        Exception: whatever went wrong in what they do together; nothing is accumulated then.
+    """
+    readings = [_reading(training) for training in trainings]
+    taught = [reading.teacher_states() for reading in readings]
+    policies = [cast(LoraPolicy, training.policy) for training in trainings]
+    hidden = hidden_together(policies, [each.batch for each in trainings], [each.positions for each in readings])
+    passes: list[list[tuple[Key, list[Tensor], list[Tensor]]]] = []
+    evaluated = []
+    for training, reading, states, teacher_states, run_rng in zip(
+        trainings, readings, hidden, taught, run_rngs, strict=True
+    ):
+        scores = reading.scores(states, teacher_states)
+        detached = assemble(
+            training.policy,
+            training.batch,
+            training.micros,
+            [{name: values.detach() for name, values in scores.items()}],
+            training.names,
+        )
+        with run_rng():
+            gradients = _unless_failed(partial(training.evaluate, training.parts()[0], detached))
+        evaluated.append(gradients is not None)
+        passes.append([(key, *to_backward(scores, by_name)) for key, by_name in (gradients or {}).items()])
+    with ExitStack() as stack:
+        collectors = [
+            stack.enter_context(GradientCollector(training.policy.trainable_parameters())) for training in trainings
+        ]
+        _backward(collectors, passes)
+    found: list[LossEvaluation | None] = []
+    for training, collector, whole in zip(trainings, collectors, evaluated, strict=True):
+        found.append(_unless_failed(partial(training.end, collector, 1)) if whole else None)
+    return found
+
+
+def _backward(
+    collectors: Sequence[GradientCollector], passes: Sequence[Sequence[tuple[Key, list[Tensor], list[Tensor]]]]
+) -> None:
+    """One backward for the first unit of every loss, another for the second of those that have two, and so on."""
+    count = max(map(len, passes))
+    for index in range(count):
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for collector, parts in zip(collectors, passes, strict=True):
+            if index < len(parts):
+                key, own_outputs, own_gradients = parts[index]
+                collector.collect(key)
+                outputs += own_outputs
+                gradients += own_gradients
+        if outputs:
+            torch.autograd.backward(outputs, gradients, retain_graph=index + 1 < count)
+
+
+def _reading(training: Training) -> Reading:
+    return Reading(
+        training.policy, training.batch, training.names, training.temperature, training.teacher, training.budget
+    )
+
+
+def _unless_failed(attempt: Callable[[], T]) -> T | None:
+    try:
+        return attempt()
+    except Exception as error:  # whatever a loss raises, the others go on
+        if is_fatal(error):
+            raise
+        return None

@@ -1,0 +1,157 @@
+"""AdamW (Loshchilov and Hutter 2019) on a policy's masters, with clipping by the global norm.
+
+As in ``torch.optim.AdamW``, which does the arithmetic, weight decay applies to every trained tensor, biases and
+norms included. A parameter that no gradient has reached yet is left alone, decay included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.training.accumulation import GradientAccumulator
+
+MIN_EPS = 1e-30
+"""AdamW divides by the second moment's root plus eps: with less than float32 can hold, a gradient of 0 gives NaN."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did.
+
+    Attributes:
+        grad_norm: global norm of the averaged gradient, before clipping.
+        skipped: the gradient was not finite and the step left out.
+    """
+
+    grad_norm: float
+    skipped: bool
+
+
+class Optimizer:
+    """The optimizer of one run. Hyperparameters come with each step; only moments and step counts are state."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._masters = policy.masters()
+        self._adamw: torch.optim.AdamW | None = None
+        if self._masters:
+            fused = all(
+                master.is_floating_point() and master.device.type in ("cpu", "cuda")
+                for master in self._masters.values()
+            )
+            self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
+
+    def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
+        """Takes one step with what was accumulated, and clears it.
+
+        Args:
+            settings: ``max_grad_norm`` 0 does not clip.
+
+        Raises:
+            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT, or NON_FINITE unless ``skip_nonfinite``; weights,
+                moments and accumulation are then as before.
+        """
+        check_settings(settings)
+        if accumulator.empty or self._adamw is None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_NOTHING_TO_STEP,
+                "optim_step has no gradient to apply: call forward_backward first",
+            )
+        found, factor = accumulator.normalised()
+        # In an order of their own: a norm's last bit must not depend on whether a checkpoint lay between.
+        gradients = {name: found[name] for name in self._masters if name in found}
+        norm = get_total_norm(list(gradients.values())).item() * factor if gradients else 0.0
+        if not math.isfinite(norm):
+            if not settings.skip_nonfinite:
+                raise OperationError(
+                    training_pb2.ERROR_CODE_NON_FINITE,
+                    "the accumulated gradient is not finite; the weights are untouched. Call zero_grad to drop it, "
+                    "or step with on_nonfinite='skip'",
+                )
+            accumulator.clear()
+            return StepOutcome(norm, skipped=True)
+        if settings.max_grad_norm and norm > settings.max_grad_norm:
+            factor *= settings.max_grad_norm / norm
+        for name in gradients:
+            self._prepare(self._masters[name])
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), factor)
+        for group in self._adamw.param_groups:
+            group["lr"] = settings.learning_rate
+            group["betas"] = (settings.beta1, settings.beta2)
+            group["eps"] = settings.eps
+            group["weight_decay"] = settings.weight_decay
+        for name, gradient in gradients.items():
+            self._masters[name].grad = gradient.to(self._masters[name].dtype)
+        self._adamw.step()
+        crash_point("engine.inside_optim_step")
+        self._adamw.zero_grad(set_to_none=True)
+        self._policy.sync()
+        accumulator.clear()
+        return StepOutcome(norm, skipped=False)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """``"moment|parameter"`` -> the moment itself, not a copy; empty before the first step."""
+        if self._adamw is None:
+            return {}
+        return {
+            f"{moment}|{name}": state[moment]
+            for name, master in self._masters.items()
+            if (state := self._adamw.state.get(master))
+            for moment in MOMENTS
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces all moments and step counts by these; none are those of a fresh optimizer."""
+        if self._adamw is None:
+            return
+        self._adamw.state.clear()
+        for path, tensor in tensors.items():
+            moment, name = path.split("|", 1)
+            self._prepare(self._masters[name])
+            self._adamw.state[self._masters[name]][moment].copy_(tensor)
+
+    def _prepare(self, master: Tensor) -> None:
+        """Makes a parameter's moments before anything is changed: this is where memory may run out."""
+        assert self._adamw is not None
+        if not self._adamw.state.get(master):
+            self._adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+            }
+
+
+def check_settings(settings: training_pb2.OptimStep) -> None:
+    """Checks the arguments of a step.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, with the argument and its rule.
+    """
+    rules = {
+        "learning_rate": (0 <= settings.learning_rate < math.inf, "learning_rate >= 0"),
+        "beta1": (0 <= settings.beta1 < 1, "0 <= beta1 < 1"),
+        "beta2": (0 <= settings.beta2 < 1, "0 <= beta2 < 1"),
+        "eps": (MIN_EPS <= settings.eps < math.inf, f"eps >= {MIN_EPS:g}"),
+        "weight_decay": (0 <= settings.weight_decay < math.inf, "weight_decay >= 0"),
+        "max_grad_norm": (0 <= settings.max_grad_norm < math.inf, "max_grad_norm >= 0"),
+    }
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"optim_step: {name} is {getattr(settings, name)}, and {rule} must hold",
+                field=name,
+                rule=rule,
+            )

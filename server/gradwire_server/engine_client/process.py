@@ -1,0 +1,322 @@
+"""The engine as the front sees it: a child process that answers requests, and is started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import ServerConfig
+from gradwire_server.engine_link.crash_marks import CrashMarks
+from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
+from gradwire_server.engine_link.vitals import BEAT_S, Vitals
+from gradwire_server.errors import RpcError
+
+log = logging.getLogger(__name__)
+
+RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
+HEALTHY_S = 60.0
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(16 << 20)}
+"""Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
+machine with other work; and memory of a chunk of logits goes back at once, instead of staying among what is kept: doing
+so with smaller blocks, as a layer's activations are, saves no memory in a step's peak."""
+
+
+EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]
+
+
+class EngineDied(Exception):
+    """The engine ended before it answered. `suspect`: it was carrying out this request, among others perhaps."""
+
+    def __init__(self, suspect: bool) -> None:
+        super().__init__("the engine died")
+        self.suspect = suspect
+
+
+class EngineClient(Protocol):
+    """What the scheduler needs of an engine."""
+
+    @property
+    def generation(self) -> int:
+        """Counts the processes: what one held, the next does not. 0 while there is none."""
+
+    @property
+    def hello(self) -> engine_pb2.EngineHello: ...
+
+    @property
+    def vitals(self) -> Vitals: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    async def ready(self) -> None:
+        """Waits until there is an engine."""
+
+    def request(
+        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+    ) -> asyncio.Future[EngineAnswer]:
+        """Sends a request, in the order of the calls.
+
+        Raises (through the future):
+            EngineDied: it may or may not have been carried out.
+            RpcError: the engine refused it.
+        """
+
+    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Takes a request back: its answer is ``not_started`` at once. False when it was begun already."""
+
+
+def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
+    """How the engine is started."""
+    flags: dict[str, object] = {
+        "--device": config.device or None,
+        "--dtype": config.dtype or None,
+        "--group-runs": config.group_runs,
+        "--sampler": config.sampler,
+        "--microbatch-tokens": config.microbatch_tokens,
+        "--activation-budget-gib": config.activation_budget_gib,
+        "--reference-cache-gib": config.reference_cache_gib,
+        "--threads": config.threads,
+        "--log-level": config.log_level,
+        "--log-format": config.log_format,
+        "--traces": config.traces or None,
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "gradwire_server.engine.process",
+        "--fd",
+        str(fd),
+        "--state-dir",
+        str(config.state_dir),
+    ]
+    words += ["--marks", str(marks_fd)]
+    for name, path in config.models.items():
+        words += ["--model", f"{name}={path}"]
+    for name, path in config.allowed_models.items():
+        words += ["--allow-model", f"{name}={path}"]
+    for losses in config.losses:
+        words += ["--losses", str(losses)]
+    for flag, value in flags.items():
+        if value is not None:
+            words += [flag, str(value)]
+    return [*words, "--compile"] if config.compile else words
+
+
+class _Connection:
+    """One engine process: its link, and the requests that it has not answered."""
+
+    def __init__(self, link: AsyncEngineLink, process: asyncio.subprocess.Process, vitals: Vitals, marks: CrashMarks):
+        self.link, self.process, self._vitals, self._marks = link, process, vitals, marks
+        self._waiting: dict[int, asyncio.Future[EngineAnswer]] = {}
+        self._ids: dict[asyncio.Future[EngineAnswer], int] = {}
+        self.worked = False
+
+    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer]) -> asyncio.Future[EngineAnswer]:
+        answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = answer
+        self._ids[answer] = request.id
+        self.link.send(request, payload)
+        return answer
+
+    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        if answer not in self._ids or not self._marks.withdraw(self._ids[answer]):
+            return False
+        self._settle(answer, (engine_pb2.EngineReply(not_started=pb.Empty()), b""))
+        return True
+
+    async def receive(self) -> None:
+        while True:
+            reply, payload = await self.link.receive(engine_pb2.EngineReply)
+            if reply.HasField("heartbeat"):
+                self._vitals.take(reply.heartbeat)
+                continue
+            self._marks.answered(reply.id)
+            answer = self._waiting.pop(reply.id, None)
+            if answer is not None:
+                self._settle(answer, (reply, payload))
+                self.worked = True
+
+    def lost(self) -> None:
+        """Fails what has no answer. Where the engine marked nothing, it was carrying out the first."""
+        suspects = self._marks.begun or set(list(self._waiting)[:1])
+        for request_id, answer in self._waiting.items():
+            self._settle(answer, EngineDied(suspect=request_id in suspects))
+        self._waiting.clear()
+        self._marks.close()
+
+    def _settle(self, answer: asyncio.Future[EngineAnswer], outcome: EngineAnswer | EngineDied) -> None:
+        self._ids.pop(answer, None)
+        if answer.done():
+            return
+        if isinstance(outcome, EngineDied):
+            answer.set_exception(outcome)
+        elif outcome[0].HasField("error"):
+            answer.set_exception(RpcError.of(outcome[0].error))
+        else:
+            answer.set_result(outcome)
+
+
+class EngineProcess:
+    """Starts the engine, keeps it running, and carries requests to it.
+
+    Args:
+        config: of the server.
+        on_change: called with whether there is an engine that is alive, whenever that may have changed.
+    """
+
+    def __init__(self, config: ServerConfig, on_change: Callable[[bool], object] = bool) -> None:
+        self._config, self._on_change = config, on_change
+        self._ids = itertools.count(1)
+        self._connection: _Connection | None = None
+        self._ready = asyncio.Event()
+        self._stopping = self._worked = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self.generation = 0
+        self.vitals = Vitals(config.heartbeat_stale_s)
+        self.hello = engine_pb2.EngineHello()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set() and self.vitals.fresh
+
+    async def ready(self) -> None:
+        await self._ready.wait()
+
+    async def start(self) -> engine_pb2.EngineHello:
+        """Starts the first engine.
+
+        Raises:
+            RpcError: what the engine says stopped it.
+        """
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(started))
+        await started
+        return self.hello
+
+    def request(
+        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+    ) -> asyncio.Future[EngineAnswer]:
+        if self._connection is None:
+            answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
+            answer.set_exception(EngineDied(suspect=False))
+            return answer
+        request.id = next(self._ids)
+        return self._connection.request(request, payload)
+
+    def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        return self._connection is not None and self._connection.withdraw(answer)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets the engine finish what it does, for so long, and ends it."""
+        self._stopping = True
+        connection = self._connection
+        if connection is not None:
+            shutdown = engine_pb2.EngineRequest(id=next(self._ids), shutdown=engine_pb2.EngineShutdown())
+            connection.link.send(shutdown)
+            try:
+                await asyncio.wait_for(connection.process.wait(), grace_s)
+            except TimeoutError:
+                log.warning("the engine did not end within %.0f s and is killed", grace_s)
+                _kill(connection.process)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        failures = 0
+        while not self._stopping:
+            await asyncio.sleep(RESTART_PAUSES_S[min(failures, len(RESTART_PAUSES_S) - 1)])
+            began, self._worked = asyncio.get_running_loop().time(), False
+            try:
+                await self._live(started)
+            except Exception as error:  # whatever it is: a server that has no engine says so, and tries for another
+                if not started.done():
+                    started.set_exception(_start_error(error))
+                    return
+                if not self._stopping:
+                    expected = isinstance(error, (RpcError, LinkClosed, OSError))
+                    log.error("the engine ended: %s", error, exc_info=None if expected else error)
+            healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
+            failures = 1 if healthy else failures + 1
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        """The life of one engine process; ends by raising why it ended."""
+        ours, theirs = socket.socketpair()
+        marks = CrashMarks()
+        with theirs:
+            words = command(self._config, theirs.fileno(), marks.fd)
+            env = ENVIRONMENT | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                pass_fds=[theirs.fileno(), marks.fd],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env=env,
+                start_new_session=True,
+            )
+        connection = _Connection(AsyncEngineLink(ours), process, self.vitals, marks)
+        tasks = []
+        try:
+            first, _ = await connection.link.receive(engine_pb2.EngineReply)
+            if first.HasField("error"):
+                raise RpcError.of(first.error)
+            self.hello = first.hello
+            self.generation += 1
+            self.vitals.started()
+            self._connection = connection
+            self._ready.set()
+            if not started.done():
+                started.set_result(None)
+            self._on_change(True)
+            tasks = [asyncio.create_task(work()) for work in (connection.receive, self._watch)]
+            done, _pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            self._ready.clear()
+            self._connection = None
+            self._worked = connection.worked
+            self._on_change(False)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            _kill(process)
+            code = await process.wait()
+            connection.link.close()
+            connection.lost()
+            if not self._stopping:
+                log.warning("the engine process %d ended with code %d", process.pid, code)
+
+    async def _watch(self) -> None:
+        """Tells of an engine that is there and gives no sign, and of one that gives them again."""
+        alive = True
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self.is_ready != alive:
+                alive = not alive
+                if not alive:
+                    log.warning("the engine has given no sign of life for %.0f s", self.vitals.age_s)
+                self._on_change(alive)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Not `process.kill`, which polls the child first and so takes its exit code away from asyncio."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _start_error(error: Exception) -> RpcError:
+    if isinstance(error, RpcError):
+        return error
+    return RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"the engine did not start ({error}); its own words are above")

@@ -1,1 +1,0 @@
-"""The gRPC door: thin services over `runs`, `scheduler` and `journal`. Nothing here imports torch."""

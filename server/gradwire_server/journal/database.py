@@ -1,0 +1,251 @@
+"""One SQLite database with one writer thread that groups commits.
+
+Whatever waits while a commit is being fsynced goes into the next one: many concurrent writes cost one fsync, and
+the event loop never waits for the disk. Writes are carried out in the order they were asked for, each in a
+savepoint of its own, so that one that fails takes nobody with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import RpcError
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+
+MAX_GROUP = 512
+
+RUN = (
+    "digest(run_id, owner, config, created_at, idempotency_key, request, ready, epoch, writer, accepted_seq,"
+    " applied_seq, released_seq, trimmed_seq, step, failure_seq, failure, rewound_to_seq, rewound_epoch,"
+    " num_trainable_parameters, forked_from, origin)"
+)
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS runs (
+    run_id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    config BLOB NOT NULL,
+    created_at REAL NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    request BLOB NOT NULL,
+    ready INTEGER NOT NULL DEFAULT 0,
+    epoch INTEGER NOT NULL DEFAULT 0,
+    writer TEXT NOT NULL DEFAULT '',
+    accepted_seq INTEGER NOT NULL DEFAULT 0,
+    applied_seq INTEGER NOT NULL DEFAULT 0,
+    released_seq INTEGER NOT NULL DEFAULT 0,
+    trimmed_seq INTEGER NOT NULL DEFAULT 0,
+    step INTEGER NOT NULL DEFAULT 0,
+    failure_seq INTEGER NOT NULL DEFAULT 0,
+    failure TEXT NOT NULL DEFAULT '',
+    rewound_to_seq INTEGER NOT NULL DEFAULT 0,
+    rewound_epoch INTEGER NOT NULL DEFAULT 0,
+    num_trainable_parameters INTEGER NOT NULL DEFAULT 0,
+    forked_from TEXT NOT NULL DEFAULT '',
+    origin BLOB,
+    digest BLOB
+);
+CREATE TRIGGER IF NOT EXISTS run_inserted AFTER INSERT ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
+CREATE TRIGGER IF NOT EXISTS run_updated AFTER UPDATE ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
+CREATE UNIQUE INDEX IF NOT EXISTS runs_by_key ON runs (owner, idempotency_key) WHERE idempotency_key != '';
+CREATE TABLE IF NOT EXISTS operations (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    identity BLOB NOT NULL,
+    header BLOB NOT NULL,
+    accepted_at REAL NOT NULL,
+    status INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
+    segment INTEGER,
+    offset INTEGER,
+    digest BLOB,
+    PRIMARY KEY (run_id, seq)
+);
+CREATE INDEX IF NOT EXISTS operations_without_result ON operations (run_id, seq) WHERE status = 0;
+CREATE INDEX IF NOT EXISTS operations_by_segment ON operations (segment);
+CREATE TABLE IF NOT EXISTS results (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    header BLOB NOT NULL,
+    stored_at REAL NOT NULL,
+    segment INTEGER,
+    offset INTEGER,
+    digest BLOB,
+    PRIMARY KEY (run_id, seq)
+);
+CREATE INDEX IF NOT EXISTS results_by_segment ON results (segment);
+CREATE TABLE IF NOT EXISTS uses (
+    checkpoint TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    PRIMARY KEY (checkpoint, run_id, seq)
+);
+CREATE TABLE IF NOT EXISTS readers (
+    run_id TEXT NOT NULL,
+    reader TEXT NOT NULL,
+    PRIMARY KEY (run_id, reader)
+);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    run_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    checkpoint BLOB NOT NULL,
+    PRIMARY KEY (run_id, name)
+);
+"""
+
+
+@dataclass(frozen=True)
+class _Item:
+    work: Work[Any]
+    done: asyncio.Future[Any]
+
+
+class Database:
+    """The database. Made on a running event loop.
+
+    Args:
+        path: of the database file.
+        before_commit: called in the writer thread before each commit; what it raises fails the whole group.
+        on_failed_group: called in the writer thread when a group failed as a whole.
+
+    Attributes:
+        on_commit: called in the writer thread after each group: with how many writes, in how many seconds, and
+            whether it was committed.
+    """
+
+    def __init__(
+        self, path: Path, before_commit: Callable[[], object] = bool, on_failed_group: Callable[[], object] = bool
+    ) -> None:
+        self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
+        self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
+        self._loop = asyncio.get_running_loop()
+        connection = self._connect()
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.executescript(SCHEMA.replace("{RUN}", RUN))
+        connection.close()
+        self._asked: list[_Item] = []
+        self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
+        self._writer.start()
+        self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
+        self._reading: sqlite3.Connection | None = None
+
+    def write(self, work: Work[T]) -> asyncio.Future[T]:
+        """Carries the work out in the writer thread; the future is done once it is durable (or has failed)."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        if not self._asked:  # after what else the loop has to do now: the writer would contend for the interpreter
+            self._loop.call_soon(self._hand_over)
+        self._asked.append(_Item(work, done))
+        return done
+
+    def _hand_over(self) -> None:
+        asked, self._asked = self._asked, []
+        self._queue.put(asked)
+
+    async def read(self, query: Work[T]) -> T:
+        """Runs a query in the reader thread: it sees what was durable when it started."""
+
+        def run() -> T:
+            if self._reading is None:
+                self._reading = self._connect()
+            return query(self._reading)
+
+        return await self._loop.run_in_executor(self._reader, run)
+
+    async def close(self) -> None:
+        """Writes what was asked for so far, then ends the threads."""
+        self._hand_over()
+        self._queue.put(None)
+        await asyncio.to_thread(self._writer.join)
+        if self._reading is not None:
+            await self.read(lambda connection: connection.close())
+        self._reader.shutdown()
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.text_factory = lambda raw: raw.decode(errors="replace")  # a flipped bit is for the digest to find
+        connection.create_function("digest", -1, row_digest, deterministic=True)
+        return connection
+
+    def _write(self) -> None:
+        connection = self._connect()
+        ending = False
+        while not ending:
+            items: list[_Item] = []
+            while not items or (len(items) < MAX_GROUP and not self._queue.empty()):
+                asked = self._queue.get()
+                if asked is None:
+                    ending = True
+                    break
+                items += asked
+            if items:
+                outcomes = self._commit(connection, items)
+                self._loop.call_soon_threadsafe(_deliver, items, outcomes)
+        connection.close()
+
+    def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
+        outcomes: list[Any] = []
+        began = time.perf_counter()
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for item in items:
+                connection.execute("SAVEPOINT item")
+                try:
+                    outcomes.append((item.work(connection), None))
+                except Exception as error:  # whatever it is, it is handed to whoever asked for the work
+                    connection.execute("ROLLBACK TO item")
+                    outcomes.append((None, _storage_error(error)))
+                connection.execute("RELEASE item")
+            self._before_commit()
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            self._on_failed_group()
+            self.on_commit(len(items), time.perf_counter() - began, False)
+            return [(None, _storage_error(error))] * len(items)
+        self.on_commit(len(items), time.perf_counter() - began, True)
+        return outcomes
+
+
+def row_digest(*columns: str | bytes | int | float | None) -> bytes:
+    """What a row is held to when it is read: SQLite does not notice a bit that its disk changed."""
+    return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()
+
+
+def _deliver(items: list[_Item], outcomes: list[Any]) -> None:
+    for item, (value, error) in zip(items, outcomes, strict=True):
+        if item.done.cancelled():
+            continue
+        if error is None:
+            item.done.set_result(value)
+        else:
+            item.done.set_exception(error)
+
+
+def _storage_error(error: Exception) -> Exception:
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error))
+    if full:
+        return RpcError(
+            pb.ERROR_CODE_STORAGE_FULL,
+            "the server's disk is full: nothing was written; make room in its --state-dir and try again",
+        )
+    return error

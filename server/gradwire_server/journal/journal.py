@@ -1,0 +1,370 @@
+"""What was asked and what was answered, on disk before it is acknowledged and before it is delivered.
+
+Operations and results are rows; their payloads are records of segments beside the database. The journal decides
+nothing about order: the scheduler does, and the journal holds it to it (an operation is appended only right
+behind the one before it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.journal.database import Database, row_digest
+from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
+
+READ_BYTES = 8 << 20
+"""About how many bytes of results are read at a time."""
+
+
+OPERATION = "digest(run_id, seq, identity, header, accepted_at, status, segment, offset)"
+RESULT = "digest(run_id, seq, header, segment, offset)"
+
+
+def uses(operation: pb.Operation) -> list[str]:
+    """The checkpoints without which an operation cannot be repeated."""
+    kind = operation.WhichOneof("kind")
+    if kind == "load_checkpoint":
+        return [operation.load_checkpoint.checkpoint]
+    if kind == "forward_backward" and "/" in operation.forward_backward.loss_kwargs_json:
+        try:
+            arguments = json.loads(operation.forward_backward.loss_kwargs_json)
+        except ValueError:
+            return []
+        values = arguments.values() if isinstance(arguments, dict) else ()
+        return sorted({value for value in values if isinstance(value, str) and value.count("/") == 1})
+    return []
+
+
+def identity(header: pb.OperationHeader) -> bytes:
+    """What makes two submissions of one number the same: operation, tensors and payload; not who submits it when."""
+    content = pb.OperationHeader(
+        operation=header.operation,
+        tensors=header.tensors,
+        payload_bytes=header.payload_bytes,
+        payload_digest=header.payload_digest,
+    )
+    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A journaled operation. `status` is that of its result, STATUS_UNSPECIFIED while it has none; of a damaged one
+    nothing but its number is known."""
+
+    header: pb.OperationHeader
+    identity: bytes
+    accepted_at: float
+    status: pb.Status.ValueType
+    deaths: int
+    location: Location | None
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    header: pb.OperationResult
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class RunMarks:
+    """What a result changes of its run's row, in the same transaction; unless a later one was stored already, because
+    the disk had no room for this one when it came."""
+
+    step: int
+    failure_seq: int
+    failure: str
+
+
+class Journal:
+    """The journal of all runs of a state folder.
+
+    Args:
+        state_dir: holds `gradwire.db` and `journal/`.
+        keep_payloads: False is `durability=checkpoint`: operations are known but cannot be replayed.
+    """
+
+    def __init__(self, state_dir: Path, *, keep_payloads: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.segments = Segments(state_dir / "journal", segment_bytes)
+        self.store = Database(state_dir / "gradwire.db", self.segments.sync, self.segments.abandon)
+        self.keep_payloads = keep_payloads
+
+    # ---- operations ----
+
+    def append(
+        self, header: pb.OperationHeader, content: bytes, accepted_at: float, payload: Sequence[Buffer]
+    ) -> asyncio.Future[Location | None]:
+        """Makes an operation durable; the future gives where its payload lies.
+
+        Raises (through the future):
+            RpcError: STORAGE_FULL.
+            LookupError: when the number before it is not in the journal, because its own append failed.
+        """
+
+        def work(connection: sqlite3.Connection) -> Location | None:
+            row = (header.seq, header.run_id, header.seq - 1)
+            moved = connection.execute("UPDATE runs SET accepted_seq = ? WHERE run_id = ? AND accepted_seq = ?", row)
+            if moved.rowcount != 1:
+                raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
+            location = self.segments.append(payload) if payload and self.keep_payloads else None
+            columns = (
+                header.run_id, header.seq, content, header.SerializeToString(), accepted_at, pb.STATUS_UNSPECIFIED,
+                *_columns(location),
+            )  # fmt: skip
+            connection.execute(
+                "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (*columns, row_digest(*columns)),
+            )
+            for name in uses(header.operation):
+                path = name if "/" in name else f"{header.run_id}/{name}"
+                connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
+            crash_point("operation.before_commit")
+            return location
+
+        return self.store.write(work)
+
+    async def identity_of(self, run_id: str, seq: int) -> bytes | None:
+        """Of a journaled operation; None when it was collected."""
+        query = "SELECT identity FROM operations WHERE run_id = ? AND seq = ?"
+        row = await self.store.read(lambda connection: connection.execute(query, (run_id, seq)).fetchone())
+        return row[0] if row else None
+
+    async def entries(self, run_id: str, after_seq: int, up_to_seq: int) -> list[JournalEntry]:
+        """Operations of a run in order, without their payloads."""
+        query = (
+            f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, digest = {OPERATION}"
+            " FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
+        )
+        rows = await self.store.read(
+            lambda connection: connection.execute(query, (run_id, after_seq, up_to_seq)).fetchall()
+        )
+        return [
+            JournalEntry(pb.OperationHeader.FromString(header), content, at, status, deaths, _location(segment, offset))
+            if whole
+            else JournalEntry(
+                pb.OperationHeader(run_id=run_id, seq=seq), content, at, status, deaths, None, damaged=True
+            )
+            for seq, header, content, at, status, deaths, segment, offset, whole in rows
+        ]
+
+    async def payload(self, location: Location) -> bytearray:
+        """
+        Raises:
+            CorruptRecord: when the bytes are not those that were written.
+        """
+        return await asyncio.to_thread(self.segments.read, location)
+
+    def count_death(self, run_id: str, seq: int) -> asyncio.Future[None]:
+        """Remembers that the engine died while it carried this operation out."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "UPDATE operations SET deaths = deaths + 1 WHERE run_id = ? AND seq = ?"
+            connection.execute(query, (run_id, seq))
+
+        return self.store.write(work)
+
+    # ---- results ----
+
+    def put_result(
+        self,
+        run_id: str,
+        result: pb.OperationResult,
+        payload: Sequence[Buffer],
+        marks: RunMarks,
+        checkpoint: pb.Checkpoint | None = None,
+        repeatable: bool = True,
+    ) -> asyncio.Future[None]:
+        """Makes a result durable, once, with what it changes of its run and the checkpoint it saved.
+
+        Args:
+            repeatable: False for an operation that no recovery repeats: its payload is given up.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            location = self.segments.append(payload) if any(map(len, payload)) else None
+            header = result.SerializeToString()
+            digest = row_digest(run_id, result.seq, header, *_columns(location))
+            connection.execute(
+                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (run_id, result.seq, header, time.time(), *_columns(location), digest),
+            )
+            place = "segment, offset" if repeatable else "NULL, NULL"
+            connection.execute(
+                f"UPDATE operations SET status = ?, (segment, offset) = ({place}),"
+                f" digest = {OPERATION.replace('status, segment, offset', f'?, {place}')} WHERE run_id = ? AND seq = ?",
+                (result.status, result.status, run_id, result.seq),
+            )
+            change, values = "", tuple[int | str, ...]()
+            if result.status != pb.STATUS_CANCELLED and not _is_late(connection, run_id, result.seq):
+                change, values = (
+                    "step = ?, failure_seq = ?, failure = ?, ",
+                    (marks.step, marks.failure_seq, marks.failure),
+                )
+            connection.execute(
+                f"UPDATE runs SET {change}applied_seq = coalesce("
+                "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
+                " WHERE run_id = ?",
+                (*values, run_id),
+            )
+            if checkpoint is not None:
+                connection.execute(
+                    "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
+                    (run_id, checkpoint.name, checkpoint.SerializeToString()),
+                )
+            crash_point("result.before_commit")
+
+        return self.store.write(work)
+
+    async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
+        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
+        query = (
+            f"SELECT seq, header, segment, offset, digest = {RESULT} FROM results"
+            " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
+        )
+
+        def read(connection: sqlite3.Connection) -> list[StoredResult]:
+            found, size = list[StoredResult](), 0
+            for seq, header, segment, offset, whole in connection.execute(query, (run_id, from_seq, up_to_seq, limit)):
+                found.append(
+                    _with_payload(self.segments, pb.OperationResult.FromString(header), _location(segment, offset))
+                    if whole
+                    else lost_result(seq)
+                )
+                size += len(found[-1].payload)
+                if size >= READ_BYTES:
+                    break
+            return found
+
+        return await self.store.read(read)
+
+    def release(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
+        """Forgets results; that their operations had some is not forgotten."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM results WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+            connection.execute(
+                "UPDATE runs SET released_seq = max(released_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
+            )
+
+        return self.store.write(work)
+
+    # ---- growing and shrinking ----
+
+    def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
+        """Collects operations that no recovery can need: those that a checkpoint contains.
+
+        An operation whose result is still kept stays known, without its payload.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
+                " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
+                (run_id, up_to_seq, run_id),
+            )
+            connection.execute(
+                "UPDATE operations SET segment = NULL, offset = NULL,"
+                f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
+                " WHERE run_id = ? AND seq <= ? AND segment IS NOT NULL",
+                (run_id, up_to_seq),
+            )
+            connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+            connection.execute(
+                "UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
+            )
+
+        return self.store.write(work)
+
+    async def user_of(self, run_id: str, name: str = "") -> tuple[str, str, int] | None:
+        """(checkpoint, run, operation) of an operation that a recovery would repeat with this checkpoint, or with any
+        of another run; None when there is none."""
+        condition = "checkpoint = ?" if name else "checkpoint LIKE ? AND uses.run_id != ?"
+        values = (f"{run_id}/{name}",) if name else (f"{run_id}/%", run_id)
+        query = (
+            "SELECT checkpoint, uses.run_id, seq FROM uses JOIN operations USING (run_id, seq)"
+            f" WHERE {condition} AND status IN (?, ?) ORDER BY seq DESC LIMIT 1"
+        )
+        values = (*values, pb.STATUS_UNSPECIFIED, pb.STATUS_SUCCEEDED)
+        found: tuple[str, str, int] | None = await self.store.read(
+            lambda connection: connection.execute(query, values).fetchone()
+        )
+        return found
+
+    async def expired(self, before: float) -> dict[str, int]:
+        """Run -> the newest number whose result, like those before it, was stored before this time."""
+        query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
+        rows = await self.store.read(lambda connection: connection.execute(query, (before,)).fetchall())
+        return dict(rows)
+
+    async def collect(self) -> None:
+        """Deletes the segments that no row refers to any more."""
+
+        def work(connection: sqlite3.Connection) -> set[int]:
+            query = "SELECT segment FROM operations UNION SELECT segment FROM results"
+            return self.segments.closed() - {segment for (segment,) in connection.execute(query)}
+
+        superfluous = await self.store.write(work)  # durable: no row that was deleted can come back
+        await asyncio.to_thread(self.segments.forget, superfluous)
+
+    def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
+        """Makes every number past `to_seq` void, and fences whoever wrote them."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for table in ("operations", "results", "uses"):
+                connection.execute(f"DELETE FROM {table} WHERE run_id = ? AND seq > ?", (run_id, to_seq))
+            connection.execute(
+                "UPDATE runs SET accepted_seq = ?, applied_seq = min(applied_seq, ?), step = ?, failure_seq = 0,"
+                " failure = '', rewound_to_seq = ?, rewound_epoch = epoch, epoch = epoch + 1, writer = ''"
+                " WHERE run_id = ?",
+                (to_seq, to_seq, step, to_seq, run_id),
+            )
+
+        return self.store.write(work)
+
+    async def close(self) -> None:
+        await self.store.close()
+        self.segments.close()
+
+
+def _is_late(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
+    """Whether a result behind this one is stored that told the run's marks; one of a cancellation tells none, and is
+    stored out of order."""
+    query = (
+        "SELECT 1 FROM results JOIN operations USING (run_id, seq) WHERE run_id = ? AND seq > ? AND status != ? LIMIT 1"
+    )
+    return connection.execute(query, (run_id, seq, pb.STATUS_CANCELLED)).fetchone() is not None
+
+
+def _columns(location: Location | None) -> tuple[int | None, int | None]:
+    return (None, None) if location is None else (location.segment, location.offset)
+
+
+def _location(segment: int | None, offset: int | None) -> Location | None:
+    return None if segment is None or offset is None else Location(segment, offset)
+
+
+def _with_payload(segments: Segments, result: pb.OperationResult, location: Location | None) -> StoredResult:
+    if location is None:
+        return StoredResult(result, b"")
+    try:
+        return StoredResult(result, segments.read(location))
+    except CorruptRecord:
+        return lost_result(result.seq)
+
+
+def lost_result(seq: int) -> StoredResult:
+    message = f"operation {seq} was carried out, but its result was damaged on the server's disk"
+    error = pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
+    return StoredResult(pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=error), b"")

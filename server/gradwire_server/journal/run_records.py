@@ -1,0 +1,351 @@
+"""Runs: who owns them, who writes to them, what they were made from, which checkpoints they keep."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.errors import RpcError, unknown_checkpoint, unknown_run
+from gradwire_server.journal.database import RUN, Database
+
+log = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+ORIGIN = "fork-origin"
+"""The folder, among a fork's own checkpoints, of the one that it started from."""
+AUTOMATIC = "auto-"
+"""What the names of the checkpoints begin with that the server takes by itself."""
+
+
+@dataclass
+class RunRecord:
+    """A run as its row has it. `failure_seq`: the failure that what is behind it must have seen; 0 for none.
+    `trimmed_seq`: the journal begins behind it."""
+
+    run_id: str
+    owner: str
+    config: pb.RunConfig
+    created_at: float
+    origin: engine_pb2.EngineCreateRun
+    forked_from: str = ""
+    idempotency_key: str = ""
+    request: bytes = b""
+    ready: bool = False
+    epoch: int = 0
+    writer: str = ""
+    accepted_seq: int = 0
+    applied_seq: int = 0
+    released_seq: int = 0
+    trimmed_seq: int = 0
+    step: int = 0
+    failure_seq: int = 0
+    failure: str = ""
+    rewound_to_seq: int = 0
+    rewound_epoch: int = 0
+    num_trainable_parameters: int = 0
+    num_tokens: int = 0
+    checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
+    readers: set[str] = field(default_factory=set)
+
+    def writable(self, caller: Caller) -> bool:
+        return caller.role == "admin" or caller.name == self.owner
+
+    def readable(self, caller: Caller) -> bool:
+        return self.writable(caller) or caller.name in self.readers
+
+    @property
+    def newest_checkpoint(self) -> pb.Checkpoint | None:
+        return max(self.checkpoints.values(), key=lambda checkpoint: checkpoint.seq, default=None)
+
+    def to_proto(self) -> pb.Run:
+        newest = self.newest_checkpoint
+        return pb.Run(
+            run_id=self.run_id,
+            config=self.config,
+            epoch=self.epoch,
+            accepted_seq=self.accepted_seq,
+            applied_seq=self.applied_seq,
+            released_seq=self.released_seq,
+            step=self.step,
+            latest_checkpoint=newest.path if newest else "",
+            created_at=self.created_at,
+            rewound_to_seq=self.rewound_to_seq,
+            num_trainable_parameters=self.num_trainable_parameters,
+            num_tokens=self.num_tokens,
+            forked_from=self.forked_from,
+            owner=self.owner,
+            readers=sorted(self.readers),
+        )
+
+
+_COLUMNS = (
+    "run_id", "owner", "config", "created_at", "origin", "forked_from", "idempotency_key", "request", "ready", "epoch",
+    "writer", "accepted_seq", "applied_seq", "released_seq", "trimmed_seq", "step", "failure_seq", "failure",
+    "rewound_to_seq", "rewound_epoch", "num_trainable_parameters",
+)  # fmt: skip
+
+
+def new_run_id() -> str:
+    return "run-" + base64.b32encode(secrets.token_bytes(10)).decode().lower()
+
+
+class RunRecords:
+    """Every run of a state folder, in memory and in the store."""
+
+    def __init__(self, store: Database, state_dir: Path, max_runs: int) -> None:
+        self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
+        self._records: dict[str, RunRecord] = {}
+
+    async def load(self) -> list[RunRecord]:
+        """Reads the rows; forgets runs whose creation was never finished, leaves those alone that the disk changed."""
+        unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN} RETURNING run_id"
+        for (run_id,) in await self._store.write(lambda connection: connection.execute(unfinished).fetchall()):
+            await asyncio.to_thread(shutil.rmtree, self._folder / run_id, ignore_errors=True)
+        rows = await self._store.read(
+            lambda connection: connection.execute(
+                f"SELECT digest = {RUN}, {', '.join(_COLUMNS)} FROM runs ORDER BY created_at"
+            ).fetchall()
+        )
+        for whole, *row in rows:
+            if not whole:
+                log.error("run %r is left out: its row in the database is not what was written", row[0])
+                continue
+            values = dict(zip(_COLUMNS, row, strict=True))
+            values["config"] = pb.RunConfig.FromString(values["config"])
+            values["origin"] = engine_pb2.EngineCreateRun.FromString(values["origin"])
+            self._records[values["run_id"]] = RunRecord(**values)
+        saved = await self._store.read(
+            lambda connection: connection.execute("SELECT run_id, name, checkpoint FROM checkpoints").fetchall()
+        )
+        for run_id, name, checkpoint in saved:
+            if run_id in self._records:
+                self._records[run_id].checkpoints[name] = pb.Checkpoint.FromString(checkpoint)
+        shared = await self._store.read(
+            lambda connection: connection.execute("SELECT run_id, reader FROM readers").fetchall()
+        )
+        for run_id, reader in shared:
+            if run_id in self._records:
+                self._records[run_id].readers.add(reader)
+        return list(self._records.values())
+
+    def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
+        """
+        Raises:
+            RpcError: UNKNOWN_RUN, also for another's; PERMISSION_DENIED for one that the caller only reads.
+        """
+        record = self._records.get(run_id)
+        if record is None or not record.ready or not record.readable(caller):
+            raise unknown_run(run_id)
+        return self._for_writing(record, caller) if write else record
+
+    def _for_writing(self, record: RunRecord, caller: Caller) -> RunRecord:
+        if not record.writable(caller):
+            raise RpcError(
+                pb.ERROR_CODE_PERMISSION_DENIED,
+                f"the run {record.run_id} is shared with this key to read; fork a checkpoint of it to go on from there",
+                field="run_id",
+            )
+        return record
+
+    def owned(self, owner: str) -> int:
+        """How many runs a key has."""
+        return sum(record.owner == owner for record in self._records.values())
+
+    async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:
+        """Lets another key read a run, or no longer; durable before it returns."""
+        query = "DELETE FROM readers WHERE run_id = ? AND reader = ?"
+        if not revoke:
+            query = "INSERT OR IGNORE INTO readers VALUES (?, ?)"
+        values = (record.run_id, reader)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        (record.readers.discard if revoke else record.readers.add)(reader)
+
+    @property
+    def count(self) -> int:
+        return len(self._records)
+
+    def by_key(self, owner: str, key: str) -> RunRecord | None:
+        """The run that this idempotency key made, or is making."""
+        found = (r for r in self._records.values() if key and r.owner == owner and r.idempotency_key == key)
+        return next(found, None)
+
+    def page(self, caller: Caller, size: int, token: str) -> tuple[list[RunRecord], str]:
+        """Runs that a caller may read, oldest first, from behind the token; and the next token, empty at the end."""
+        size = min(size or 100, 1000)
+        mine = sorted(
+            (record for record in self._records.values() if record.readable(caller) and record.ready),
+            key=lambda record: (record.created_at, record.run_id),
+        )
+        start = 0
+        if token:
+            last = next((i for i, record in enumerate(mine) if record.run_id == token), None)
+            if last is None:
+                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "unknown page_token; list again", field="page_token")
+            start = last + 1
+        page = mine[start : start + size]
+        return page, page[-1].run_id if start + size < len(mine) else ""
+
+    async def insert(self, record: RunRecord) -> None:
+        """Makes room for a run that is being created; it is listed once :meth:`finish` says so."""
+        if len(self._records) >= self._max_runs:
+            raise RpcError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"the server keeps {self._max_runs} runs already (--limit max_runs=N); delete one first",
+                rule=f"max_runs = {self._max_runs}",
+            )
+        self._records[record.run_id] = record
+        values = {name: getattr(record, name) for name in _COLUMNS}
+        values |= {"config": record.config.SerializeToString(), "origin": record.origin.SerializeToString()}
+        query = f"INSERT INTO runs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+        await self._store.write(lambda connection: connection.execute(query, tuple(values.values())).close())
+
+    async def finish(self, record: RunRecord, num_trainable_parameters: int, step: int) -> None:
+        """Makes a created run durable and visible."""
+        query = "UPDATE runs SET ready = 1, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
+        values = (num_trainable_parameters, step, record.run_id)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        record.num_trainable_parameters, record.step, record.ready = num_trainable_parameters, step, True
+
+    async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
+        """Gives the right to write; durable before it returns.
+
+        Raises:
+            RpcError: RUN_BUSY when another writer holds the run and `takeover` is not set.
+        """
+        if record.writer and record.writer != writer and not takeover:
+            raise RpcError(
+                pb.ERROR_CODE_RUN_BUSY,
+                f"the run {record.run_id} is held by the writer {record.writer!r}; open it with takeover to fence it",
+            )
+        record.epoch, record.writer = record.epoch + 1, writer
+        values = (record.epoch, writer, record.run_id)
+        epoch = record.epoch
+        query = "UPDATE runs SET epoch = ?, writer = ? WHERE run_id = ?"
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        return epoch
+
+    async def delete(self, record: RunRecord) -> None:
+        """Forgets a run, its operations, results, checkpoints and files."""
+        self._records.pop(record.run_id, None)
+
+        def work(connection: sqlite3.Connection) -> None:
+            for table in ("operations", "results", "uses", "readers", "checkpoints", "runs"):
+                connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
+
+        await self._store.write(work)
+        await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
+
+    # ---- checkpoints ----
+
+    def checkpoint(self, path: str, caller: Caller, *, write: bool = False) -> tuple[RunRecord, pb.Checkpoint]:
+        """The checkpoint "RUN_ID/NAME" of a run that the caller may read.
+
+        Raises:
+            RpcError: UNKNOWN_CHECKPOINT, also for another's; PERMISSION_DENIED as of :meth:`get`.
+        """
+        run_id, _, name = path.partition("/")
+        record = self._records.get(run_id)
+        if record is None or not record.readable(caller) or name not in record.checkpoints:
+            raise unknown_checkpoint(path)
+        return self._for_writing(record, caller) if write else record, record.checkpoints[name]
+
+    def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
+        """What is wrong with the checkpoints that an operation names: those of runs that its own run's owner may not
+        read are unknown, as those of no run are. Whether one exists by then is for the engine to say."""
+        owner = Caller(record.owner)
+        for name, path in named_checkpoints(operation):
+            other = self._records.get(path.partition("/")[0])
+            if other is None or not other.ready or not other.readable(owner):
+                error = unknown_checkpoint(path).error
+                error.field = name
+                return error
+        return None
+
+    async def add_checkpoint(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
+        """Enters a checkpoint whose folder is whole."""
+        query, values = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (
+            record.run_id, checkpoint.name, checkpoint.SerializeToString(),
+        )  # fmt: skip
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        record.checkpoints[checkpoint.name] = checkpoint
+
+    async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
+        """Forgets the row first, so that a half-deleted folder is never recovered from."""
+        if record.checkpoints.pop(name, None) is None:
+            raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call was quicker
+        query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
+        await self._store.write(lambda connection: connection.execute(query, values).close())
+        await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)
+
+    def folder(self, run_id: str, kind: str, name: str) -> Path:
+        """Of a checkpoint or an export.
+
+        Raises:
+            RpcError: INVALID_ARGUMENT for a name that could leave the folder.
+        """
+        if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
+            raise RpcError(
+                pb.ERROR_CODE_INVALID_ARGUMENT, f"{name[:100]!r} is not a name", field="name", rule=NAME.pattern
+            )
+        return self._folder / run_id / kind / name
+
+    async def adopt(self, record: RunRecord, folder: Path) -> None:
+        """Gives a fork the checkpoint that it starts from as one of its own (hard links where possible), so that
+        deleting the one it came from costs it nothing."""
+        target = self.folder(record.run_id, "checkpoints", ORIGIN)
+
+        def copy() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                shutil.copytree(folder, target, copy_function=_link_or_copy)
+            except OSError as error:
+                if folder.exists():
+                    raise
+                raise unknown_checkpoint(record.forked_from) from error  # deleted meanwhile
+
+        await asyncio.to_thread(copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another filesystem, or one without links
+        shutil.copy2(source, target)
+
+
+def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
+    """The checkpoints "RUN_ID/NAME" that an operation names, each with the argument that does.
+
+    Raises:
+        ValueError, RecursionError: the arguments of a loss are not JSON.
+    """
+    kind = operation.WhichOneof("kind") or ""
+    found: list[tuple[str, object]] = []
+    if kind == "load_checkpoint" and "/" in operation.load_checkpoint.checkpoint:
+        return [("checkpoint", operation.load_checkpoint.checkpoint)]
+    if kind in ("forward", "forward_backward"):
+        call: pb.LossCall = getattr(operation, kind)
+        arguments = json.loads(call.loss_kwargs_json or "{}")
+        found = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
+    return [(name, path) for name, path in found if isinstance(path, str) and path.startswith("run-") and "/" in path]
+
+
+def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:
+    """A run that is not made yet."""
+    run_id = new_run_id()
+    origin = engine_pb2.EngineCreateRun(run_id=run_id, config=config)
+    return RunRecord(run_id, owner, config, time.time(), origin, idempotency_key=key, request=request)

@@ -1,1 +1,0 @@
-"""Generation: an interface, and the sampler that shares the engine's weights."""

@@ -1,0 +1,237 @@
+"""Coming in: operations are journaled, acknowledged and queued, and can be cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.config import Limits
+from gradwire_server.crash_points import crash_point
+from gradwire_server.errors import RpcError, shutting_down, unknown_run
+from gradwire_server.journal.journal import Journal, JournalEntry, identity
+from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.segments import Buffer
+from gradwire_server.observability.metrics import Metrics
+from gradwire_server.observability.tracing import Tracing
+from gradwire_server.scheduling.checks import check
+from gradwire_server.scheduling.dispatcher import Dispatcher
+from gradwire_server.scheduling.operation import (
+    PayloadMemory,
+    QueuedOperation,
+    cancelled,
+    forgotten_with_the_run,
+    retrieved,
+)
+from gradwire_server.scheduling.results import Results
+from gradwire_server.scheduling.run_queue import RunQueue, reused
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """Takes operations over.
+
+    Args:
+        queues: of the runs, by id.
+        memory: where their payloads count.
+    """
+
+    def __init__(
+        self,
+        queues: Mapping[str, RunQueue],
+        journal: Journal,
+        runs: RunRecords,
+        dispatcher: Dispatcher,
+        results: Results,
+        memory: PayloadMemory,
+        limits: Limits,
+        metrics: Metrics,
+        tracing: Tracing,
+    ) -> None:
+        self._queues, self._journal, self._runs, self._limits = queues, journal, runs, limits
+        self._dispatcher, self._results, self._memory = dispatcher, results, memory
+        self._metrics, self._tracing = metrics, tracing
+        self._repeating: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
+        """What is wrong with an operation, as far as it can be seen before any model sees it."""
+        return check(header, self._limits) or self._runs.check_uses(record, header.operation)
+
+    async def load(self, queue: RunQueue) -> None:
+        """Takes up the operations of a run that were journaled before the server was started."""
+        record = queue.record
+        for entry in await self._journal.entries(record.run_id, record.applied_seq, record.accepted_seq):
+            if entry.status and not entry.damaged:
+                queue.skip(entry.header.seq)
+                continue
+            operation = self._taken_up(record, entry)
+            queue.pending[operation.seq] = operation
+            queue.hold(operation)
+
+    def _taken_up(self, record: RunRecord, entry: JournalEntry) -> QueuedOperation:
+        header = entry.header
+        ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
+        ack.set_result(pb.SubmitAck(run_id=record.run_id, seq=header.seq))
+        operation = QueuedOperation(
+            header,
+            entry.identity,
+            None if header.payload_bytes else (),
+            entry.accepted_at,
+            ack,
+            refusal=_damaged(header.seq) if entry.damaged else self.refusal(record, header),
+            location=entry.location,
+            durable=True,
+            retried=True,
+            deaths=entry.deaths,
+        )
+        operation.trace = self._tracing.operation(header, entry.accepted_at)
+        operation.trace.phase("queue")
+        return operation
+
+    def submit(
+        self, header: pb.OperationHeader, payload: Sequence[Buffer], refusal: pb.Error | None = None
+    ) -> asyncio.Future[pb.SubmitAck]:
+        """Takes an operation over. The future is done once it is durable, or refused without using its number up.
+
+        Args:
+            header: checked already; `refusal` is what is wrong with the operation itself, which becomes its result.
+        """
+        ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
+        ack.add_done_callback(self._answered)
+        try:
+            if self.closed:
+                raise shutting_down()
+            if header.run_id not in self._queues:
+                raise unknown_run(header.run_id)
+            queue = self._queues[header.run_id]
+            queue.check_epoch(header.epoch)
+            if header.seq < 1:
+                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
+            operation = QueuedOperation(header, identity(header), payload, time.time(), ack, refusal)
+            if header.seq < queue.next_seq and header.seq not in queue.pending:
+                task = asyncio.create_task(self._acknowledge_again(queue, operation))
+                self._repeating.add(task)
+                task.add_done_callback(self._repeating.discard)
+                return ack
+            known = queue.offer(operation)
+        except RpcError as error:
+            ack.set_exception(error)
+            return ack
+        if known is not None:
+            known.add_done_callback(lambda done: _copy_ack(done, ack))
+            return ack
+        if refusal is not None:
+            operation.payload = ()
+        for admitted in queue.admit():
+            self._append(queue, admitted)
+        return ack
+
+    def _answered(self, ack: asyncio.Future[pb.SubmitAck]) -> None:
+        retrieved(ack)
+        error = None if ack.cancelled() else ack.exception()
+        if isinstance(error, RpcError):
+            self._metrics.refused(error.error)
+
+    async def _acknowledge_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
+        known = await self._journal.identity_of(queue.record.run_id, operation.seq)
+        if known is None:
+            message = f"operation {operation.seq} was carried out and its result released"
+            operation.ack.set_exception(RpcError(pb.ERROR_CODE_RESULT_RELEASED, message))
+        elif known != operation.content:
+            operation.ack.set_exception(reused(operation.seq))
+        else:
+            operation.ack.set_result(_ack(operation, duplicate=True))
+
+    def _append(self, queue: RunQueue, operation: QueuedOperation) -> None:
+        self._memory.hold(operation)
+        queue.usage.incoming_bytes += operation.header.payload_bytes
+        operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
+        operation.trace.phase("journal")
+        operation.appended = appended = self._journal.append(
+            operation.header, operation.content, operation.accepted_at, operation.payload or ()
+        )
+        operation.early = self._journal.keep_payloads and forgotten_with_the_run(operation.header.operation)
+
+        def durable(done: asyncio.Future[Any]) -> None:
+            error = done.exception()
+            queue.usage.incoming_bytes -= operation.header.payload_bytes
+            if error is not None:
+                self._memory.let_go(operation)
+                if not isinstance(error, RpcError):
+                    log.error("operation %d of %s was not journaled: %s", operation.seq, queue.record.run_id, error)
+                    error = RpcError(
+                        pb.ERROR_CODE_STORAGE_FULL, f"operation {operation.seq} could not be journaled; submit it again"
+                    )
+                operation.trace.end(None)
+                queue.refuse(operation, error)
+                return
+            if queue.pending.get(operation.seq) is not operation:
+                return  # a rewind, or a deletion of the run, was quicker
+            crash_point("operation.before_ack")
+            operation.location, operation.durable = done.result(), True
+            self._metrics.accepted(operation.header.operation)
+            if queue.sent.get(operation.seq) is not operation:
+                operation.trace.phase("queue")
+            queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
+            if operation.location is not None and self._memory.full:
+                self._memory.let_go(operation)
+            if operation.cancelled:
+                self._results.finish(queue, operation, cancelled(operation.seq))
+            self._dispatcher.wake(queue)
+            if not operation.ack.done():
+                operation.ack.set_result(_ack(operation))
+
+        appended.add_done_callback(durable)
+        self._dispatcher.wake(queue)  # the engine may begin while the operation is written
+
+    async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> bool:
+        """Cancels an operation that has not started; durable before it returns.
+
+        Raises:
+            RpcError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.
+        """
+        queue.check_epoch(epoch)
+        waiting = queue.window.get(seq)
+        if waiting is not None:
+            waiting.cancelled = True
+            return True
+        if seq < 1 or seq >= queue.next_seq:
+            raise RpcError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
+        operation = queue.pending.get(seq)
+        if operation is None or operation.cancelled:
+            return operation is not None
+        if not self._dispatcher.take_back(operation):
+            return False
+        if operation.durable:
+            stored = self._results.finish(queue, operation, cancelled(seq))
+            self._dispatcher.wake(queue)
+            await asyncio.shield(stored)
+        return True
+
+
+def _ack(operation: QueuedOperation, duplicate: bool = False) -> pb.SubmitAck:
+    return pb.SubmitAck(run_id=operation.header.run_id, seq=operation.seq, duplicate=duplicate)
+
+
+def _damaged(seq: int) -> pb.Error:
+    message = f"operation {seq} was damaged on the server's disk before it was carried out; submit it again"
+    return pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
+
+
+def _copy_ack(done: asyncio.Future[pb.SubmitAck], ack: asyncio.Future[pb.SubmitAck]) -> None:
+    if ack.done():
+        return
+    error = done.exception()
+    if error is not None:
+        ack.set_exception(error)
+        return
+    again = pb.SubmitAck(duplicate=True)
+    again.MergeFrom(done.result())
+    again.duplicate = True
+    ack.set_result(again)

@@ -1,0 +1,128 @@
+"""Checkpoints that the server takes by itself, so that a recovery has little to repeat and the journal stays short.
+
+A run has two places to start again from at any time: its newest checkpoint, and the one before it (at first, how it
+was created), with the journal from that one on. Only once a new checkpoint was read back is the journal collected up
+to the one before, and what the server itself saved before that deleted. A user's checkpoints stay until they delete
+them, which is refused while a recovery could need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Sequence
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine_client.process import EngineClient, EngineDied
+from gradwire_server.errors import RpcError
+from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.run_records import AUTOMATIC, RunRecord, RunRecords
+from gradwire_server.scheduling.run_queue import RunQueue
+
+log = logging.getLogger(__name__)
+
+
+class AutoCheckpoint:
+    """Takes checkpoints when they are due and gives up what they make superfluous.
+
+    Args:
+        every_steps, every_bytes: a checkpoint is due when this many optimizer steps, or payloads of this size, lie
+            behind the newest one; 0 for never.
+    """
+
+    def __init__(
+        self, engine: EngineClient, journal: Journal, runs: RunRecords, every_steps: int, every_bytes: int
+    ) -> None:
+        self._engine, self._journal, self._runs = engine, journal, runs
+        self._every_steps, self._every_bytes = every_steps, every_bytes
+
+    async def start(self, records: Sequence[RunRecord]) -> None:
+        """Removes checkpoints of its own that a crash kept from being entered."""
+
+        def remove() -> None:
+            for record in records:
+                folder = self._runs.folder(record.run_id, "checkpoints", "x").parent
+                for orphan in folder.glob(f"{AUTOMATIC}*"):
+                    if orphan.name not in record.checkpoints:
+                        shutil.rmtree(orphan, ignore_errors=True)
+
+        await asyncio.to_thread(remove)
+
+    def due(self, queue: RunQueue) -> bool:
+        """Whether to save a run once nothing of it is in the engine."""
+        steps, size = queue.behind_checkpoint
+        due = 0 < self._every_steps <= steps or 0 < self._every_bytes <= size
+        return due and queue.generation == self._engine.generation
+
+    async def take(self, queue: RunQueue, seq: int) -> None:
+        """Saves the run as it is behind this operation, which is the last that the engine carried out."""
+        record = queue.record
+        queue.behind_checkpoint = (0, 0)  # an attempt that fails is repeated after another interval
+        save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
+        request = engine_pb2.EngineOperation(
+            run_id=record.run_id, seq=seq, operation=pb.Operation(save_checkpoint=save)
+        )
+        try:
+            reply, _ = await self._engine.request(engine_pb2.EngineRequest(operation=request))
+            if reply.result.status != pb.STATUS_SUCCEEDED:
+                raise RpcError.of(reply.result.error)
+            if not await queue.settled(seq):
+                return
+            crash_point("checkpoint.before_row")
+            await self._runs.add_checkpoint(record, reply.result.checkpoint)
+            await self.saved(record, reply.result.checkpoint)
+        except EngineDied:
+            log.error("the engine died while it took checkpoint %s of %s", save.name, record.run_id)
+        except Exception as error:  # the run goes on without; what is wrong with the disk shows elsewhere as well
+            log.error("checkpoint %s of %s was not taken: %s", save.name, record.run_id, error)
+
+    async def saved(self, record: RunRecord, newest: pb.Checkpoint) -> None:
+        """Reads a new checkpoint back, then collects what is older than the one before it."""
+        verify = engine_pb2.EngineVerifyCheckpoint(checkpoint=newest.path)
+        try:
+            await self._engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
+        except EngineDied:
+            return
+        except RpcError as error:
+            log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
+            return
+        older = [saved.seq for saved in record.checkpoints.values() if saved.seq < newest.seq]
+        if not older:
+            return
+        previous = max(older)
+        await self._journal.trim(record.run_id, previous)
+        record.trimmed_seq = max(record.trimmed_seq, previous)
+        for saved in list(record.checkpoints.values()):
+            old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
+            if old and await self._journal.user_of(record.run_id, saved.name) is None:
+                await self._runs.delete_checkpoint(record, saved.name)
+
+    async def check_deletable(self, record: RunRecord, name: str) -> None:
+        """
+        Raises:
+            RpcError: UNSUPPORTED when a recovery could need the checkpoint.
+        """
+        used = await self._journal.user_of(record.run_id, name)
+        if used is not None:
+            raise in_use(*used)
+        rest = [saved.seq for saved in record.checkpoints.values() if saved.name != name]
+        if record.trimmed_seq and max(rest, default=0) < record.trimmed_seq:
+            raise RpcError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                f"{record.run_id}/{name} is the only checkpoint from which the run could be restored after a crash;"
+                " save another one first, or delete the run",
+                field="checkpoint",
+            )
+
+
+def in_use(checkpoint: str, run_id: str, seq: int) -> RpcError:
+    return RpcError(
+        pb.ERROR_CODE_UNSUPPORTED,
+        f"{checkpoint} is still needed: a restored run {run_id} would repeat its operation {seq} with it; it can go"
+        " once that run has saved two more checkpoints, or is deleted",
+        field="checkpoint",
+    )

@@ -1,0 +1,171 @@
+"""What can be seen to be wrong with an operation before any model sees it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gradwire_proto import codec
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.quotas import IDS
+from gradwire_server.config import Limits
+from gradwire_server.journal.run_records import AUTOMATIC, NAME, ORIGIN
+
+
+def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
+    """The error of an operation that breaks a rule. It becomes the operation's result, so that the operations
+    numbered behind it are not left waiting."""
+    kind = header.operation.WhichOneof("kind")
+    if kind is None:
+        return _invalid(
+            "the operation is of a kind that this server does not know; is it older than the client?", "operation"
+        )
+    if header.payload_bytes > limits.max_payload_bytes:
+        return _limit(f"a payload of {header.payload_bytes} bytes", "max_payload_bytes", limits.max_payload_bytes)
+    if len(header.tensors) > limits.max_tensors:
+        return _limit(f"{len(header.tensors)} tensors", "max_tensors", limits.max_tensors)
+    try:
+        codec.check(header.tensors, header.payload_bytes)
+    except codec.CodecError as error:
+        return pb.Error(code=pb.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule)
+    for spec in header.tensors:
+        rows = spec.level_sizes[0] if spec.level_sizes else spec.shape[0]
+        if rows > limits.max_rows:
+            return _limit(f"{rows} rows in {spec.name!r}", "max_rows", limits.max_rows, spec.name)
+        if spec.name.endswith(IDS) and spec.shape[0] > limits.max_batch_tokens:
+            return _limit(
+                f"{spec.shape[0]} tokens in {spec.name!r}", "max_batch_tokens", limits.max_batch_tokens, spec.name
+            )
+    if kind in ("forward", "forward_backward"):
+        return check_loss(header.operation.forward if kind == "forward" else header.operation.forward_backward, limits)
+    if kind == "sample":
+        rows = max((spec.level_sizes[0] for spec in header.tensors if spec.level_sizes), default=0)
+        return check_sample(header.operation.sample, rows, limits)
+    for field, text in _strings(getattr(header.operation, kind)):
+        if len(text) > limits.max_string_chars:
+            return _limit(f"{len(text)} characters in {field}", "max_string_chars", limits.max_string_chars, field)
+    if kind in ("save_checkpoint", "export"):
+        name = header.operation.save_checkpoint.name if kind == "save_checkpoint" else header.operation.export.name
+        if name and not NAME.fullmatch(name):
+            return _invalid(
+                f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', 100 at most", "name", NAME.pattern
+            )
+        if kind == "save_checkpoint" and (name == ORIGIN or name.startswith(AUTOMATIC)):
+            return _invalid(f"{name[:100]!r} is the server's own name for a checkpoint; choose another", "name")
+    return None
+
+
+def check_loss(call: pb.LossCall, limits: Limits) -> pb.Error | None:
+    """What is wrong with a loss call that can be seen without the loss."""
+    if len(call.loss_kwargs_json) > limits.max_kwargs_chars:
+        what = f"{len(call.loss_kwargs_json)} characters of loss_kwargs"
+        return _limit(what, "max_kwargs_chars", limits.max_kwargs_chars, "loss_kwargs")
+    for field, text in [
+        ("loss_fn", call.loss_fn),
+        ("model", call.model),
+        *(("outputs", name) for name in call.outputs),
+    ]:
+        if len(text) > limits.max_string_chars:
+            return _limit(f"{len(text)} characters in {field}", "max_string_chars", limits.max_string_chars, field)
+    try:
+        json.loads(call.loss_kwargs_json or "{}")
+    except (ValueError, RecursionError) as error:
+        return _invalid(f"loss_kwargs is not JSON: {error}", "loss_kwargs")
+    return None
+
+
+def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | None:
+    """What a sampling asks for that no sampler should begin with.
+
+    Args:
+        rows: prompts given as token ids.
+    """
+    rows = max(rows, len(call.prompts))
+    counts = (
+        ("prompts", rows, "max_rows", limits.max_rows),
+        ("n", rows * (call.n or 1), "max_samples", limits.max_samples),
+        ("max_tokens", call.max_tokens, "max_sample_tokens", limits.max_sample_tokens),
+        ("stop", max(len(call.stop), len(call.stop_token_ids)), "max_stops", limits.max_stops),
+        ("stop", max(map(len, call.stop), default=0), "max_stop_chars", limits.max_stop_chars),
+        ("prompts", max(map(len, call.prompts), default=0), "max_text_chars", limits.max_text_chars),
+    )
+    for field, value, name, limit in counts:
+        if value > limit:
+            return _limit(f"sample: {value} in {field}", name, limit, field)
+    return None
+
+
+def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error | None:
+    """As :func:`check_sample`, for a sampling outside a run."""
+    longest = max((len(prompt.ids) for prompt in request.prompt_ids), default=0)
+    if longest > limits.max_row_tokens:
+        return _limit(f"{longest} tokens in a prompt", "max_row_tokens", limits.max_row_tokens, "prompt_ids")
+    if len(request.model) > limits.max_string_chars:
+        what = f"{len(request.model)} characters in model"
+        return _limit(what, "max_string_chars", limits.max_string_chars, "model")
+    return check_sample(request.call, len(request.prompt_ids), limits)
+
+
+def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limits) -> pb.Error | None:
+    """That no row of token ids is too long; reads no more of the payload than the rows' lengths."""
+    offset = 0
+    for spec in header.tensors:
+        sizes = spec.level_sizes
+        if sizes and spec.name.endswith(IDS):
+            begin = offset + 4 * sum(sizes[:-1])
+            lengths = np.frombuffer(_cut(chunks, begin, begin + 4 * sizes[-1]), "<u4")
+            if lengths.size and (longest := int(lengths.max())) > limits.max_row_tokens:
+                row = int(lengths.argmax())
+                error = _limit(
+                    f"{longest} tokens in row {row} of {spec.name!r}",
+                    "max_row_tokens",
+                    limits.max_row_tokens,
+                    spec.name,
+                )
+                if len(sizes) == 1:
+                    error.row = row
+                return error
+        offset += codec.spec_bytes(spec)
+    return None
+
+
+def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint], limits: Limits) -> pb.Error | None:
+    """That a run may keep one checkpoint more; how large it becomes is only known afterwards."""
+    kept = [one for one in checkpoints.values() if not (save.overwrite and one.name == save.name)]
+    kept = [one for one in kept if one.name != ORIGIN and not one.name.startswith(AUTOMATIC)]
+    if len(kept) >= limits.max_checkpoints:
+        return _limit(f"the run keeps {len(kept)} checkpoints already", "max_checkpoints", limits.max_checkpoints)
+    size = sum(one.size_bytes for one in kept)
+    if size >= limits.max_checkpoint_bytes:
+        what = f"the run's checkpoints hold {size} bytes already"
+        return _limit(what, "max_checkpoint_bytes", limits.max_checkpoint_bytes)
+    return None
+
+
+def _cut(chunks: Sequence[bytes], begin: int, end: int) -> bytes:
+    parts, at = [], 0
+    for chunk in chunks:
+        if at >= end:
+            break
+        parts.append(chunk[max(begin - at, 0) : max(end - at, 0)])
+        at += len(chunk)
+    return b"".join(parts)
+
+
+def _strings(message: Any) -> Iterator[tuple[str, str]]:
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            for text in [value] if isinstance(value, str) else value:
+                yield field.name, text
+
+
+def _invalid(message: str, field: str, rule: str = "") -> pb.Error:
+    return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message, field=field, rule=rule)
+
+
+def _limit(what: str, name: str, limit: int, field: str = "") -> pb.Error:
+    message = f"{what}: the limit is {limit} (--limit {name}=N)"
+    return pb.Error(code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field=field, rule=f"{name} = {limit}")

@@ -1,0 +1,188 @@
+"""Carrying out: operations to the engine, several at a time, and what becomes of them.
+
+The engine is sent the operations of a run before it has answered those in front of them. It carries none out behind
+one that failed, and says so; what becomes of those is decided here, once every one before them has its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.quotas import Usage
+from gradwire_server.engine_client.process import EngineAnswer, EngineClient
+from gradwire_server.errors import shutting_down
+from gradwire_server.observability import logs
+from gradwire_server.observability.metrics import Metrics
+from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
+from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
+from gradwire_server.scheduling.operation import QueuedOperation, retrieved
+from gradwire_server.scheduling.results import Results
+from gradwire_server.scheduling.run_queue import RunQueue
+
+
+@dataclass(eq=False)
+class _Place:
+    """Of a request that is no operation of a run, and waits for its turn."""
+
+    owner: str
+    tokens: int
+    given: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Dispatcher:
+    """Gives the engine as much at a time as is good for whoever waits.
+
+    Attributes:
+        turns: who waits, and what the engine has.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        executor: Executor,
+        auto_checkpoint: AutoCheckpoint,
+        results: Results,
+        metrics: Metrics,
+    ) -> None:
+        self._engine, self._executor, self._auto_checkpoint = engine, executor, auto_checkpoint
+        self._results, self._metrics = results, metrics
+        self.fair_queue: FairQueue[RunQueue | _Place] = FairQueue(_wants_alone)
+        self._carrying: set[asyncio.Task[None]] = set()
+        self._draining = False
+
+    async def drain(self, queues: Iterable[RunQueue], grace_s: float) -> None:
+        """Begins no more, takes back what the engine has not begun, and lets the rest finish."""
+        self._draining = True
+        for operation in [each for queue in queues for each in queue.sent.values()]:
+            if operation.answer is not None:
+                self._engine.withdraw(operation.answer)
+        for item in self.fair_queue.clear():
+            if isinstance(item, _Place) and not item.given.done():
+                item.given.set_exception(shutting_down())
+        if self._carrying:
+            await asyncio.wait(self._carrying, timeout=grace_s)
+        for task in self._carrying:
+            task.cancel()
+
+    def wake(self, queue: RunQueue) -> None:
+        """Gives the run a turn if it has something for the engine, after what needs no engine."""
+        self._offer(queue)
+        self._dispatch()
+
+    def _offer(self, queue: RunQueue) -> None:
+        while (head := queue.head) is not None:
+            if not self._may_go(queue, head):
+                return  # woken again when it is in the journal, and when those before it have their results
+            verdict = None if queue.sent else queue.verdict(head)
+            if verdict is None:
+                if queue not in self.fair_queue:
+                    self.fair_queue.put(queue.record.owner, queue)
+                return
+            self._results.finish(queue, head, verdict)
+
+    def _may_go(self, queue: RunQueue, operation: QueuedOperation) -> bool:
+        if operation.durable and not queue.sent:
+            return True
+        held = queue.generation == self._engine.generation
+        return held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
+
+    def _dispatch(self) -> None:
+        while not self._draining and (item := self.fair_queue.pop()) is not None:
+            if isinstance(item, _Place):
+                if not item.given.done():
+                    self.fair_queue.enter(item.owner, item.tokens)
+                    item.given.set_result(None)
+                continue
+            head = item.head
+            if head is None or not self._may_go(item, head):
+                continue
+            item.send(head)
+            self.fair_queue.enter(item.record.owner, head.tokens, alone=head.deaths > 0)
+            task = asyncio.create_task(self._carry_out(item, head))
+            self._carrying.add(task)
+            task.add_done_callback(self._carrying.discard)
+            self._offer(item)
+
+    async def _carry_out(self, queue: RunQueue, operation: QueuedOperation) -> None:
+        record = queue.record
+        operation.trace.phase("engine")
+        try:
+            with logs.about(record.run_id, operation.seq):
+                outcome = await self._executor.carry_out(queue, operation)
+            async with queue.finishing:
+                if outcome is not None and not operation.durable and operation.appended is not None:
+                    await asyncio.wait([operation.appended])
+                finished = outcome is not None and queue.pending.get(operation.seq) is operation
+                if outcome is not None and finished:
+                    self._results.finish(queue, operation, *outcome)
+            if finished:
+                last = len(queue.sent) == 1 and operation.kind != "kept_forward"  # whose graph is in no checkpoint
+                if last and self._auto_checkpoint.due(queue):
+                    queue.apart = True
+                    await self._auto_checkpoint.take(queue, operation.seq)
+        finally:
+            queue.back(operation)
+            self.fair_queue.leave(record.owner, operation.tokens)
+        self.wake(queue)
+
+    def take_back(self, operation: QueuedOperation) -> bool:
+        """Keeps an operation from being carried out; False when it has begun."""
+        if operation.answer is not None and not self._engine.withdraw(operation.answer):
+            return False
+        operation.cancelled = True
+        return True
+
+    async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
+        """Waits for a place at the engine, for a request that is no operation of a run; :meth:`leave` gives it back.
+
+        Raises:
+            RpcError: SHUTTING_DOWN.
+        """
+        if self._draining:
+            raise shutting_down()
+        place = _Place(owner, tokens)
+        self.fair_queue.put(owner, place)
+        self._dispatch()
+        try:
+            await place.given
+        except asyncio.CancelledError:
+            if not place.given.cancelled() and place.given.exception() is None:
+                self.leave(owner, tokens)
+            raise
+
+    def leave(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
+        self.fair_queue.leave(owner, tokens)
+        self._dispatch()
+
+    async def sample(self, asked: pb.SampleRequest, usage: Usage) -> EngineAnswer:
+        """Samples outside any run's queue, when it is the owner's turn.
+
+        Raises:
+            RpcError: LIMIT_EXCEEDED, or what the engine has against it.
+            EngineDied: while it sampled.
+        """
+        prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
+        given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
+        usage.check(0, given + prompts * (asked.call.n or 1) * asked.call.max_tokens)
+        usage.operations += 1
+        try:
+            await self.enter(usage.owner, given)
+            answer = self._engine.request(engine_pb2.EngineRequest(sample=asked))
+            answer.add_done_callback(retrieved)
+            answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also when its caller has left by then
+            reply, payload = await asyncio.shield(answer)
+            self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
+            return reply, payload
+        finally:
+            usage.operations -= 1
+
+
+def _wants_alone(item: RunQueue | _Place) -> bool:
+    """Whoever is suspected of having killed an engine is tried with nobody beside it who could be blamed."""
+    return isinstance(item, RunQueue) and (head := item.head) is not None and head.deaths > 0

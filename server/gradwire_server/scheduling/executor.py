@@ -1,0 +1,213 @@
+"""One operation and the engine: the run is brought there when it is not, and deaths on the way are survived."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine_client.process import EngineAnswer, EngineClient, EngineDied
+from gradwire_server.errors import RpcError
+from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.segments import Buffer, CorruptRecord
+from gradwire_server.observability.metrics import Metrics
+from gradwire_server.scheduling.auto_checkpoint import in_use
+from gradwire_server.scheduling.checks import check_room
+from gradwire_server.scheduling.operation import QueuedOperation, failed, repeated
+from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
+from gradwire_server.scheduling.run_queue import RunQueue
+
+log = logging.getLogger(__name__)
+
+DEATHS = 2
+"""So many times may an operation kill the engine before it is given up."""
+
+Outcome = tuple[pb.OperationResult, Buffer]
+
+
+class Executor:
+    """Carries operations to the engine and their results back."""
+
+    def __init__(self, engine: EngineClient, journal: Journal, metrics: Metrics) -> None:
+        self._engine, self._journal, self._metrics = engine, journal, metrics
+
+    async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
+        """Makes a new run in the engine.
+
+        Raises:
+            RpcError: what the engine has against it.
+        """
+        request = engine_pb2.EngineRequest(create_run=queue.record.origin)
+        for _ in range(DEATHS):
+            await self._engine.ready()
+            try:
+                reply, _payload = await self._engine.request(request)
+            except EngineDied:
+                continue
+            queue.generation = self._engine.generation
+            return reply.run_created
+        raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
+
+    async def drop(self, run_id: str) -> None:
+        """Forgets a run, if the engine has it."""
+        request = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=run_id))
+        try:
+            await self._engine.request(request)
+        except (EngineDied, RpcError) as error:
+            log.info("run %s was not in the engine: %s", run_id, error)
+
+    async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
+        """The result and its payload; None when the operation is to be tried again, or a rewind made it void."""
+        try:
+            return await self._attempt(queue, operation)
+        except EngineDied as error:
+            return await self._after_death(queue, operation, error)
+        except Exception:  # a fault of ours must not take the dispatcher, or the run, with it
+            log.exception("operation %d of %s", operation.seq, queue.record.run_id)
+            message = f"the server failed to carry operation {operation.seq} out; its log says why"
+            return failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
+
+    async def _attempt(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
+        await self._engine.ready()
+        try:
+            async with queue.handing:
+                answer = operation.answer = await self._hand_over(queue, operation)
+            if answer is None:
+                return None
+            reply, data = await answer
+        except RpcError as error:
+            return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
+        if reply.HasField("not_started"):
+            return None
+        result, taken = reply.result, time.time() - operation.accepted_at
+        result.timings.queue_s = max(taken - result.timings.engine_s, 0.0)
+        return result, data
+
+    async def _hand_over(self, queue: RunQueue, operation: QueuedOperation) -> asyncio.Future[EngineAnswer] | None:
+        """Sends an operation to the engine; None when it is not its turn after all, or it is void.
+
+        Raises:
+            RpcError: why it cannot be. It is the first without a result then.
+            EngineDied: while the run was restored.
+        """
+        if not queue.is_next(operation):
+            return None
+        if queue.generation != self._engine.generation and not (
+            queue.is_first(operation) and await self._restored(queue, operation.seq)
+        ):
+            return None
+        if operation.kind == "save_checkpoint" and not await self._may_save(queue, operation):
+            return None
+        crash_point("operation.before_engine")
+        payload = operation.payload
+        if payload is None:
+            try:
+                payload = [await self._payload(operation)]
+            except CorruptRecord as error:
+                if not queue.is_first(operation):
+                    return None
+                message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
+                raise RpcError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
+        if queue.generation != self._engine.generation or not queue.is_next(operation):
+            return None  # the engine died, or the operation was cancelled, meanwhile
+        return self._engine.request(self._request(queue, operation), payload)
+
+    async def _payload(self, operation: QueuedOperation) -> Buffer:
+        if operation.location is None:
+            raise CorruptRecord("the journal has no payload of it")
+        return await self._journal.payload(operation.location)
+
+    async def _may_save(self, queue: RunQueue, operation: QueuedOperation) -> bool:
+        """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
+
+        Raises:
+            RpcError: the name is taken by one that another run's recovery needs, or the run keeps as many as it may.
+        """
+        save = operation.header.operation.save_checkpoint
+        used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
+        if used is not None and used[1] != queue.record.run_id:
+            raise in_use(*used)
+        if not await queue.settled(operation.seq - 1):
+            return False
+        full = check_room(save, queue.record.checkpoints, queue.limits)
+        if full is not None:
+            raise RpcError.of(full)
+        return True
+
+    def _request(self, queue: RunQueue, operation: QueuedOperation) -> engine_pb2.EngineRequest:
+        request = operation_request(operation.header)
+        request.operation.traceparent = operation.trace.traceparent
+        before = next(iter(queue.sent), operation.seq)
+        request.operation.unless_failed = before if before < operation.seq else 0
+        if operation.retried and operation.kind == "save_checkpoint":
+            save = request.operation.operation.save_checkpoint
+            if save.name not in queue.record.checkpoints:  # its first attempt may have left a folder that no row knows
+                save.overwrite = True
+        return request
+
+    async def _restored(self, queue: RunQueue, seq: int) -> bool:
+        """Gives the engine the run as it is before this operation; False when what was lost cannot be had again, or
+        the run is gone."""
+        if not await queue.settled(seq - 1):  # what has no result on disk yet would not be repeated
+            return False
+        if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
+            return False
+        generation, began = self._engine.generation, time.monotonic()
+        try:
+            entries = await restore(self._engine, self._journal, queue.record)
+        except ReplayDied as error:
+            queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
+            if queue.replay_deaths[error.seq] >= DEATHS:
+                raise RpcError(
+                    pb.ERROR_CODE_QUARANTINED,
+                    f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
+                    f" {DEATHS} times; fork it from a checkpoint before that one",
+                ) from error
+            raise EngineDied(suspect=False) from error
+        except RpcError as error:
+            if self._engine.generation != generation:
+                raise EngineDied(suspect=False) from error  # between two requests: the next engine knows no such run
+            raise
+        queue.generation = generation
+        self._metrics.restored(
+            sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
+        )
+        queue.replay_deaths.clear()
+        queue.behind_checkpoint = (0, 0)
+        for entry in entries:
+            queue.count(entry.header, entry.status)
+        return True
+
+    async def _after_death(self, queue: RunQueue, operation: QueuedOperation, error: EngineDied) -> Outcome | None:
+        """What becomes of an operation whose engine died: another attempt, or, the second time, quarantine."""
+        operation.retried = True
+        if error.suspect:
+            operation.deaths += 1
+            await self._journal.count_death(queue.record.run_id, operation.seq)
+        if operation.deaths < DEATHS:
+            await self._engine.ready()
+            return None
+        message = f"operation {operation.seq} ({operation.kind}) killed the engine {operation.deaths} times"
+        return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""
+
+    async def rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
+        """Without payloads, what is behind the newest checkpoint is lost with the engine: the run goes back to it."""
+        record = queue.record
+        newest = record.newest_checkpoint
+        base, step = (newest.seq, newest.step) if newest else (0, 0)
+        entries = await behind(self._journal, record, base)
+        if not any(
+            repeated(entry.header.operation, entry.status) or (queued_too and not entry.status) for entry in entries
+        ):
+            return False
+        await self._journal.rewind(record.run_id, base, step)
+        record.accepted_seq, record.applied_seq, record.step = base, min(record.applied_seq, base), step
+        record.failure_seq, record.failure, record.writer = 0, "", ""
+        record.rewound_to_seq, record.rewound_epoch, record.epoch = base, record.epoch, record.epoch + 1
+        queue.reset()
+        log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
+        return True

@@ -1,0 +1,121 @@
+"""Bringing a run into an engine that does not hold it: its newest valid checkpoint, then the journal behind it."""
+
+from __future__ import annotations
+
+import logging
+
+from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.engine_client.process import EngineClient, EngineDied
+from gradwire_server.errors import RpcError
+from gradwire_server.journal.journal import Journal, JournalEntry
+from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.segments import CorruptRecord
+from gradwire_server.scheduling.operation import repeated
+
+log = logging.getLogger(__name__)
+
+_TRY_OLDER = (pb.ERROR_CODE_CHECKPOINT_CORRUPT, pb.ERROR_CODE_UNKNOWN_CHECKPOINT)
+
+
+class ReplayDied(Exception):
+    """The engine died while it repeated this operation."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(f"the engine died while it repeated operation {seq}")
+        self.seq = seq
+
+
+async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> list[JournalEntry]:
+    """Makes the run in the engine as it was after its last result; gives what lies behind the checkpoint it began from.
+
+    Raises:
+        EngineDied: of no operation's doing.
+        ReplayDied: of this one's.
+        RpcError: the run cannot be restored, and why.
+    """
+    base = await _begin(engine, record)
+    count = 0
+    entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
+    for entry in entries:
+        lost = entry.damaged and entry.header.seq <= record.applied_seq
+        if lost or repeated(entry.header.operation, entry.status):
+            await _repeat(engine, journal, record, entry)
+            count += 1
+    log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
+    return entries
+
+
+async def behind(journal: Journal, record: RunRecord, base: int) -> list[JournalEntry]:
+    """The operations with results behind a checkpoint, in order.
+
+    Raises:
+        RpcError: CHECKPOINT_CORRUPT when the first were collected already, because a newer checkpoint held them;
+            PAYLOAD_CORRUPT when one is missing: a damaged database may have lost rows without saying so.
+    """
+    accepted = record.accepted_seq  # more may be accepted while these are read
+    entries = await journal.entries(record.run_id, base, accepted)
+    if accepted > base and (not entries or entries[0].header.seq != base + 1):
+        raise RpcError(
+            pb.ERROR_CODE_CHECKPOINT_CORRUPT,
+            f"no checkpoint of the run {record.run_id} can be read that its journal goes on from",
+        )
+    there = {entry.header.seq for entry in entries}
+    if missing := [seq for seq in range(base + 1, accepted + 1) if seq not in there]:
+        raise RpcError(
+            pb.ERROR_CODE_PAYLOAD_CORRUPT,
+            f"operation {missing[0]} of the run {record.run_id} cannot be repeated: it was lost on disk",
+        )
+    return entries
+
+
+async def _begin(engine: EngineClient, record: RunRecord) -> int:
+    """Makes the run from its newest readable checkpoint, or from nothing; gives the number it holds."""
+    for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
+        create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
+        try:
+            reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=create))
+        except RpcError as error:
+            if error.code not in _TRY_OLDER:
+                raise
+            log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
+        else:
+            # The folder's own number: a save over an older one may have died before its row was written.
+            return reply.run_created.seq
+    await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
+    return 0
+
+
+async def _repeat(engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry) -> None:
+    header = entry.header
+    if header.payload_bytes and entry.location is None:
+        raise RpcError(
+            pb.ERROR_CODE_CHECKPOINT_CORRUPT,
+            f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was collected",
+        )
+    try:
+        if entry.damaged:
+            raise CorruptRecord("its row is damaged")
+        payload = [await journal.payload(entry.location)] if entry.location else []
+        reply, _ = await engine.request(operation_request(header), payload)
+    except CorruptRecord as error:
+        raise RpcError(
+            pb.ERROR_CODE_PAYLOAD_CORRUPT,
+            f"operation {header.seq} of the run {record.run_id} cannot be repeated: it was damaged on disk",
+        ) from error
+    except EngineDied as error:
+        raise (ReplayDied(header.seq) if error.suspect else error) from error
+    if reply.result.status != pb.STATUS_SUCCEEDED:
+        raise RpcError(
+            pb.ERROR_CODE_INTERNAL,
+            f"operation {header.seq} of the run {record.run_id} succeeded once and failed when it was repeated:"
+            f" {reply.result.error.message}",
+        )
+
+
+def operation_request(header: pb.OperationHeader) -> engine_pb2.EngineRequest:
+    operation = engine_pb2.EngineOperation(
+        run_id=header.run_id, seq=header.seq, operation=header.operation, tensors=header.tensors
+    )
+    return engine_pb2.EngineRequest(operation=operation)

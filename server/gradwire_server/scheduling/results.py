@@ -1,0 +1,147 @@
+"""Going out: results are stored, then seen, streamed, and forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.errors import RpcError
+from gradwire_server.journal.journal import Journal, StoredResult, lost_result
+from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.segments import Buffer
+from gradwire_server.observability.metrics import Metrics
+from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
+from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, repeated
+from gradwire_server.scheduling.run_queue import RunQueue
+
+log = logging.getLogger(__name__)
+
+STORE_AGAIN_S = 1.0
+
+
+class Results:
+    """Stores results and hands them to their readers."""
+
+    def __init__(
+        self, journal: Journal, auto_checkpoint: AutoCheckpoint, memory: PayloadMemory, metrics: Metrics
+    ) -> None:
+        self._journal, self._auto_checkpoint, self._memory, self._metrics = journal, auto_checkpoint, memory, metrics
+        self._storing: set[asyncio.Future[None]] = set()
+
+    def finish(
+        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
+    ) -> asyncio.Future[None]:
+        """Takes a result into account at once; it is seen by others once it is durable, and the future is done."""
+        self._memory.let_go(operation)
+        checkpoint = None
+        if operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED:
+            checkpoint = result.checkpoint
+        result.seq, result.payload_bytes = operation.seq, len(payload)
+        self._observe(queue.record, operation, result)
+        marks = queue.finish(operation, result)
+        run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
+        kept = repeated(operation.header.operation, result.status)
+        loop = asyncio.get_running_loop()
+        stored: asyncio.Future[None] = loop.create_future()
+        self._storing.add(stored)
+
+        def store() -> None:
+            if queue.record.rewound_epoch != rewound_epoch:
+                end()  # its number may be another's by now
+                return
+            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
+            put.add_done_callback(durable)
+
+        def durable(put: asyncio.Future[None]) -> None:
+            error = put.exception()
+            if error is not None:  # a result must not be lost to a disk that is full for a while
+                log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
+                loop.call_later(STORE_AGAIN_S, store)
+                return
+            crash_point("result.after_commit")
+            operation.trace.end(result)
+            if queue.record.rewound_epoch == rewound_epoch:
+                if checkpoint is not None:
+                    queue.record.checkpoints[checkpoint.name] = checkpoint
+                    self._keep(self._saved(queue.record, checkpoint))
+                queue.stored(StoredResult(result, payload))
+            end()
+
+        def end() -> None:
+            self._storing.discard(stored)
+            stored.set_result(None)
+
+        store()
+        return stored
+
+    def _observe(self, record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:
+        operation.trace.phase("result")
+        self._metrics.finished(record.run_id, operation.header.operation, result)
+        record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
+        if log.isEnabledFor(logging.INFO):
+            about = {"run_id": record.run_id, "seq": operation.seq, "kind": operation.kind}
+            times = {"queue_s": result.timings.queue_s, "engine_s": result.timings.engine_s}
+            how = pb.ErrorCode.Name(result.error.code) if result.HasField("error") else "done"
+            log.info("%s: %s", operation.kind, how.removeprefix("ERROR_CODE_").lower(), extra=about | times)
+
+    async def _saved(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
+        try:
+            await self._auto_checkpoint.saved(record, checkpoint)
+        except Exception as error:  # collecting is for later, if not for now
+            log.error("the journal of %s was not trimmed: %s", record.run_id, error)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+
+    async def settle(self, grace_s: float) -> None:
+        """Waits until what has a result has it on disk, for so long."""
+        if self._storing:
+            await asyncio.wait(self._storing, timeout=grace_s)
+
+    async def results(self, queue: RunQueue, from_seq: int) -> AsyncIterator[list[StoredResult]]:
+        """Results in order of number, as they come, without end: each time those that are there, some at least.
+
+        Raises:
+            RpcError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
+        """
+        record = queue.record
+        seq, rewound_epoch = from_seq or record.released_seq + 1, record.rewound_epoch
+        while True:
+            changed = queue.changed
+            if seq <= record.released_seq:
+                raise RpcError(
+                    pb.ERROR_CODE_RESULT_RELEASED,
+                    f"results up to {record.released_seq} were released; ask from {record.released_seq + 1}",
+                    field="from_seq",
+                )
+            if record.rewound_epoch != rewound_epoch:
+                raise queue.rewound()
+            if seq <= record.applied_seq:
+                found = queue.recent(seq) or await self._journal.results(record.run_id, seq, record.applied_seq)
+                if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
+                    continue  # while they were read
+                whole = list[StoredResult]()
+                for result in found or [lost_result(seq)]:
+                    whole += [lost_result(missing) for missing in range(seq, result.header.seq)]
+                    whole.append(result)
+                    seq = result.header.seq + 1
+                yield whole
+                continue
+            if queue.closed is not None:
+                raise queue.closed
+            await changed.wait()
+
+    async def release(self, queue: RunQueue, up_to_seq: int) -> None:
+        """Forgets results; numbers without one are left alone."""
+        record = queue.record
+        up_to_seq = min(up_to_seq, record.applied_seq)
+        if up_to_seq > record.released_seq:
+            queue.released(up_to_seq)
+            await self._journal.release(record.run_id, up_to_seq)

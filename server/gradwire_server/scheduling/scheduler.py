@@ -1,0 +1,197 @@
+"""The life of runs, and what moves their operations: coming in, carrying out, going out.
+
+Everything here runs on the front's event loop, in tasks of the server: an operation does not end with the RPC
+that brought it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gradwire_server.access.keys import Quota
+from gradwire_server.access.quotas import Usage, check_runs
+from gradwire_server.config import ServerConfig
+from gradwire_server.engine_client.process import EngineClient
+from gradwire_server.errors import shutting_down, unknown_run
+from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.observability.metrics import Backlog, Metrics
+from gradwire_server.observability.tracing import Tracing
+from gradwire_server.scheduling.admission import Admission
+from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint, in_use
+from gradwire_server.scheduling.dispatcher import Dispatcher
+from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.operation import PayloadMemory
+from gradwire_server.scheduling.results import Results
+from gradwire_server.scheduling.run_queue import RunQueue
+
+log = logging.getLogger(__name__)
+
+COLLECT_EVERY_S = 30.0
+
+
+class Scheduler:
+    """Runs and their queues.
+
+    Attributes:
+        intake: takes operations over.
+        pipeline: has them carried out.
+        outcomes: stores their results and hands them out.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        journal: Journal,
+        runs: RunRecords,
+        config: ServerConfig,
+        quota_of: Callable[[str], Quota] = lambda _: Quota(),
+        metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._metrics = metrics or Metrics()
+        self._journal, self._runs, self._limits, self._quota_of = journal, runs, config.limits, quota_of
+        self._result_retention_s = config.result_retention_s
+        self._queues: dict[str, RunQueue] = {}
+        self._usages: dict[str, Usage] = {}
+        self._memory = PayloadMemory(config.payload_memory_bytes)
+        self._executor = Executor(engine, journal, self._metrics)
+        self._auto_checkpoint = AutoCheckpoint(
+            engine, journal, runs, config.checkpoint_every_steps, config.checkpoint_every_bytes
+        )
+        self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
+        self.dispatcher = Dispatcher(engine, self._executor, self._auto_checkpoint, self.results, self._metrics)
+        self.admission = Admission(
+            self._queues,
+            journal,
+            runs,
+            self.dispatcher,
+            self.results,
+            self._memory,
+            config.limits,
+            self._metrics,
+            tracing or Tracing(),
+        )
+        self._collecting: asyncio.Task[None] | None = None
+
+    async def start(self, records: Sequence[RunRecord]) -> None:
+        """Takes the runs of the state folder up where they were left, and begins to work."""
+        await self._auto_checkpoint.start(records)
+        for record in records:
+            queue = self._queues[record.run_id] = self._new_queue(record)
+            if not self._journal.keep_payloads:
+                await self._executor.rewind_if_lossy(queue, queued_too=True)
+            await self.admission.load(queue)
+        self._collecting = asyncio.create_task(self._collect())
+        for queue in self._queues.values():
+            self.dispatcher.wake(queue)
+
+    async def drain(self, grace_s: float) -> dict[str, int]:
+        """Accepts no more, lets what is being carried out finish; gives how many operations each run has left."""
+        self.admission.closed = True
+        if self._collecting is not None:
+            self._collecting.cancel()
+            await asyncio.gather(self._collecting, return_exceptions=True)
+        await self.dispatcher.drain(self._queues.values(), grace_s)
+        left = {run_id: len(queue.pending) for run_id, queue in self._queues.items() if queue.pending}
+        await self.results.settle(grace_s)
+        for queue in self._queues.values():
+            queue.close(shutting_down())
+        return left
+
+    async def create(self, record: RunRecord, origin: Path | None = None) -> None:
+        """Makes a run in the engine, for a fork from the folder of the checkpoint that it starts from; durable before
+        it returns.
+
+        Raises:
+            RpcError: what the engine has against it. Nothing is left of the run.
+        """
+        queue = self._new_queue(record)
+        try:
+            check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
+            await self._runs.insert(record)
+            if origin is not None:
+                await self._runs.adopt(record, origin)
+            await self.dispatcher.enter(record.owner)
+            try:
+                created = await self._executor.create(queue)
+            finally:
+                self.dispatcher.leave(record.owner)
+            await self._runs.finish(record, created.num_trainable_parameters, created.step)
+        except BaseException:
+            await self._runs.delete(record)
+            raise
+        self._queues[record.run_id] = queue
+
+    async def delete(self, record: RunRecord) -> None:
+        """
+        Raises:
+            RpcError: UNSUPPORTED when another run could not be restored without a checkpoint of this one.
+        """
+        used = await self._journal.user_of(record.run_id)
+        if used is not None:
+            raise in_use(*used)
+        queue = self._queues.pop(record.run_id, None)
+        if queue is None:
+            raise unknown_run(record.run_id)  # another call was quicker
+        queue.close(unknown_run(record.run_id))
+        for operation in queue.pending.values():
+            self._memory.let_go(operation)
+        queue.empty()
+        await self._runs.delete(record)
+        self._metrics.forget(record.run_id)
+        await self._executor.drop(record.run_id)
+
+    async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
+        epoch = await self._runs.open(record, takeover, writer)
+        self.queue(record).fence()
+        return epoch
+
+    async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
+        await self._auto_checkpoint.check_deletable(record, name)
+        await self._runs.delete_checkpoint(record, name)
+
+    def queue(self, record: RunRecord) -> RunQueue:
+        """
+        Raises:
+            RpcError: UNKNOWN_RUN.
+        """
+        if record.run_id not in self._queues:
+            raise unknown_run(record.run_id)
+        return self._queues[record.run_id]
+
+    def usage(self, owner: str) -> Usage:
+        """What a key's runs hold."""
+        return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
+
+    def _new_queue(self, record: RunRecord) -> RunQueue:
+        return RunQueue(record, self._limits, self.usage(record.owner))
+
+    def backlog(self) -> Backlog:
+        """What waits here at this moment."""
+        queues = self._queues.values()
+        now = time.time()
+        oldest = (next(iter(queue.pending.values())).accepted_at for queue in queues if queue.pending)
+        return Backlog(
+            runs=len(queues),
+            operations=sum(len(queue.pending) for queue in queues),
+            bytes=sum(queue.queued_bytes for queue in queues),
+            early=sum(len(queue.window) for queue in queues),
+            oldest_s=max(now - min(oldest, default=now), 0.0),
+        )
+
+    async def _collect(self) -> None:
+        """Forgets results that nobody fetched in time, and deletes segments that nothing refers to."""
+        while True:
+            await asyncio.sleep(COLLECT_EVERY_S)
+            try:
+                for run_id, seq in (await self._journal.expired(time.time() - self._result_retention_s)).items():
+                    if run_id in self._queues:
+                        await self.results.release(self._queues[run_id], seq)
+                await self._journal.collect()
+            except Exception as error:  # collecting is for later, if not for now
+                log.error("old results and segments were not deleted: %s", error)

@@ -13,6 +13,7 @@ from gradwire.rl.algorithms import (
     AlgorithmConfig,
     GiGPOAlgorithm,
     GRPOAlgorithm,
+    HICRAAlgorithm,
     PPOAlgorithm,
     REINFORCEAlgorithm,
 )
@@ -48,6 +49,7 @@ from gradwire.rl.rewards import (
 )
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.rollouts import RolloutManager
+from gradwire.rl.strategic_grams import GramCluster, StrategicGrams, find_strategic_grams
 from gradwire.rl.types import (
     Action,
     EvaluateResult,
@@ -73,7 +75,9 @@ __all__ = [
     "EvaluateResult",
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
+    "GramCluster",
     "GymnasiumEnvironment",
+    "HICRAAlgorithm",
     "HICRACreditAssigner",
     "InferenceModule",
     "JsonlLogger",
@@ -104,6 +108,7 @@ __all__ = [
     "StepData",
     "StepOutput",
     "StepResult",
+    "StrategicGrams",
     "SuccessCurriculum",
     "Task",
     "TensorBoardLogger",
@@ -118,6 +123,7 @@ __all__ = [
     "WandbLogger",
     "build_hicra_from_dict",
     "code_passes",
+    "find_strategic_grams",
     "json_schema",
     "last_number",
     "regex_match",

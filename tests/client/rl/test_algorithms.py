@@ -23,12 +23,15 @@ from gradwire.rl import (
     Algorithm,
     AlgorithmConfig,
     GiGPOAlgorithm,
+    GramCluster,
     GRPOAlgorithm,
+    HICRAAlgorithm,
     PPOAlgorithm,
     REINFORCEAlgorithm,
     ReplayBuffer,
     SandboxLimits,
     StagedCurriculum,
+    StrategicGrams,
     SuccessCurriculum,
     reward_function,
 )
@@ -514,3 +517,28 @@ def test_curricula() -> None:
 def test_settings_that_cannot_be(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         AlgorithmConfig(**changes)
+
+
+# ---------------------------------------------------------------- HICRA
+
+
+async def test_hicra_marks_the_tokens_of_strategic_grams(rule_inference: Callable[..., Any]) -> None:
+    grams = StrategicGrams((GramCluster(("let me see",), 4),))
+    inference = rule_inference(lambda text, n: "let me see: 4" if n % 2 else "it is 5")
+    run = CheckingRun()
+    config = AlgorithmConfig(batch_size=3, group_size=4)
+    algorithm = HICRAAlgorithm(None, run, ["a?", "b?", "c?"], is_four, config, grams=grams, inference=inference)
+    [metrics] = await algorithm.train(1, progress_bar=False)
+    [(loss, kwargs, batch)] = run.batches
+    assert loss == "grpo" and kwargs["scale_rewards"] is False
+    marked, lengths = batch["planning_mask"].tolist(), batch.row_lengths.tolist()
+    expected = []
+    for reward, length in zip(batch["rewards"].tolist(), lengths):
+        expected += [reward == 1 and at in (0, 1, 2, 4, 5, 7, 8, 9) for at in range(length)]
+    assert marked == expected and any(marked) and not all(marked)
+    assert metrics["train/planning_fraction"] == pytest.approx(sum(expected) / sum(lengths))
+
+
+@reward_function
+def is_four(response: str) -> float:
+    return float(response.endswith("4"))

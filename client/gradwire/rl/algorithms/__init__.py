@@ -4,6 +4,7 @@ from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.gigpo import GiGPOAlgorithm, GiGPOCredit, gigpo_credit
 from gradwire.rl.algorithms.grpo import GRPOAlgorithm
+from gradwire.rl.algorithms.hicra import HICRAAlgorithm
 from gradwire.rl.algorithms.ppo import PPOAlgorithm
 from gradwire.rl.algorithms.reinforce import REINFORCEAlgorithm
 
@@ -13,6 +14,7 @@ __all__ = [
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GiGPOCredit",
+    "HICRAAlgorithm",
     "PPOAlgorithm",
     "REINFORCEAlgorithm",
     "gigpo_credit",

@@ -1,11 +1,13 @@
-"""PPO, GRPO, REINFORCE and GiGPO side by side: held-out success before and after, on two small tasks, with seeds.
+"""PPO, GRPO, REINFORCE and GiGPO side by side: held-out success before and after, on three small tasks, with seeds.
 
 sums   the demo's: two numbers of three digits, added digit by digit.
 boxes  a tool task of two turns: look into the box that is asked for, then say what is in it.
+guess  a number from 0 to 6 in three turns, with a hint after each: higher or lower.
 
-The model is the demo's, with letters for the boxes. It first imitates careless pupils: on sums they slip at three
-carries in ten, on boxes they are right half of the time. From there each algorithm is told no more than whether an
-answer was right. A seed draws the tasks and what is held out of them, the pupils, and the rollouts.
+The model is the demo's, with letters for the boxes and signs for the hints. It first imitates careless pupils: on sums
+they slip at three carries in ten, on boxes they are right half of the time, and they guess at random. From there each
+algorithm is told no more than whether an answer was right. A seed draws the tasks and what is held out of them, the
+pupils, and the rollouts.
 
 Prints a table, writes the curves as `curves.svg` and each training's numbers as JSONL under --output, and ends with 1
 if a training did not raise its held-out success. --write-docs puts table and curves into docs/rl_results.md.
@@ -22,7 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ class Setting:
         train, held_out: tasks.
         environment: the world.
         config: settings that differ between the tasks.
+        ppo: settings of PPO alone.
+        iterations: of training.
     """
 
     demonstrations: Sequence[tuple[str, str]]
@@ -76,6 +80,8 @@ class Setting:
     held_out: Sequence[Task]
     environment: BaseEnvironment
     config: dict[str, Any]
+    ppo: dict[str, Any] = field(default_factory=dict)
+    iterations: int = 24
 
 
 def sums(seed: int) -> Setting:
@@ -122,10 +128,45 @@ def boxes(seed: int) -> Setting:
             looked = f"{prompt}{box}{content}"
             demonstrations.append((looked, content if rng.random() < 0.5 else rng.choice("0123456789")))
     config = {"max_tokens": 1, "learning_rate": 1e-3, "eval_trajectories": 16}
-    return Setting(demonstrations, train, held_out, Boxes(), config)
+    # The critic learns in the policy's own trunk, and large steps of it cost the policy its start.
+    return Setting(demonstrations, train, held_out, Boxes(), config, ppo={"learning_rate": 3e-4})
 
 
-SETTINGS = {"sums": sums, "boxes": boxes}
+class Guess(BaseEnvironment):
+    """A number from 0 to 6 that the policy never sees. After a wrong guess the world says ``>`` (higher) or ``<``.
+
+    Three turns are the task's own limit: whoever has not found the number by then has lost.
+    """
+
+    blocking = False
+    max_steps = 3
+
+    def reset(self, task: Task, seed: int) -> State:
+        return State(task, ({"role": "user", "content": str(task.prompt)},))
+
+    def build_prompt(self, state: State) -> str:
+        return "".join(message["content"] for message in state.messages)
+
+    def step(self, state: State, action: Action) -> StepResult:
+        secret = str(state.task.ground_truth)
+        if action.raw == secret:
+            return StepResult(terminated=True)
+        return StepResult(">" if action.raw < secret else "<")
+
+
+def guess(seed: int) -> Setting:
+    """Nothing of a task can be memorised, since all prompts are equal: the held-out numbers are the same seven."""
+    rng = random.Random(seed)
+    tasks = [Task("?", str(secret), task_id=str(secret)) for secret in range(7)]
+    demonstrations = []
+    for _ in range(100 * DEMONSTRATIONS):
+        turns = "".join(rng.choice("0123456") + rng.choice("<>") for _ in range(rng.randrange(3)))
+        demonstrations.append((f"?{turns}", rng.choice("0123456")))
+    config = {"max_tokens": 1, "learning_rate": 3e-3, "eval_trajectories": 16}
+    return Setting(demonstrations, tasks, tasks, Guess(), config, iterations=72)
+
+
+SETTINGS = {"sums": sums, "boxes": boxes, "guess": guess}
 
 
 async def imitate(service: gradwire.ServiceClient, model: str, setting: Setting, seed: int) -> str:
@@ -148,19 +189,19 @@ async def train(
     args: argparse.Namespace,
 ) -> Training:  # fmt: skip
     run = await service.fork_run(start, head="value" if name == "PPO" else None, seed=seed)
+    iterations = args.iterations or setting.iterations
     config = AlgorithmConfig(
-        batch_size=16, group_size=8, warmup_iterations=5, seed=seed, eval_every=max(1, args.iterations // 6),
+        batch_size=16, group_size=8, warmup_iterations=5, seed=seed, eval_every=max(1, iterations // 6),
         eval_temperature=1.0, checkpoint_dir=args.output / f"{name}-{task}-{seed}", **setting.config,
     )  # fmt: skip
     if name == "PPO":
-        # The critic learns in the policy's own trunk, and large steps of it cost the policy its start.
-        config = replace(config, learning_rate=3e-4)
+        config = replace(config, **setting.ppo)
     async with ALGORITHMS[name](
         service, run, setting.train, last_number(), config,
         environment=setting.environment, eval_tasks=setting.held_out,
     ) as algorithm:  # fmt: skip
         curve = [(0, (await algorithm.evaluate())["eval/success"])]
-        for iteration, metrics in enumerate(await algorithm.train(args.iterations), 1):
+        for iteration, metrics in enumerate(await algorithm.train(iterations), 1):
             if "eval/success" in metrics:
                 curve.append((iteration, metrics["eval/success"]))
     return Training(name, task, seed, curve)
@@ -169,11 +210,11 @@ async def train(
 async def compare(args: argparse.Namespace) -> list[Training]:
     trainings = []
     with tempfile.TemporaryDirectory(prefix="gradwire-example-") as folder:
-        letters = ARITHMETIC_CHARACTERS + BOXES + "?-"
+        letters = ARITHMETIC_CHARACTERS + BOXES + "?-<>"
         path = small_model(Path(folder) / "small", characters=letters, context_length=64)
         async with gradwire.connect(models=[f"small={path}"]) as service:
-            for (task, make), seed in itertools.product(SETTINGS.items(), range(args.seeds)):
-                setting = make(seed)
+            for task, seed in itertools.product(args.tasks, range(args.seeds)):
+                setting = SETTINGS[task](seed)
                 start = await imitate(service, "small", setting, seed)
                 for name in ALGORITHMS:
                     trainings.append(await train(service, start, name, task, seed, setting, args))
@@ -183,8 +224,9 @@ async def compare(args: argparse.Namespace) -> list[Training]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--iterations", type=int, default=24)
+    parser.add_argument("--iterations", type=int, help="by default as many as the task needs")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--output", type=Path, default=Path("runs/rl_algorithms"))
     parser.add_argument("--write-docs", action="store_true")
     args = parser.parse_args()

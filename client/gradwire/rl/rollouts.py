@@ -29,7 +29,7 @@ class RolloutManager:
         inference: the sampler.
         environment: the world.
         num_parallel: episodes under way at once.
-        max_steps_per_rollout: an episode is truncated after so many steps.
+        max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
         group_size: episodes a task.
         min_trajectories: return as soon as whole groups of this many trajectories are there, and give up the rest;
             None waits for all.

@@ -106,8 +106,8 @@ class State:
         task: the problem.
         messages: the conversation so far.
         step: steps taken.
-        terminated: it is over by its own rules.
-        truncated: it was cut off, by a limit.
+        terminated: it is over by its own rules, the task's limit of turns among them.
+        truncated: it was cut off by a limit that is not the task's.
         data: the environment's own.
     """
 
@@ -214,7 +214,9 @@ class Trajectory:
         seed: of the environment.
         steps: in order.
         messages: the whole conversation.
-        status: how it ended; ``failed`` and ``timeout`` ones carry ``error`` and train nothing.
+        status: how it ended. ``completed``: by the task's own rules, its limit of turns among them. ``truncated``: cut
+            off by another limit, such as ``max_steps_per_rollout``; more could have come. ``failed`` and ``timeout``
+            ones carry ``error`` and train nothing.
         error: what went wrong.
         state: the last state.
         seconds: it took.

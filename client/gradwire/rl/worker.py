@@ -27,7 +27,7 @@ class RLRolloutWorker:
         environment: the world.
         params: how the policy samples; the environment's stop strings are added.
         new_history: a :class:`~gradwire.rl.prompts.TokenHistory` for an episode.
-        max_steps: an episode is truncated after so many steps.
+        max_steps: an episode that the environment has not ended by then is truncated.
         timeout_s: it is given up after so long; None waits for ever.
     """
 
@@ -77,7 +77,7 @@ class RLRolloutWorker:
                 break
             state = await self._step(trajectory, state, history, generate)
         trajectory.state = state
-        trajectory.status = "truncated" if state.truncated else "completed"
+        trajectory.status = "truncated" if state.truncated and not state.terminated else "completed"
 
     async def _step(self, trajectory: Trajectory, state: State, history: TokenHistory, generate: Generate) -> State:
         environment = self._environment

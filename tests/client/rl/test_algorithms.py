@@ -250,13 +250,45 @@ async def test_ppo_bootstraps_what_was_cut_off_and_rewards_ends(rule_inference: 
     (trajectory,) = [Trajectory(Task("t"), steps=steps("s", rewards=(1.5,)), status="truncated", reward=1.5)]
     trajectory.evaluation = EvaluateResult(1.5)
     columns = (await algorithm.training_batch([trajectory])).columns
-    # ids 1 2 | 7 8: the values are of the states before 7 and 8, and of the one after 8.
+    # ids 1 2 | 7 8: the values are of the states before 7 and 8. The loss trains these, and none after 8.
     assert columns["old_values"][0].tolist() == [0, 0, 2, 3]
-    assert columns["bootstrap_values"] == [4]
+    assert columns["bootstrap_values"] == [3]
     assert columns["rewards"][0].tolist() == [0, 0, 0, 1.5]
     assert trajectory.steps[0].value == 2
     trajectory.status = "completed"
     assert (await algorithm.training_batch([trajectory])).columns["bootstrap_values"] == [0]
+
+
+class Counting(BaseEnvironment):
+    """Never over by itself but for ``max_steps``, the task's own limit."""
+
+    blocking = False
+
+    def __init__(self, max_steps: int | None) -> None:
+        self.max_steps = max_steps
+
+    def reset(self, task: Task, seed: int) -> State:
+        return State(task, ({"role": "user", "content": "go"},))
+
+    def step(self, state: State, action: Action) -> StepResult:
+        return StepResult("on")
+
+
+@pytest.mark.parametrize(("own", "steps_taken", "status"), [(3, 3, "completed"), (None, 4, "truncated")])
+async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
+    own: int | None, steps_taken: int, status: str, rule_inference: Callable[..., Any], caplog: Any
+) -> None:
+    algorithm = PPOAlgorithm(
+        None, CheckingRun("value"), ["a"], arrived, config(max_steps_per_rollout=4), environment=Counting(own),
+        inference=rule_inference(walk),
+    )  # fmt: skip
+    trajectories = (await algorithm._collect(0)).trajectories
+    assert {(each.status, len(each.steps)) for each in trajectories} == {(status, steps_taken)}
+    batch = await algorithm.training_batch(trajectories)
+    last = [values[-1] for values in batch.columns["old_values"]]
+    assert batch.columns["bootstrap_values"] == (last if status == "truncated" else [0] * len(last))
+    assert batch.metrics["bootstrapped"] == (len(last) if status == "truncated" else 0)
+    assert ("set the environment's max_steps" in caplog.text) == (status == "truncated")
 
 
 async def test_ppo_needs_its_critic(rule_inference: Callable[..., Any]) -> None:

@@ -154,7 +154,7 @@ async def test_verifiers(vf: Any, rule_inference: Callable[..., Any]) -> None:
     assert [m["content"] for m in won.messages] == ["Guess.", "my number?", "4", "higher", "5", "yes"]
     assert won.state.terminated and won.state.data["verifiers"]["tries"] == 2
     lost = await play(1)
-    assert lost.state.truncated and len(lost.steps) == 3
+    assert lost.state.terminated and not lost.state.truncated and len(lost.steps) == 3
     single = vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "2+2?", "answer": "4"}]), rubric=rubric)
     rollouts = await RolloutManager(rule_inference(lambda text, n: "4"), VerifiersEnvironment(single)).collect(
         verifiers_tasks(single)

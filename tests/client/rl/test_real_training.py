@@ -88,12 +88,22 @@ def test_gigpo_raises_held_out_success(tmp_path: Path) -> None:
 @pytest.mark.timeout(2400)
 def test_every_algorithm_raises_held_out_success(tmp_path: Path) -> None:
     output = run(
-        EXAMPLES / "rl_algorithms.py", "--seeds", "1", "--iterations", "12", "--output", tmp_path, timeout=2300
+        EXAMPLES / "rl_algorithms.py", "--tasks", "sums", "boxes", "--seeds", "1", "--iterations", "12",
+        "--output", tmp_path, timeout=2300,
     )  # fmt: skip
     table = re.findall(r"^\| (sums|boxes) \| ([\w-]+) \| ([\d.]+) → ([\d.]+) \|", output, re.MULTILINE)
     assert len(table) == 8
     assert all(float(after) > float(before) for *_, before, after in table)
     assert "held-out success" in (tmp_path / "curves.svg").read_text()
+
+
+@pytest.mark.slow
+def test_every_algorithm_learns_a_task_with_a_limit_of_turns(tmp_path: Path) -> None:
+    """Failing by running out of turns is worth nothing: PPO learns as well as those that have no critic."""
+    output = run(EXAMPLES / "rl_algorithms.py", "--tasks", "guess", "--seeds", "1", "--output", tmp_path)
+    table = re.findall(r"^\| guess \| ([\w-]+) \| ([\d.]+) → ([\d.]+) \|", output, re.MULTILINE)
+    assert [name for name, *_ in table] == ["PPO", "GRPO", "REINFORCE", "GiGPO-PPO"]
+    assert all(float(before) < 0.45 and float(after) > 0.6 for _, before, after in table), table
 
 
 GSM8K = Path("/work/shared/data/gsm8k/train.jsonl")

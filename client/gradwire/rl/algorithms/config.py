@@ -29,7 +29,7 @@ class AlgorithmConfig:
         reference_ema: decay of the reference ``"ema"``, which follows the policy each iteration; None: it does not.
         max_tokens, temperature, top_k, top_p: of sampling. The loss scores at the same temperature.
         num_parallel: episodes under way at once.
-        max_steps_per_rollout: steps of an episode.
+        max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
         rollout_timeout_s: of an episode.
         context_tokens: longest prompt.
         max_staleness: iterations that rollouts may be behind the policy that trains on them. 0: each waits for the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.rows import Row, TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
+
+logger = logging.getLogger("gradwire.rl")
 
 
 def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
@@ -27,9 +30,11 @@ class PPOAlgorithm(Algorithm):
     """Proximal policy optimisation (loss ``enhanced_ppo``): advantages token by token, from a critic.
 
     The run needs ``head="value"``. Values of the state before each token are asked for once, before the first pass,
-    and stay the baseline of all passes. A trajectory that a limit of steps cut off is bootstrapped with the value of
-    the state that it was left in; one that ended is not, nor a response that reached the limit of tokens, which is part
-    of its task and was rewarded as it stands.
+    and stay the baseline of all passes. What an episode ends with is worth nothing more, be it by its rules, by its
+    own limit of turns, or with a response of ``max_tokens`` that the environment took for the last. Only one that is
+    ``truncated`` is bootstrapped: with the value of the last state that the policy wrote in, the last one of the
+    episode whose value is trained. (Values of states that no token follows are trained by nothing. They drift, and what
+    is bootstrapped from them feeds the drift.)
 
     A trajectory of several rows (its prompts do not continue each other) hands what is still to come from row to row
     as the discounted value of the next row's first state.
@@ -41,18 +46,17 @@ class PPOAlgorithm(Algorithm):
         rows = rows_of(trajectories)
         if not rows:
             return TrainingBatch("enhanced_ppo", {}, {}, {})
-        # One token more, so that the state after the last one has a value too. Its id does not matter.
-        longer = {
-            "input_ids": [np.append(row.ids, row.ids[-1]) for row in rows],
-            "loss_mask": [np.append(row.written, True) for row in rows],
-        }
-        scored = await self.run.compute_values(longer)
+        scored = await self.run.compute_values(
+            {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
+        )
         values, bootstrap = [], np.zeros(len(rows), np.float32)
+        cut: list[int] = []
         for index, (row, each) in enumerate(zip(rows, scored)):
             given = np.zeros(len(row.ids), np.float32)
-            given[row.written] = each[:-1]
+            given[row.written] = each
             values.append(given)
             if row.last and trajectories[row.trajectory].status == "truncated":
+                cut.append(index)
                 bootstrap[index] = each[-1]
             elif not row.last:
                 bootstrap[index] = scored[index + 1][0]
@@ -69,4 +73,22 @@ class PPOAlgorithm(Algorithm):
             "bootstrap_values": bootstrap.tolist(),
         }
         kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
-        return TrainingBatch("enhanced_ppo", kwargs, columns, {"rows": float(len(rows))})
+        cut = [
+            index for index, row in enumerate(rows) if row.last and trajectories[row.trajectory].status == "truncated"
+        ]
+        if cut and kwargs["gamma"] == 1.0:
+            self._say_that_cut_episodes_are_worth_more(len(cut), len(trajectories))
+        metrics = {"rows": float(len(rows)), "bootstrapped": float(len(cut))}
+        metrics |= {"bootstrap_value": float(bootstrap[cut].mean())} if cut else {}
+        return TrainingBatch("enhanced_ppo", kwargs, columns, metrics)
+
+    def _say_that_cut_episodes_are_worth_more(self, cut: int, of: int) -> None:
+        if "bootstrapped" in self._warned:
+            return
+        self._warned.add("bootstrapped")
+        logger.warning(
+            "%d of %d episodes were cut off (max_steps_per_rollout is %d) and count on as if they had gone on, without "
+            "a discount (gamma is 1). If that many turns are the task's own limit, set the environment's max_steps to "
+            "it, and running out of turns is a failure",
+            cut, of, self.config.max_steps_per_rollout,
+        )  # fmt: skip

@@ -16,8 +16,8 @@ class StepResult:
 
     Attributes:
         observation: text for the policy; empty when there is nothing to say.
-        terminated: the episode is over by its own rules.
-        truncated: it was cut off.
+        terminated: the episode is over by its own rules, a limit of turns that belongs to the task among them.
+        truncated: it was cut off by a limit that is not the task's: a time limit, a full context.
         tool_results: of the tools that the action called.
         data: changes to the state's ``data``.
         role: of the observation's message.
@@ -38,7 +38,9 @@ class BaseEnvironment(ABC):
     its own episode only; set ``blocking = False`` where they return at once.
 
     Attributes:
-        max_steps: an episode is truncated after so many; None leaves that to the rollouts.
+        max_steps: the task's own limit of turns: the episode ends (``terminated``) with the last one, and what is not
+            done by then has failed. None: the task has none, and where the rollouts stop (``max_steps_per_rollout``)
+            the episode is ``truncated``.
         stop: strings at which the policy's writing ends.
     """
 
@@ -82,12 +84,12 @@ class BaseEnvironment(ABC):
         if result.observation:
             messages.append({"role": result.role, "content": result.observation})
         step = state.step + 1
-        full = self.max_steps is not None and step >= self.max_steps and not result.terminated
+        last = self.max_steps is not None and step >= self.max_steps
         return state.having(
             messages=tuple(messages),
             step=step,
-            terminated=result.terminated,
-            truncated=result.truncated or full,
+            terminated=result.terminated or (last and not result.truncated),
+            truncated=result.truncated,
             data=result.data,
         )
 

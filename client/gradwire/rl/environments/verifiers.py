@@ -77,8 +77,7 @@ class VerifiersEnvironment(BaseEnvironment):
         return self._result(text, role, inner, done=await self._completed([*messages, *answer], inner))
 
     def _result(self, text: str, role: str, inner: dict[str, Any], *, done: bool) -> StepResult:
-        cut = done and inner.get("stop_condition") == "max_turns_reached" and self.max_steps != 1
-        return StepResult(text, terminated=done and not cut, truncated=cut, data={"verifiers": inner}, role=role)
+        return StepResult(text, terminated=done, data={"verifiers": inner}, role=role)
 
     async def _completed(self, messages: Sequence[Message], inner: Mapping[str, Any]) -> bool:
         check = self.env.is_completed

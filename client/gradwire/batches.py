@@ -5,7 +5,9 @@ content gives the same bytes in every form.
 
 Padding never travels. Where an ids field declares a padding mask and the batch has it, its zeros at either end of
 a row are cut from the ids and from every field aligned with them that has the padded length in that row; a field
-that is shorter already (one entry a scored token, say) is left as it is. A mask that is only that is then dropped.
+that is shorter already (one entry a scored token, say) is left as it is. The mask is then dropped. A mask that a loss
+declares as a field of its own says what is scored: of such a one only the zeros after the last 1 are cut, as nothing
+depends on them; those before are context, and stay.
 
 What is checked here: names, dtypes, shapes, masks. Ranges and vocabulary are the server's to check.
 """
@@ -136,7 +138,7 @@ def _cut_padding(mask_name: str, ids_field: LossField, fields: Sequence[LossFiel
     for sequence, width in enumerate(padded.tolist()):
         real = np.flatnonzero(mask.values[start : start + width])
         if len(real):
-            keep[start + real[0] : start + real[-1] + 1] = True
+            keep[start + (0 if travels else real[0]) : start + real[-1] + 1] = True
             if not travels and real[-1] - real[0] + 1 != len(real):
                 raise place.error(
                     "a padding mask has its zeros at the ends of a row, this one has some between; "

@@ -216,7 +216,7 @@ class LossInfo:
             reference=loss.reference,
             fields=tuple(LossField.from_message(each) for each in loss.fields),
             kwargs_schema=json.loads(loss.config_schema_json or "{}"),
-            metrics=dict(loss.metrics),
+            metrics={name: loss.metrics[name] for name in sorted(loss.metrics)},
             layout=loss.layout,
             head=loss.head,
         )

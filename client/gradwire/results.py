@@ -35,7 +35,7 @@ class LossResult:
 
     Attributes:
         loss: the loss of this batch, in the loss's unit (``causal_lm``: nats a token); None where none was asked for.
-        metrics: by name, ``"loss"`` among them; ``list_losses`` says what each is.
+        metrics: by name, ``"loss"`` first and then in alphabetical order; ``list_losses`` says what each is.
         outputs: what was asked for with ``outputs``: for each sequence an array over its scored tokens, float32; for
             ``"rewards"`` one array ``[sequences]``.
         num_sequences: sequences that went through the model.
@@ -69,7 +69,8 @@ class LossResult:
         loss = body.loss if body.HasField("loss") else None
         return LossResult(
             loss=loss,
-            metrics=({} if loss is None else {"loss": loss}) | dict(body.metrics),
+            metrics=({} if loss is None else {"loss": loss})
+            | {name: body.metrics[name] for name in sorted(body.metrics)},
             outputs={name: column.rows() if column.levels else column.values for name, column in columns.items()},
             num_sequences=body.num_sequences,
             num_tokens=body.num_tokens,

@@ -119,6 +119,7 @@ class Batch:
             token itself, predicted from those before it.
         origin: the batch on the host, of one that :meth:`to` moved. ``lengths``, ``scored`` and ``group_sizes`` are
             on the host always.
+        warnings: what of the caller's batch counts nowhere although it says something, as sentences for a person.
     """
 
     input_ids: Tensor
@@ -129,6 +130,7 @@ class Batch:
     levels: Mapping[str, Level] = field(default_factory=dict)
     target_tokens: Tensor | None = None
     origin: Batch | None = field(default=None, repr=False)
+    warnings: tuple[str, ...] = ()
 
     @property
     def host(self) -> Batch:

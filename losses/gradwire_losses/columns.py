@@ -19,6 +19,7 @@ from gradwire_losses.batch import BatchError
 from gradwire_losses.registry import FieldSpec, LossSpec
 
 RAGGED_DIMENSIONS = frozenset({"samples", "tokens", "steps"})
+LOG_PROB_TOLERANCE = 1e-3  # what rounding may add to log 1
 _KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
 _CAST: Mapping[str, type[np.generic]] = {"int": np.int64, "float": np.float32, "bool": np.bool_}
 
@@ -68,8 +69,8 @@ class Field:
         where = self.spec.name if row is None else f"{self.spec.name}, row {row}"
         return BatchError(f"{where}: {message}", field=self.spec.name, row=row, rule=rule)
 
-    def entry_error(self, entry: int, problem: str, rule: str) -> BatchError:
-        """The error of one entry, placed by its row, sample and token; ``problem`` follows its value."""
+    def place_of(self, entry: int) -> tuple[int, str]:
+        """The row that an entry belongs to, and where it is within it, e.g. ``"sample 1, token 3"``."""
         unit, place = entry, []
         for name, lengths in zip(
             reversed(self.dimensions[1 : 1 + len(self.levels)]), reversed(self.levels), strict=True
@@ -77,9 +78,14 @@ class Field:
             outer = _segment(lengths, unit)
             place.append(f"{name.removesuffix('s')} {unit - int(lengths[:outer].sum())}")
             unit = outer
+        return unit, ", ".join(reversed(place))
+
+    def entry_error(self, entry: int, problem: str, rule: str) -> BatchError:
+        """The error of one entry, placed by its row, sample and token; ``problem`` follows its value."""
+        row, place = self.place_of(entry)
         value = self.values[entry]
         shown = f"is {value}" if value.ndim == 0 else f"holds {value.tolist()}"
-        return self.error(f"{' '.join([', '.join(reversed(place)), shown]).strip()}; {problem}", rule, row=unit)
+        return self.error(f"{place} {shown}; {problem}".strip(), rule, row=row)
 
 
 def _segment(lengths: Array, entry: int) -> int:
@@ -189,19 +195,25 @@ def cast(field: Field, entries: Array | None = None) -> Array:
     """The values as int64, float32 or bool (a copy); of ``entries`` (a mask over them) only where it is given.
 
     Raises:
-        BatchError: for a number that is not finite in float32, or a mask entry that is neither 0 nor 1.
+        BatchError: for a number that is not finite in float32, a log-probability above 0, or a mask entry that is
+            neither 0 nor 1.
     """
     values = field.values if entries is None else field.values[entries]
     with np.errstate(over="ignore", invalid="ignore"):
         result = values.astype(_CAST[field.spec.dtype])
-    if field.spec.dtype == "float" and values.dtype.kind == "f":
-        wrong, problem, rule = ~np.isfinite(result), "numbers must be finite (in float32)", "finite"
+
+    def refuse(wrong: Array, problem: str, rule: str) -> None:
+        if wrong.any():
+            position = int(wrong.reshape(len(wrong), -1).any(axis=1).argmax())
+            entry = position if entries is None else int(np.flatnonzero(entries)[position])
+            raise field.entry_error(entry, problem, rule)
+
+    if field.spec.dtype == "float":
+        if values.dtype.kind == "f":
+            refuse(~np.isfinite(result), "numbers must be finite (in float32)", "finite")
+        if field.spec.holds_log_probs:
+            problem = "a log-probability is at most 0: give log p, neither -log p nor p"
+            refuse(result > LOG_PROB_TOLERANCE, problem, "log-probability <= 0")
     elif field.spec.dtype == "bool" and values.dtype.kind != "b":
-        wrong, problem, rule = (values != 0) & (values != 1), "a mask holds 0 or 1", "0 or 1"
-    else:
-        return result
-    if wrong.any():
-        position = int(wrong.reshape(len(wrong), -1).any(axis=1).argmax())
-        entry = position if entries is None else int(np.flatnonzero(entries)[position])
-        raise field.entry_error(entry, problem, rule)
+        refuse((values != 0) & (values != 1), "a mask holds 0 or 1", "0 or 1")
     return result

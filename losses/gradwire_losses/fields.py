@@ -104,10 +104,11 @@ GROUP_FIELDS = (
         "response_masks",
         "bool",
         SAMPLE_TOKENS,
-        "1 where a response token counts. Zeros at either end are padding, zeros between stay as unscored tokens.",
+        "1 where a response token is scored. Tokens of 0 are context for those after them; after the last 1 they are "
+        "dropped, as nothing depends on them.",
         aligned_with="response_ids",
     ),
-    sample_field("rewards", ("[rows, samples]",), "One reward a response.", required=True),
+    sample_field("rewards", ("[rows, samples]",), "One reward a response; needed without advantages."),
     sample_field(
         "old_log_probs",
         SAMPLE_TOKENS,

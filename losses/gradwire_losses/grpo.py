@@ -23,7 +23,7 @@ from gradwire_losses.advantages import (
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
-from gradwire_losses.outputs import LossOutput, Mean, Std, Term
+from gradwire_losses.outputs import LossOutput, Mean, Metric, Std, Term
 from gradwire_losses.policy import (
     clipped_surrogate,
     geometric_surrogate,
@@ -82,7 +82,10 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         1.0, gt=0, le=1, description="only this share of the batch's tokens, of highest entropy, have a policy loss"
     )
     mask_truncated: bool = Field(False, description="responses marked truncated count nowhere but in their baseline")
-    mask_zero_spread: bool = Field(False, description="groups whose rewards are all equal count nowhere")
+    mask_zero_spread: bool = Field(
+        False,
+        description="groups whose rewards are all equal count nowhere; advantages given with the batch are all used",
+    )
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
         None,
         description="weigh the policy loss by old_log_probs' probability over sampler_log_probs', of a token or of all "
@@ -97,9 +100,7 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward, and "
         "have no KL term; advantages given with the batch have it in them then",
     )
-    reduction: Reduction = Field(
-        "sequence_mean", description="as the paper: mean over responses of the mean over tokens"
-    )
+    reduction: Reduction = Field("sequence_mean", description=ReductionConfig.model_fields["reduction"].description)
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -170,9 +171,18 @@ def reward_advantages(batch: Batch, scores: Scores, config: GRPOConfig) -> tuple
 
     Returns:
         ``[T]``, and ``[S]``, or ``[T]`` again where a response's tokens have their own.
+
+    Raises:
+        BatchError: when the batch has neither.
     """
     if "advantages" in batch.fields:
         return batch.per_token("advantages"), batch["advantages"]
+    if "rewards" not in batch.fields:
+        raise BatchError(
+            "the batch has neither rewards nor advantages: give the reward of each response, or its advantage",
+            field="rewards",
+            rule="rewards or advantages",
+        )
     rewards, sizes, lengths = batch["rewards"], batch.group_sizes, batch.row_lengths
     reference = reference_logprobs(batch, scores)
     if config.kl_in_reward and reference is not None:
@@ -211,7 +221,6 @@ def group_objective(
         surrogate = surrogate * weights
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
 
-    mean, std, differ = group_spread(batch["rewards"], batch.group_sizes)
     counting = _kept_sequences(batch, config)
     kept, kept_lengths = spread(counting, lengths), torch.where(counting, lengths, 0)
     policy = reduced(select(surrogate, kept), kept_lengths, config)
@@ -230,10 +239,7 @@ def group_objective(
             "clip_fraction": Mean.of(clipped),
             "advantage_mean": Mean.of(reported),
             "advantage_std": Std.of(reported),
-            "reward_mean": Mean.of(batch["rewards"]),
-            "group_reward_mean": Mean.of(mean),
-            "group_reward_std": Mean.of(std),
-            "zero_spread_groups": Mean.of(~differ),
+            **_reward_metrics(batch),
             "kept_fraction": Mean.of(kept),
             "sampler_ratio_mean": Mean(0.0, 0) if weights is None else Mean.of(weights),
             "planning_fraction": Mean(0.0, 0) if planning is None else Mean.of(planning),
@@ -250,6 +256,20 @@ def _planning(batch: Batch, config: GRPOConfig) -> Tensor | None:
             rule="given with planning_alpha",
         )
     return batch.get("planning_mask")
+
+
+def _reward_metrics(batch: Batch) -> dict[str, Metric]:
+    """NaN where the batch has advantages and no rewards."""
+    if "rewards" not in batch.fields:
+        names = ("reward_mean", "group_reward_mean", "group_reward_std", "zero_spread_groups")
+        return {name: Mean(0.0, 0) for name in names}
+    mean, std, differ = group_spread(batch["rewards"], batch.group_sizes)
+    return {
+        "reward_mean": Mean.of(batch["rewards"]),
+        "group_reward_mean": Mean.of(mean),
+        "group_reward_std": Mean.of(std),
+        "zero_spread_groups": Mean.of(~differ),
+    }
 
 
 def _uncertain(entropy: Tensor, share: float) -> Tensor:
@@ -328,7 +348,7 @@ def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
     """``[S]`` bool, on the host: which responses count."""
     given = batch.host
     kept = torch.ones(batch.num_sequences, dtype=torch.bool)
-    if config.mask_zero_spread:
+    if config.mask_zero_spread and "advantages" not in batch.fields:
         kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
     if config.mask_truncated and "truncated" in batch.fields:
         kept &= ~given["truncated"]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
 
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
@@ -27,9 +28,12 @@ variant = partial(
 
 
 def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
-    """``grpo``'s arguments with other defaults."""
+    """``grpo``'s arguments with other defaults, or other fields."""
     fields: dict[str, Any] = {}
     for argument, default in defaults.items():
+        if isinstance(default, FieldInfo):
+            fields[argument] = (GRPOConfig.model_fields[argument].annotation, default)
+            continue
         field = GRPOConfig.model_fields[argument]
         fields[argument] = (Annotated[field.annotation, *field.metadata, Field(description=field.description)], default)
     return create_model(name, __base__=GRPOConfig, __doc__=f"Arguments of ``grpo``: {name}.", **fields)
@@ -37,14 +41,26 @@ def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
 
 @variant(
     "dr_grpo",
-    config=with_defaults("DrGRPOConfig", scale_rewards=False, reduction="fixed", beta=0.0),
+    config=with_defaults(
+        "DrGRPOConfig",
+        scale_rewards=False,
+        reduction="fixed",
+        reduction_divisor=Field(
+            None,
+            gt=0,
+            description='required with reduction "fixed", which is the default here: the most tokens that a response '
+            "may have, the same in every call",
+        ),
+        beta=0.0,
+    ),
     reference="Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783)",
     formula="1/S sum_i 1/L sum_t max(-r_it A_i, -clip(r_it) A_i), A_i = R_i - mean_group R, L = reduction_divisor",
 )
 def dr_grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     """GRPO without its two biases: no standard deviation in the advantage, one divisor for responses of any length.
 
-    ``reduction_divisor`` must be given: the largest length of a response, the same in every call.
+    With the default ``reduction``, ``"fixed"``, ``reduction_divisor`` must be given: the most tokens that a response
+    may have, the same in every call.
     """
     return grpo(batch, scores, config)
 

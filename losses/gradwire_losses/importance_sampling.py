@@ -85,6 +85,15 @@ def _loss_sum(weighted: Tensor, kl: Tensor | None, config: ImportanceSamplingCon
     return Sum(whole.detach().double().sum())
 
 
+def _row_rewards(batch: Batch) -> Mean:
+    """Over rows with a scored token."""
+    if "rewards" not in batch.fields:
+        return Mean(0.0, 0)
+    rewards, lengths = batch["rewards"], batch.row_lengths
+    by_row = segment_sum(rewards, lengths) if batch.levels["rewards"] == "token" else rewards
+    return Mean.of(select(by_row, lengths > 0))
+
+
 def _sequence_advantages(batch: Batch) -> Tensor:
     """``[S]``: the batch's advantages or rewards; those of tokens added up."""
     name = "advantages" if "advantages" in batch.fields else "rewards"
@@ -105,7 +114,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
             "needed without target_tokens.",
         ),
         row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; needed without advantages."),
-        row_field("advantages", ROWS_OR_TOKENS, "Advantage of each row or token, in place of rewards."),
+        row_field("advantages", ROWS_OR_TOKENS, "Advantage of each row or token, in place of those that rewards give."),
         REF_LOG_PROBS,
         replace(TARGET_TOKENS, required=False),
         row_field("logprobs", ROW_TOKENS, "behavior_log_probs of the targets, with target_tokens."),
@@ -120,6 +129,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "clipped_fraction": "share of ratios above clip_ratio: they give no gradient",
         "kl_divergence": "mean KL of a token to the reference (nats); NaN with no reference",
         "advantage_mean": "mean advantage of a token or row",
+        "reward_mean": "mean over rows of a row's rewards, added up; NaN without rewards",
         "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
@@ -135,22 +145,21 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     ``reduction`` says; a reward of a row counts for all of its tokens, rewards of tokens for those up to them. With
     ``[rows]`` a row has one ratio, that of all of its scored tokens together, and the loss is a mean over rows, KL of a
     row being the sum over its tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no
-    baseline is subtracted.
+    baseline is subtracted. Where a batch has both, advantages are what the loss uses and rewards serve the metrics.
 
     With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``; with a
     ``reduction``, what it says.
 
     Raises:
-        BatchError: when the batch has neither ``rewards`` nor ``advantages``, or both; when it has no
+        BatchError: when the batch has neither ``rewards`` nor ``advantages``; when it has no
             ``behavior_log_probs``, or with ``target_tokens`` not ``logprobs`` and ``advantages`` alone.
     """
     behavior, tinker = _behavior(batch)
-    if ("rewards" in batch.fields) == ("advantages" in batch.fields):
-        have = "both" if "rewards" in batch.fields else "neither"
+    if not {"rewards", "advantages"} & set(batch.fields):
         raise BatchError(
-            f"importance_sampling takes rewards or advantages; the batch has {have}",
+            "importance_sampling needs rewards or advantages; the batch has neither",
             field="rewards",
-            rule="one of rewards and advantages",
+            rule="rewards or advantages",
         )
     lengths, logprobs = batch.row_lengths, scores.logprobs
     reference = reference_logprobs(batch, scores)
@@ -193,6 +202,7 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "clipped_fraction": Mean.of(ratio > bound),
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
+        "reward_mean": _row_rewards(batch),
         "loss:sum": _loss_sum(weighted, kl, config) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

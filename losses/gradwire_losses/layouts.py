@@ -55,6 +55,7 @@ _SCORING_FIELDS = frozenset(
         "response_masks",
     }
 )
+_REWARDS = ("rewards", "step_rewards")
 _TOKEN_LABELS = ("step_labels", "token_labels")
 
 
@@ -97,7 +98,7 @@ def read_batch(
         if field.spec.ids:
             check_ids(field, vocab_size)
     sequences = _LAYOUTS[loss.layout](fields, context_length)
-    tensors, levels = _loss_fields(loss, fields, sequences)
+    tensors, levels, warnings = _loss_fields(loss, fields, sequences)
     return Batch(
         input_ids=torch.from_numpy(sequences.ids),
         lengths=torch.from_numpy(sequences.lengths.copy()),
@@ -106,6 +107,7 @@ def read_batch(
         fields=tensors,
         levels=levels,
         target_tokens=None if sequences.target_tokens is None else torch.from_numpy(sequences.target_tokens),
+        warnings=tuple(warnings),
     )
 
 
@@ -196,9 +198,10 @@ _LAYOUTS: Mapping[str, Callable[[Mapping[str, Field], int | None], _Sequences]] 
 
 def _loss_fields(
     loss: LossSpec, fields: Mapping[str, Field], sequences: _Sequences
-) -> tuple[dict[str, Tensor], dict[str, Level]]:
+) -> tuple[dict[str, Tensor], dict[str, Level], list[str]]:
     tensors: dict[str, Tensor] = {}
     levels: dict[str, Level] = {}
+    warnings: list[str] = []
     for name, field in fields.items():
         if field.spec.ids and "candidates" in field.dimensions:
             name = "candidates"
@@ -216,7 +219,10 @@ def _loss_fields(
         elif "tokens" in field.dimensions:
             if field.dimensions[:3] == ("rows", "samples", "tokens"):
                 check_samples(field, sequences.group_sizes)
-            values, levels[name] = _scored_entries(field, sequences.parts[field.spec.aligned_with]), "token"
+            part = sequences.parts[field.spec.aligned_with]
+            values, levels[name] = _scored_entries(field, part), "token"
+            if name in _REWARDS and (lost := _lost_rewards(field, part)):
+                warnings.append(lost)
         else:
             if "samples" in field.dimensions:
                 check_samples(field, sequences.group_sizes)
@@ -224,7 +230,24 @@ def _loss_fields(
             levels[name] = "sequence" if one_each or "samples" in field.dimensions else "example"
             values = cast(field)
         tensors[name] = torch.from_numpy(np.ascontiguousarray(values))
-    return tensors, levels
+    return tensors, levels, warnings
+
+
+def _lost_rewards(field: Field, part: Part) -> str | None:
+    """A sentence about rewards on tokens that are not scored, which count nowhere; None where there are none."""
+    full = np.repeat(field.lengths == part.ids.lengths, field.lengths)
+    lost = np.zeros(len(field.values), dtype=bool)
+    lost[full] = ~part.scored[np.repeat(field.lengths == part.ids.lengths, part.ids.lengths)]
+    lost &= np.isfinite(field.values) & (field.values != 0)
+    if not lost.any():
+        return None
+    first, count = int(lost.argmax()), int(lost.sum())
+    row, place = field.place_of(first)
+    others = f", the first of {count} such" if count > 1 else ""
+    return (
+        f"{field.spec.name}, row {row}, {place}: the reward {field.values[first]:g} is on a token that is not scored"
+        f"{others}, so it counts nowhere. Put it on a scored token, or score that token"
+    )
 
 
 def _partner(loss: LossSpec, name: str, sides: tuple[str, str]) -> str | None:

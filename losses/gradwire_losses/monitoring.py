@@ -1,14 +1,15 @@
 """The monitoring advice of the field, as sentences: which figures of a loss left their usual range, and what to do.
 
-The ranges are rules of thumb for language models, per token and in nats, and wide: a run in good health gives none.
-They are about what a step is about to do, so they speak before a loss curve shows it.
+The ranges are rules of thumb for language models, per token and in nats. There are two kinds. Alarms are wide: a run in
+good health gives none, and each call that is beyond them says so. Hints are the narrower ranges that a loss declares as
+those to aim for; :class:`Advisor` gives them sparingly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,62 @@ USUAL_RANGES: Mapping[str, Range] = {
         "too hard, or sample more responses to each",
     ),
 }
+
+
+PPO_HINTS: Mapping[str, Range] = {
+    "kl_divergence": Range(high=0.05, above="reduce learning_rate, or increase beta"),
+    "clip_fraction": Range(
+        low=0.1,
+        high=0.3,
+        below="the clip hardly acts; reduce clip_epsilon",
+        above="much of the batch gives no gradient; reduce learning_rate, or take fewer steps on one batch",
+    ),
+    "explained_variance": Range(
+        low=0.5, below="the critic says little of the returns; raise value_loss_coef, or train it alone with value_only"
+    ),
+    "advantage_std": Range(
+        low=0.5, high=2.0, below="set whiten_advantages to True", above="set whiten_advantages to True"
+    ),
+}
+"""The ranges that PPO's documentation gives to aim for."""
+
+FIRST_STEPS = 5
+UNMOVED = 1e-6
+
+
+@dataclass
+class Advisor:
+    """Hints to one run: none in its first steps, and one a spell that a figure is out of its range.
+
+    Attributes:
+        outside: the figures that are out of their ranges now, by loss, name and side.
+    """
+
+    outside: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def hints(self, loss: str, ranges: Mapping[str, Range], metrics: Mapping[str, float], step: int) -> list[str]:
+        """A sentence for each figure that has just left its range.
+
+        Args:
+            loss: its name.
+            ranges: those it declares.
+            metrics: of this call. NaN says nothing. While the policy is still the one that wrote the batch
+                (``approx_kl`` is 0), a low ``clip_fraction`` says nothing either.
+            step: optimizer steps taken so far.
+        """
+        if step < FIRST_STEPS:
+            return []
+        found = []
+        for name, usual in ranges.items():
+            value = metrics.get(name, math.nan)
+            if math.isnan(value) or (name == "clip_fraction" and metrics.get("approx_kl", 1.0) < UNMOVED):
+                continue
+            for side, out in (("below", value < usual.low), ("above", value > usual.high)):
+                spell = (loss, name, side)
+                if out and spell not in self.outside and (sentence := usual.warning(name, value)):
+                    found.append(sentence)
+                (self.outside.add if out else self.outside.discard)(spell)
+        return found
 
 
 def usual_range_warnings(metrics: Mapping[str, float]) -> list[str]:

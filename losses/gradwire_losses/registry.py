@@ -12,13 +12,14 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.monitoring import Range
 from gradwire_losses.outputs import LossOutput
 
 Layout = Literal["rows", "pairs", "groups"]
@@ -65,6 +66,11 @@ class FieldSpec:
     aligned_with: str = ""
     padding_mask: str = ""
     ids: bool = False
+
+    @property
+    def holds_log_probs(self) -> bool:
+        """Whether entries are log-probabilities, by the name: none is above 0."""
+        return self.dtype == "float" and self.name.endswith(("log_probs", "logprobs"))
 
 
 class LossConfig(BaseModel):
@@ -129,6 +135,7 @@ class LossSpec:
         fields: the batch fields.
         scores: ``(config, names of the fields present, as in Batch.fields) -> names of the scores needed``. A loss that
             needs ``ref_logprobs`` or ``divergence`` with no ``reference_model`` given is refused by the engine.
+        hints: the ranges of its metrics to aim for: see ``gradwire_losses.monitoring``.
         optional_scores: scores that the function takes where the run has the head for them, and does without where
             it has not.
         metrics: name -> one sentence.
@@ -153,6 +160,7 @@ class LossSpec:
     streams: Callable[[Any, frozenset[str]], bool]
     head: HeadName = ""
     optional_scores: frozenset[ScoreName] = frozenset()
+    hints: Mapping[str, Range] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -176,6 +184,7 @@ def register_loss(
     streams: bool | Callable[[Any, frozenset[str]], bool] = False,
     head: HeadName = "",
     optional_scores: Sequence[ScoreName] = (),
+    hints: Mapping[str, Range] | None = None,
 ) -> Callable[[LossFunction], LossFunction]:
     """Registers the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.
 
@@ -199,6 +208,7 @@ def register_loss(
             streams=streams if callable(streams) else lambda config, present: streams,
             head=head,
             optional_scores=frozenset(optional_scores),
+            hints=dict(hints or {}),
         )
         return function
 

@@ -12,12 +12,12 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import rewards_to_go, whiten
-from gradwire_losses.batch import Batch, Scores, segment_sum, select
+from gradwire_losses.batch import Batch, Scores
+from gradwire_losses.critic import reward_mean, token_rewards
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, ROWS_OR_TOKENS, row_field
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Std, Term
 from gradwire_losses.policy import clipped_surrogate, probability_ratio
-from gradwire_losses.ppo import token_rewards
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
@@ -104,7 +104,7 @@ def _objective(
             "advantage_mean": Mean.of(advantages),
             "advantage_std": Std.of(advantages),
             "return_mean": Mean.of(returns),
-            "reward_mean": Mean.of(select(segment_sum(rewards, lengths), lengths > 0)),
+            "reward_mean": reward_mean(batch),
         },
     )
 

@@ -112,7 +112,7 @@ class PlackettLuceConfig(LossConfig):
     top_k: int | None = Field(None, ge=1, description="only the first places count; all by default")
 
 
-RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_ids", "response_ids"))
+RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_ids", "response_ids", "response_masks"))
 
 
 @register_loss(

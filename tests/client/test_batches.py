@@ -194,6 +194,19 @@ def test_groups_and_masks_that_are_both() -> None:
         assert columns["rewards"].levels[0].tolist() == [2, 2]
 
 
+def test_a_mask_that_says_what_is_scored_leaves_the_context_before_it() -> None:
+    columns = groups(
+        {
+            "prompt_ids": [[1]],
+            "response_ids": [[[20, 21, 22, 23, 0]]],
+            "response_masks": [[[0, 1, 1, 1, 0]]],
+            "rewards": [[1.0]],
+        }
+    )
+    assert columns["response_ids"].values.tolist() == [20, 21, 22, 23]
+    assert columns["response_masks"].values.tolist() == [False, True, True, True]
+
+
 def test_ragged_groups() -> None:
     columns = groups(
         {"prompt_ids": [[1], [2]], "response_ids": [[[5, 6]], [[7], [], [8, 9]]], "rewards": [[1], [2, 3, 4]]}

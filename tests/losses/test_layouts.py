@@ -73,6 +73,10 @@ BAD = [
         "token 1 is nan"),
     Bad("an infinite log-probability", "enhanced_ppo", PPO | {"old_log_probs": [[0, -np.inf, 1], [0, 1]]},
         "old_log_probs", 0, "finite", "token 1 is -inf"),
+    Bad("a positive log-probability", "enhanced_ppo", PPO | {"old_log_probs": [[0, -1, -1], [0, 0.5]]}, "old_log_probs",
+        1, "log-probability <= 0", "token 1 is 0.5"),
+    Bad("a probability for its logarithm", "grpo", GROUPS | {"old_log_probs": [[[-1, 0.9], [-1]], [[-1], []]]},
+        "old_log_probs", 0, "log-probability <= 0", "sample 0, token 1 is 0.9"),
     Bad("a number past float32", "enhanced_ppo", PPO | {"rewards": [[0.0, 0, 1e39], [0, 1]]}, "rewards", 0, "finite",
         "float32"),
     Bad("a token field of another length", "enhanced_ppo", PPO | {"rewards": [[0, 0, 1, 1], [0, 1]]}, "rewards", 0,
@@ -138,16 +142,16 @@ def test_labels_and_a_loss_mask_are_both_obeyed() -> None:
 def test_pairs_come_as_chosen_and_rejected_in_turn_and_their_fields_as_one() -> None:
     columns = PAIRS | {
         "prompt_lengths": [1, 2],
-        "chosen_ref_log_probs": [[9.0, 1.0, 2.0], [9.0, 9.0]],
-        "rejected_ref_log_probs": [[3.0], [9.0, 9.0, 4.0]],
+        "chosen_ref_log_probs": [[9.0, -1.0, -2.0], [9.0, 9.0]],
+        "rejected_ref_log_probs": [[-3.0], [9.0, 9.0, -4.0]],
     }
     batch = read("dpo", columns)
     assert batch.lengths.tolist() == [3, 2, 2, 3] and batch.group_sizes.tolist() == [2, 2]
     assert batch.input_ids.tolist() == [1, 2, 3, 1, 2, 4, 5, 4, 6, 7]
     assert batch.row_lengths.tolist() == [2, 1, 0, 1]
-    assert batch["ref_log_probs"].tolist() == [1.0, 2.0, 3.0, 4.0]
-    per_row = read("dpo", PAIRS | {"chosen_ref_log_probs": [1.0, 2.0], "rejected_ref_log_probs": [3.0, 4.0]})
-    assert per_row["ref_log_probs"].tolist() == [1.0, 3.0, 2.0, 4.0]
+    assert batch["ref_log_probs"].tolist() == [-1.0, -2.0, -3.0, -4.0]
+    per_row = read("dpo", PAIRS | {"chosen_ref_log_probs": [-1.0, -2.0], "rejected_ref_log_probs": [-3.0, -4.0]})
+    assert per_row["ref_log_probs"].tolist() == [-1.0, -3.0, -2.0, -4.0]
     assert per_row.levels["ref_log_probs"] == "sequence"
 
 
@@ -216,3 +220,24 @@ def test_a_large_batch_is_read_in_a_fraction_of_a_second() -> None:
     batch = read_batch(get_loss("causal_lm"), columns, vocab_size=VOCAB, context_length=1000)
     assert time.process_time() - start < 1.0  # about 30 ms on an idle core
     assert batch.num_scored == 8000 * 999
+
+
+def test_rewards_on_tokens_that_are_not_scored_are_told() -> None:
+    columns = PPO | {"loss_mask": [[1, 1, 0], [1, 1]], "rewards": [[0.0, 0.0, 5.0], [0.0, 1.0]]}
+    [warning] = read("enhanced_ppo", columns).warnings
+    assert warning.startswith("rewards, row 0, token 2: the reward 5 is on a token that is not scored")
+    assert read("enhanced_ppo", PPO).warnings == ()
+    masked = {"response_masks": [[[1, 1], [1]], [[0], []]], "step_rewards": [[[0, 0], [1]], [[2], []]]}
+    [warning] = read("gigpo", GROUPS | masked).warnings
+    assert warning.startswith("step_rewards, row 1, sample 0, token 0: the reward 2")
+    unscored_nan = PPO | {"rewards": [[np.nan, 0.0, 5.0], [np.nan, 1.0]]}
+    assert read("enhanced_ppo", unscored_nan).warnings == ()
+    compact = PPO | {"loss_mask": [[1, 1, 0], [1, 1]], "rewards": [[5.0], [1.0]]}
+    assert read("enhanced_ppo", compact).warnings == ()
+
+
+def test_a_mask_says_what_is_scored_and_the_rest_is_context() -> None:
+    responses, masks = [[[4, 5], [6]], [[7], [8, 9]]], [[[0, 1], [1]], [[1], [1, 1]]]
+    batch = read("grpo", GROUPS | {"response_ids": responses, "response_masks": masks})
+    assert batch.input_ids.tolist() == [1, 2, 4, 5, 1, 2, 6, 3, 7, 3, 8, 9]
+    assert batch.row_lengths.tolist() == [1, 1, 1, 2]

@@ -178,6 +178,7 @@ def test_what_is_distilled_is_the_teacher_and_not_the_student() -> None:
 def test_on_policy_the_gradient_is_the_policy_gradient(loss: str, field: str) -> None:
     """Of E[r]: sum over tokens of p(x) r(x) grad log p(x), with a step of descent going up."""
     rewards = [1.0, -2.0, 0.5]
+    kwargs = {"whiten_advantages": False} if loss == "enhanced_ppo" else {}
     logits = POLICY.clone().requires_grad_()
     logprobs = logits.log_softmax(0)
     total = torch.zeros((), dtype=torch.float64)
@@ -185,7 +186,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(loss: str, field: str) ->
         columns = {"input_ids": [[0, token]], field: [[logprobs[token].item()]], "rewards": [rewards[token]]}
         scores = {"logprobs": logprobs[token : token + 1], "entropy": torch.zeros(1, dtype=torch.float64)}
         scores["values"] = torch.zeros(1, dtype=torch.float64)
-        total = total + logprobs[token].exp().detach() * evaluate(loss, columns, scores).loss()
+        total = total + logprobs[token].exp().detach() * evaluate(loss, columns, scores, **kwargs).loss()
     [grad] = torch.autograd.grad(total, logits)
     logits = POLICY.clone().requires_grad_()
     [ascent] = torch.autograd.grad((logits.softmax(0) * torch.tensor(rewards)).sum(), logits)

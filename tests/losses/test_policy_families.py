@@ -20,6 +20,7 @@ from support.losses import (
     Drawn,
     bits,
     group_columns,
+    logps,
     numbers,
     per_row,
     read,
@@ -39,7 +40,7 @@ def predictions(rng: np.random.Generator, *fields: str, candidates: int = 0) -> 
     columns |= {"target_tokens": many if candidates else [tokens(rng, len(row)) for row in ids], "mask": mask}
     every = {
         "weights": numbers(rng, columns["target_tokens"]),
-        "logprobs": numbers(rng, ids, 0.5, -1.4),
+        "logprobs": logps(rng, ids, 0.5, -1.4),
         "advantages": numbers(rng, ids),
         "sequence_ratio_mask": bits(rng, ids),
     }
@@ -61,8 +62,8 @@ def trajectories(rng: np.random.Generator, *fields: str, by_row: bool = False) -
     columns = row_columns(rng)
     ids = columns["input_ids"]
     every = {
-        "old_log_probs": numbers(rng, ids, 0.5, -1.4),
-        "ref_log_probs": numbers(rng, ids, 0.5, -1.4),
+        "old_log_probs": logps(rng, ids, 0.5, -1.4),
+        "ref_log_probs": logps(rng, ids, 0.5, -1.4),
         "old_values": numbers(rng, ids),
         "bootstrap_values": per_row(rng, len(ids)),
         "greedy_rewards": per_row(rng, len(ids)),
@@ -75,10 +76,10 @@ def samples(rng: np.random.Generator, *fields: str) -> Columns:
     columns = group_columns(rng)
     responses = columns["response_ids"]
     every = {
-        "old_log_probs": numbers(rng, responses, 0.5, -1.4),
-        "ref_log_probs": numbers(rng, responses, 0.5, -1.4),
-        "sampler_log_probs": numbers(rng, responses, 0.7, -1.4),
         "planning_mask": bits(rng, responses, 0.4),
+        "old_log_probs": logps(rng, responses, 0.5, -1.4),
+        "ref_log_probs": logps(rng, responses, 0.5, -1.4),
+        "sampler_log_probs": logps(rng, responses, 0.7, -1.4),
         "truncated": bits(rng, [[0] * len(group) for group in responses], 0.4),
         "advantages": numbers(rng, [[0] * len(group) for group in responses]),
         "token_advantages": numbers(rng, responses),
@@ -164,6 +165,7 @@ CASES = [
         seven.ppo,
         "whitened-rewards",
         whiten_rewards=True,
+        whiten_advantages=False,
         kl_in_reward=True,
         kl_estimator="k1",
         beta=0.3,
@@ -178,6 +180,8 @@ CASES = [
     ),
     case("dr_grpo", lambda r: samples(r, "old_log_probs"), plain.groups, reduction_divisor=7.0),
     case("dapo", lambda r: samples(r, "old_log_probs", "truncated"), plain.groups),
+    case("dapo", lambda r: _unrewarded_samples(r, "old_log_probs", "advantages"), plain.groups, "given"),
+    case("dapo", lambda r: samples(r, "old_log_probs", "token_advantages"), plain.groups, "given-and-rewards"),
     case("group_gspo", lambda r: samples(r, "old_log_probs"), plain.groups),
     case(
         "group_gspo", lambda r: samples(r, "old_log_probs"), plain.groups, "wide", clip_epsilon=0.3, clip_epsilon_high=1
@@ -277,6 +281,10 @@ CASES = [
 
 def _unrewarded(rng: np.random.Generator, *fields: str) -> Columns:
     return {name: rows for name, rows in trajectories(rng, *fields).items() if name != "rewards"}
+
+
+def _unrewarded_samples(rng: np.random.Generator, *fields: str) -> Columns:
+    return {name: rows for name, rows in samples(rng, *fields).items() if name != "rewards"}
 
 
 @pytest.mark.parametrize("check", PROPERTIES, ids=lambda check: check.__name__)
@@ -501,8 +509,25 @@ def test_an_option_that_lacks_its_field_says_which(
 
 
 def test_dr_grpo_asks_for_its_divisor() -> None:
+    described = get_loss("dr_grpo").config.model_json_schema()["properties"]
+    assert described["reduction"]["default"] == "fixed" and "paper" not in described["reduction"]["description"]
+    assert described["reduction_divisor"]["description"].startswith("required")
     with pytest.raises(ValueError, match="reduction_divisor"):
         get_loss("dr_grpo").config()
+
+
+def test_dapo_with_advantages_of_its_own_counts_groups_of_equal_rewards(rng: np.random.Generator) -> None:
+    columns = samples(rng, "old_log_probs", "advantages")
+    columns["rewards"] = [[1.0] * len(group) for group in columns["rewards"]]
+    output = case("dapo", lambda _: columns, None).draw(rng).output()
+    assert math.isfinite(output.metrics["policy_loss"].value())
+    assert output.metrics["kept_fraction"].value() == 1.0
+
+
+def test_groups_need_rewards_or_advantages(rng: np.random.Generator) -> None:
+    with pytest.raises(BatchError, match="neither rewards nor advantages") as caught:
+        case("grpo", lambda r: _unrewarded_samples(r), None).draw(rng).output()
+    assert caught.value.field == "rewards"
 
 
 def test_the_next_beta_follows_the_kl(rng: np.random.Generator) -> None:

@@ -15,7 +15,7 @@ from gradwire_losses.preference import log1mexp
 from gradwire_losses.registry import get_loss
 from support import preference_references as plain
 from support.loss_properties import PROPERTIES
-from support.losses import Case, Columns, bits, numbers, pair_columns, per_row, read, row_columns, tokens
+from support.losses import Case, Columns, bits, logps, pair_columns, per_row, read, row_columns, tokens
 
 BASE = {"reference_model": "base"}
 
@@ -24,7 +24,7 @@ def pairs(rng: np.random.Generator, *, ref: str = "") -> Columns:
     columns = pair_columns(rng)
     for side in ("chosen", "rejected") if ref else ():
         ids = columns[f"{side}_input_ids"]
-        own = numbers(rng, ids, 0.5, -1.4) if ref == "tokens" else numbers(rng, [0] * len(ids), 2.0, -5.0)
+        own = logps(rng, ids, 0.5, -1.4) if ref == "tokens" else logps(rng, [0] * len(ids), 2.0, -5.0)
         columns[f"{side}_ref_log_probs"] = own
     return columns
 
@@ -32,13 +32,13 @@ def pairs(rng: np.random.Generator, *, ref: str = "") -> Columns:
 def responses(rng: np.random.Generator, *, kl: bool = False, weights: bool = False) -> Columns:
     columns = row_columns(rng)
     ids = columns["input_ids"]
-    columns |= {"label": [0, 1, 1, 1, 0, 1], "ref_log_probs": numbers(rng, ids, 0.5, -2.0)}
+    columns |= {"label": [0, 1, 1, 1, 0, 1], "ref_log_probs": logps(rng, ids, 0.5, -2.0)}
     if kl:
         other = [tokens(rng, int(length)) for length in rng.integers(2, 9, len(ids))]
         masks = bits(rng, other, 0.9)
         masks[2], masks[0] = [0] * len(other[2]), [1] * len(other[0])
         masks[1] = [0] * len(other[1])
-        columns |= {"kl_input_ids": other, "kl_loss_mask": masks, "kl_ref_log_probs": numbers(rng, other, 0.1, -9.0)}
+        columns |= {"kl_input_ids": other, "kl_loss_mask": masks, "kl_ref_log_probs": logps(rng, other, 0.1, -9.0)}
     if weights:
         columns["weights"] = [abs(weight) for weight in per_row(rng, len(ids))]
     return columns

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradwire_losses.batch import BatchError, Scores
 from gradwire_losses.registry import get_loss
 from support import loss_references as plain
 from support.loss_properties import PROPERTIES
@@ -18,11 +19,13 @@ from support.losses import (
     bits,
     column,
     group_columns,
+    logps,
     numbers,
     pair_columns,
     per_row,
     read,
     row_columns,
+    values_of,
 )
 
 
@@ -57,30 +60,38 @@ def trajectories(rng: np.random.Generator, *fields: str) -> Columns:
     columns = row_columns(rng)
     ids = columns["input_ids"]
     every = {
-        "old_log_probs": numbers(rng, ids, 0.5, -1.4),
+        "old_log_probs": logps(rng, ids, 0.5, -1.4),
         "rewards": numbers(rng, ids),
         "row_rewards": per_row(rng, len(ids)),
         "values": numbers(rng, ids),
         "old_values": numbers(rng, ids),
         "bootstrap_values": per_row(rng, len(ids)),
-        "ref_log_probs": numbers(rng, ids, 0.5, -1.4),
+        "ref_log_probs": logps(rng, ids, 0.5, -1.4),
+        "advantages": numbers(rng, ids),
+        "row_advantages": per_row(rng, len(ids)),
     }
     columns |= {name: every[name] for name in ("old_log_probs", "rewards", *fields)}
-    if "row_rewards" in columns:
-        columns["rewards"] = columns.pop("row_rewards")
+    for name in ("rewards", "advantages"):
+        if f"row_{name}" in columns:
+            columns[name] = columns.pop(f"row_{name}")
     return columns
+
+
+def advantaged(rng: np.random.Generator, *fields: str) -> Columns:
+    """With advantages and no rewards."""
+    return {name: rows for name, rows in trajectories(rng, *fields).items() if name != "rewards"}
 
 
 def groups(rng: np.random.Generator, *fields: str) -> Columns:
     columns = group_columns(rng)
-    return columns | {name: numbers(rng, columns["response_ids"], 0.5, -1.4) for name in fields}
+    return columns | {name: logps(rng, columns["response_ids"], 0.5, -1.4) for name in fields}
 
 
 def off_policy(rng: np.random.Generator, behavior: str, weight: str, level: str) -> Columns:
     columns = row_columns(rng)
     ids = columns["input_ids"]
     columns["behavior_log_probs"] = (
-        numbers(rng, ids, 0.5, -1.4) if behavior == "tokens" else numbers(rng, [0] * len(ids), 2.0, -5.0)
+        logps(rng, ids, 0.5, -1.4) if behavior == "tokens" else logps(rng, [0] * len(ids), 2.0, -5.0)
     )
     return columns | {weight: numbers(rng, ids) if level == "tokens" else per_row(rng, len(ids))}
 
@@ -89,7 +100,7 @@ def preferences(rng: np.random.Generator, ref: str = "") -> Columns:
     columns = pair_columns(rng)
     for side in ("chosen", "rejected") if ref else ():
         ids = columns[f"{side}_input_ids"]
-        own = numbers(rng, ids, 0.5, -1.4) if ref == "tokens" else numbers(rng, [0] * len(ids), 2.0, -5.0)
+        own = logps(rng, ids, 0.5, -1.4) if ref == "tokens" else logps(rng, [0] * len(ids), 2.0, -5.0)
         columns[f"{side}_ref_log_probs"] = own
     return columns
 
@@ -146,9 +157,28 @@ CASES = [
         dual_clip=1.5,
         clip_epsilon_high=0.3,
     ),
-    case("enhanced_ppo", lambda r: trajectories(r, "old_values"), plain.ppo, "whitened", whiten_advantages=True),
+    case("enhanced_ppo", lambda r: trajectories(r, "old_values"), plain.ppo, "as-estimated", whiten_advantages=False),
+    case("enhanced_ppo", lambda r: advantaged(r, "advantages"), plain.ppo, "advantages", headless=True),
+    case("enhanced_ppo", lambda r: advantaged(r, "row_advantages"), plain.ppo, "row-advantages"),
+    case(
+        "enhanced_ppo",
+        lambda r: trajectories(r, "advantages", "ref_log_probs"),
+        plain.ppo,
+        "advantages-and-rewards",
+        headless=True,
+        kl_target=0.1,
+    ),
+    case("enhanced_ppo", lambda r: trajectories(r, "advantages"), plain.ppo, "advantages-and-critic"),
     *(
-        case("enhanced_ppo", lambda r: trajectories(r, "old_values"), plain.ppo, reduction, reduction=reduction, **more)
+        case(
+            "enhanced_ppo",
+            lambda r: trajectories(r, "old_values"),
+            plain.ppo,
+            reduction,
+            whiten_advantages=False,
+            reduction=reduction,
+            **more,
+        )
         for reduction, more in [
             ("sequence_mean", {}),
             ("sequence_mean_token_sum", BASE),
@@ -231,7 +261,7 @@ def test_the_metrics_of_the_service_are_there() -> None:
         "grpo": "policy_loss entropy kl_divergence approx_kl clip_fraction advantage_mean advantage_std reward_mean "
         "group_reward_mean group_reward_std zero_spread_groups",
         "importance_sampling": "is_ratio_mean is_ratio_max is_ratio_min clipped_fraction",
-        "conservative_ppo": "kl_violation kl_penalty max_kl_threshold policy_loss value_loss",
+        "conservative_ppo": "kl_violation kl_excess kl_penalty max_kl_threshold policy_loss value_loss",
         "reward_modeling": "preference_accuracy reward_margin chosen_reward_mean rejected_reward_mean "
         "chosen_reward_std rejected_reward_std",
     }
@@ -243,6 +273,7 @@ def test_the_defaults_are_those_of_the_issue() -> None:
     ppo = get_loss("enhanced_ppo").config()
     expected = {"gamma": 0.99, "gae_lambda": 0.95, "clip_epsilon": 0.2, "value_loss_coef": 0.5, "entropy_coef": 0.01}
     assert expected.items() <= ppo.model_dump().items()
+    assert ppo.whiten_advantages and get_loss("conservative_ppo").config().whiten_advantages
     assert ppo.beta == get_loss("grpo").config().beta == 0.01
     assert get_loss("dpo").config().beta == get_loss("importance_sampling").config().beta == 0.1
     assert get_loss("dpo").config().label_smoothing == 0
@@ -285,14 +316,51 @@ def test_distant_policies_stay_finite_and_are_drawn_back(rng: np.random.Generato
     )
 
 
-def test_importance_sampling_wants_one_of_rewards_and_advantages(rng: np.random.Generator) -> None:
-    from gradwire_losses.batch import BatchError
+def test_importance_sampling_wants_rewards_or_advantages(rng: np.random.Generator) -> None:
+    columns = {"input_ids": [[1, 2]], "behavior_log_probs": [-1.0]}
+    with pytest.raises(BatchError) as caught:
+        Case("importance_sampling", lambda _: columns, {}, plain.importance_sampling).draw(rng).output()
+    assert (caught.value.field, caught.value.rule) == ("rewards", "rewards or advantages")
 
-    for fields in ((), ("rewards", "advantages")):
-        columns = {"input_ids": [[1, 2]], "behavior_log_probs": [-1.0]} | {name: [1.0] for name in fields}
-        with pytest.raises(BatchError) as caught:
-            Case("importance_sampling", lambda _, c=columns: c, {}, plain.importance_sampling).draw(rng).output()
-        assert (caught.value.field, caught.value.rule) == ("rewards", "one of rewards and advantages")
+
+@pytest.mark.parametrize("level", ["rows", "tokens"])
+def test_importance_sampling_uses_advantages_and_reports_rewards(level: str, rng: np.random.Generator) -> None:
+    columns = off_policy(rng, "tokens", "advantages", level)
+    rewards = per_row(rng, len(columns["input_ids"]))
+    both = Case("importance_sampling", lambda _: columns | {"rewards": rewards}, {}, plain.importance_sampling)
+    drawn = both.draw(rng)
+    output, alone = drawn.output(), drawn.output(batch=read("importance_sampling", columns))
+    assert output.loss().item() == alone.loss().item()
+    counted = [reward for reward, n in zip(rewards, drawn.batch.row_lengths, strict=True) if n]
+    assert output.metrics["reward_mean"].value() == pytest.approx(sum(counted) / len(counted))
+    assert math.isnan(alone.metrics["reward_mean"].value())
+
+
+def test_ppo_normalises_advantages_by_default_and_reports_both(rng: np.random.Generator) -> None:
+    metrics = case("enhanced_ppo", lambda r: trajectories(r, "old_values"), plain.ppo).draw(rng).output().metrics
+    assert metrics["advantage_std"].value() == pytest.approx(1.0)
+    assert metrics["advantage_mean"].value() == pytest.approx(0.0, abs=1e-9)
+    assert metrics["advantage_std_raw"].value() != pytest.approx(1.0)
+
+
+def test_a_kl_violation_is_yes_or_no_and_its_excess_the_amount(rng: np.random.Generator) -> None:
+    for bound, violated in ((1e-6, 1.0), (100.0, 0.0)):
+        drawn = case("conservative_ppo", trajectories, plain.conservative_ppo, max_kl_divergence=bound).draw(rng)
+        metrics = values_of(drawn.output().metrics)
+        assert metrics["kl_violation"] == violated
+        excess = max(0.0, metrics["kl_divergence"] - bound)
+        assert metrics["kl_excess"] == pytest.approx(excess)
+        assert metrics["kl_penalty"] == pytest.approx(0.1 * excess**2)
+
+
+def test_rewards_or_advantages_are_needed_and_advantages_need_no_critic(rng: np.random.Generator) -> None:
+    spec = get_loss("enhanced_ppo")
+    config = spec.config()
+    assert "values" in spec.scores(config, frozenset({"rewards"}))
+    assert "values" not in spec.scores(config, frozenset({"rewards", "values"}))
+    assert "values" not in spec.scores(config, frozenset({"advantages"}))
+    with pytest.raises(BatchError, match="neither rewards nor advantages"):
+        case("enhanced_ppo", lambda r: advantaged(r), plain.ppo).draw(rng).output()
 
 
 def test_clip_ratio_is_no_distance_from_one() -> None:
@@ -302,7 +370,7 @@ def test_clip_ratio_is_no_distance_from_one() -> None:
 
 def test_rewards_of_a_row_are_those_of_its_last_scored_token(rng: np.random.Generator) -> None:
     ids = [[1, 2, 3, 4], [5, 6]]
-    base = {"input_ids": ids, "loss_mask": [[1, 1, 1, 0], [1, 1]], "old_log_probs": numbers(rng, ids)}
+    base = {"input_ids": ids, "loss_mask": [[1, 1, 1, 0], [1, 1]], "old_log_probs": logps(rng, ids)}
     whole = Case("enhanced_ppo", lambda _: base | {"rewards": [2.0, 3.0]}, {}, plain.ppo).draw(rng)
     tokens = read("enhanced_ppo", base | {"rewards": [[9.0, 0.0, 2.0, 9.0], [9.0, 3.0]]})
     assert whole.output().loss().item() == whole.output(batch=tokens).loss().item()
@@ -315,8 +383,6 @@ def test_the_weights_of_dft_have_no_gradient(rng: np.random.Generator) -> None:
 
 
 def test_a_negative_weight_is_told_by_row() -> None:
-    from gradwire_losses.batch import BatchError, Scores
-
     batch = read("causal_lm", {"input_ids": [[1, 2], [3, 4, 5]], "weights": [[0.0, 1.0], [0.0, 1.0, -1.0]]})
     scores = Scores({"logprobs": -torch.ones(3), "correct": torch.ones(3, dtype=torch.bool)})
     with pytest.raises(BatchError) as caught:

@@ -9,7 +9,7 @@ import torch
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.outputs import LossOutput
 from gradwire_losses.registry import get_loss
-from support.losses import numbers, read, tokens
+from support.losses import logps, numbers, read, tokens
 
 SAMPLES = (3, 2, 4)
 
@@ -24,9 +24,9 @@ class Rollouts:
             "response_ids": responses,
             "response_masks": [[[1] * len(r) for r in group] for group in responses],
             "rewards": numbers(rng, [[0] * n for n in SAMPLES]),
-            "old_log_probs": numbers(rng, responses, 0.4, -1.4),
-            "ref_log_probs": numbers(rng, responses, 0.4, -1.4),
-            "sampler_log_probs": numbers(rng, responses, 0.5, -1.4),
+            "old_log_probs": logps(rng, responses, 0.4, -1.4),
+            "ref_log_probs": logps(rng, responses, 0.4, -1.4),
+            "sampler_log_probs": logps(rng, responses, 0.5, -1.4),
         }
         self.lengths = torch.tensor([len(r) for group in responses for r in group])
         self.mask = torch.arange(int(self.lengths.max())) < self.lengths[:, None]

@@ -121,39 +121,48 @@ def ppo(examples: Examples, config: Any) -> Result:
     surrogates, value_losses, entropies, kls = [], [], [], []
     advantages_all, returns_all, baselines, predictions, approx, clips, totals = [], [], [], [], [], [], []
     per_row = []
+    rewarded = hasattr(rows[0], "rewards")
+    critic = rewarded and (hasattr(rows[0], "score_values") or hasattr(rows[0], "values"))
     centre, spread = 0.0, 1.0
-    if config.whiten_rewards:
+    if config.whiten_rewards and critic:
         everything = [r for row in rows for r in shaped_rewards(row, config)]
         centre, spread = zero_if_nan(mean(everything)), math.sqrt(variance(everything) + 1e-8)
     for row in rows:
         n = row.n
         ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
-        rewards = row.rewards if isinstance(row.rewards, list) else [0.0] * (n - 1) + [row.rewards] if n else []
-        if n:
-            totals.append(math.fsum(rewards))
+        if rewarded and n:
+            totals.append(math.fsum(row.rewards) if isinstance(row.rewards, list) else row.rewards)
+        given = getattr(row, "advantages", [])
+        given = given if isinstance(given, list) else [given] * n
+        if not critic:
+            per_row.append((row, ref, [0.0] * n, [0.0] * n, [0.0] * n, given))
+            advantages_all += given
+            continue
         rewards = [(r - centre) / spread + centre for r in shaped_rewards(row, config)]
         predicted = getattr(row, "score_values", getattr(row, "values", None))
         baseline = getattr(row, "old_values", getattr(row, "values", predicted))
         lam = config.gae_lambda if config.use_gae else 1.0
         advantages = gae(rewards, baseline, config.gamma, lam, getattr(row, "bootstrap_values", 0.0))
-        per_row.append((row, ref, predicted, baseline, advantages))
+        returns = [a + v for a, v in zip(advantages, baseline, strict=True)]
+        advantages = given if hasattr(row, "advantages") else advantages
+        per_row.append((row, ref, predicted, baseline, returns, advantages))
         advantages_all += advantages
-        returns_all += [a + v for a, v in zip(advantages, baseline, strict=True)]
+        returns_all += returns
         baselines += baseline
         predictions += predicted
     shift, scale = 0.0, 1.0
-    if config.whiten_advantages:
+    if config.whiten_advantages and not hasattr(rows[0], "advantages"):
         shift, scale = zero_if_nan(mean(advantages_all)), math.sqrt(variance(advantages_all) + 1e-8)
     high = config.clip_epsilon if config.clip_epsilon_high is None else config.clip_epsilon_high
     value_eps = config.value_clip_epsilon or config.clip_epsilon
-    for row, ref, predicted, baseline, advantages in per_row:
+    for row, ref, predicted, baseline, returns, advantages in per_row:
         parts: tuple[list[float], ...] = ([], [], [], [])
         for t in range(row.n):
             lp, old = row.score_logprobs[t], row.old_log_probs[t]
             loss, active = surrogate(
                 math.exp(lp - old), (advantages[t] - shift) / scale, 1 - config.clip_epsilon, 1 + high, config.dual_clip
             )
-            target = advantages[t] + baseline[t]
+            target = returns[t]
             error = (predicted[t] - target) ** 2
             if config.clip_value_loss:
                 near = baseline[t] + min(max(predicted[t] - baseline[t], -value_eps), value_eps)
@@ -179,18 +188,20 @@ def ppo(examples: Examples, config: Any) -> Result:
         drift = min(max(mean([x for part in kls for x in part]) / config.kl_target - 1, -0.2), 0.2)
     return loss, {
         "policy_loss": policy,
-        "value_loss": value,
+        "value_loss": value if critic else math.nan,
         "entropy": mean([x for part in entropies for x in part]),
         "kl_divergence": mean([x for part in kls for x in part]),
         "approx_kl": mean(approx),
         "clip_fraction": mean(clips),
-        "advantage_mean": mean(advantages_all),
-        "advantage_std": std(advantages_all),
-        "explained_variance": 1 - variance(residuals) / (variance(returns_all) + 1e-5),
+        "advantage_mean": mean([(a - shift) / scale for a in advantages_all]),
+        "advantage_std": std([(a - shift) / scale for a in advantages_all]),
+        "advantage_mean_raw": mean(advantages_all),
+        "advantage_std_raw": std(advantages_all),
+        "explained_variance": 1 - variance(residuals) / (variance(returns_all) + 1e-5) if critic else math.nan,
         "value_mean": mean(predictions),
         "return_mean": mean(returns_all),
         "reward_mean": mean(totals),
-        "next_beta": config.beta * (1 + zero_if_nan(drift) * len(totals) / config.kl_horizon),
+        "next_beta": config.beta * (1 + zero_if_nan(drift) * sum(row.n > 0 for row in rows) / config.kl_horizon),
     }
 
 
@@ -199,7 +210,8 @@ def conservative_ppo(examples: Examples, config: Any) -> Result:
     violation = max(0.0, metrics["kl_divergence"] - config.max_kl_divergence)
     penalty = config.conservative_coef * violation**2
     return loss + penalty, metrics | {
-        "kl_violation": violation,
+        "kl_violation": float(violation > 0),
+        "kl_excess": violation,
         "kl_penalty": penalty,
         "max_kl_threshold": config.max_kl_divergence,
     }
@@ -260,10 +272,12 @@ def grpo(examples: Examples, config: Any) -> Result:
 
 
 def importance_sampling(examples: Examples, config: Any) -> Result:
-    losses, ratios, kls, kl_terms, advantages_all = [], [], [], [], []
+    losses, ratios, kls, kl_terms, advantages_all, totals = [], [], [], [], [], []
     for [row] in examples:
         if not row.n:
             continue
+        if hasattr(row, "rewards"):
+            totals.append(math.fsum(row.rewards) if isinstance(row.rewards, list) else row.rewards)
         ref = getattr(row, "ref_log_probs", getattr(row, "score_ref_logprobs", None))
         own = [kl(config.kl_estimator, lp, r) for lp, r in zip(row.score_logprobs, ref, strict=True)] if ref else []
         kls += own
@@ -293,6 +307,7 @@ def importance_sampling(examples: Examples, config: Any) -> Result:
         "clipped_fraction": mean([float(r > config.clip_ratio) for r in ratios]),
         "kl_divergence": mean(kls),
         "advantage_mean": mean(advantages_all),
+        "reward_mean": mean(totals),
         "loss:sum": math.nan,
     }
 

@@ -73,6 +73,13 @@ def numbers(rng: np.random.Generator, like: Any, scale: float = 1.0, shift: floa
     return float(np.float32(rng.normal(shift, scale)))
 
 
+def logps(rng: np.random.Generator, like: Any, scale: float = 0.5, shift: float = -1.4) -> Any:
+    """A log-probability for every token of nested lists: none is above 0."""
+    if isinstance(like, list):
+        return [logps(rng, item, scale, shift) for item in like]
+    return min(0.0, numbers(rng, like, scale, shift))
+
+
 def per_row(rng: np.random.Generator, rows: int, scale: float = 1.0) -> list[float]:
     return numbers(rng, [0] * rows, scale)
 

@@ -109,6 +109,7 @@ def importance_sum(examples: Examples, config: Any) -> Result:
         "clipped_fraction": mean([float(r > bound) for r in ratios]),
         "kl_divergence": math.nan,
         "advantage_mean": mean([a for _, a in pairs]),
+        "reward_mean": math.nan,
     }
 
 
@@ -203,6 +204,9 @@ def sampler_weights(sample: SimpleNamespace, config: Any) -> list[float] | None:
 def groups(examples: Examples, config: Any, given: list[list[float]] | None = None) -> Result:
     """``given``: advantages of each response's tokens, where they are not the rewards'."""
     samples = [sample for group in examples for sample in group]
+    rewarded = hasattr(samples[0], "rewards")
+    for sample in samples if not rewarded else ():
+        sample.rewards = math.nan
     kl_in_reward = config.kl_in_reward and reference_of(samples[0]) is not None
     rewards = []
     for group in examples:
@@ -261,7 +265,7 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
                 kl(config.kl_estimator.rstrip("+"), lp, f)
                 for lp, f in zip(sample.score_logprobs, ref or old, strict=True)
             ]
-            kept = not (config.mask_zero_spread and not differ)
+            kept = not (config.mask_zero_spread and not differ and not hasattr(sample, "advantages"))
             kept = kept and not (config.mask_truncated and getattr(sample, "truncated", 0))
             for into, part in zip(
                 (surrogates, kls, entropies), (losses, divergences, sample.score_entropy), strict=True
@@ -286,8 +290,10 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
         "advantage_std": std(reported),
         "reward_mean": mean([r for group in raw for r in group]),
         "group_reward_mean": mean([mean(group) for group in raw]),
-        "group_reward_std": mean([std(group) if len(set(group)) > 1 else 0.0 for group in raw]),
-        "zero_spread_groups": mean([float(not differ) for differ in differs]),
+        "group_reward_std": mean([std(group) if len(set(group)) > 1 else 0.0 for group in raw])
+        if rewarded
+        else math.nan,
+        "zero_spread_groups": mean([float(not differ) for differ in differs]) if rewarded else math.nan,
         "kept_fraction": mean(kept_tokens),
         "sampler_ratio_mean": mean(weights_all),
         "planning_fraction": mean([float(p) for s in samples for p in getattr(s, "planning_mask", [])]),

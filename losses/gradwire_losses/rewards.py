@@ -15,6 +15,12 @@ from gradwire_losses.outputs import Correlation, LossOutput, Mean, Std, Sum, Ter
 from gradwire_losses.reduction import ReductionConfig, reduced
 from gradwire_losses.registry import LossConfig, register_loss
 
+SCORE_FIELDS = (
+    INPUT_IDS,
+    row_field("scores", ("[rows]",), "The score of each sequence.", required=True),
+    row_field("weights", ("[rows]",), "Weight of each row; 1 by default."),
+)
+
 
 class ScoreRegressionConfig(LossConfig):
     """Arguments of ``score_regression``."""
@@ -49,11 +55,7 @@ class ScoreRegressionConfig(LossConfig):
 @register_loss(
     "score_regression",
     config=ScoreRegressionConfig,
-    fields=(
-        INPUT_IDS,
-        row_field("scores", ("[rows]",), "The score of each sequence.", required=True),
-        row_field("weights", ("[rows]",), "Weight of each row; 1 by default."),
-    ),
+    fields=SCORE_FIELDS,
     scores=("rewards",),
     metrics={
         "mse": "mean squared error, on the normalised scale",

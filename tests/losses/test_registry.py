@@ -123,6 +123,7 @@ ASKED_FOR: dict[str, list[dict[str, object]]] = {
     "causal_lm": [{"label_smoothing": 0.1}, {"loss_type": "dft"}],
     "cross_entropy": [{}],
     "score_regression": [{"score_min": 1, "score_max": 5}, {"score_mean": 3, "score_std": 1}],
+    "reward_regression": [{"score_mean": 0.7, "score_std": 0.2}],
     "token_classification": [{}],
     "sequence_classification": [{}],
     "dpo": [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from support.loss_references import Examples, Result, log_sigmoid, mean, reduce, std
+from support.loss_references import Examples, Result, log_sigmoid, mean, reduce, std, variance
 
 
 def score_regression(examples: Examples, config: Any) -> Result:
@@ -33,6 +33,28 @@ def score_regression(examples: Examples, config: Any) -> Result:
         "correlation": covariance / spread,
         "prediction_mean": mp,
         "prediction_std": std(predictions),
+    }
+
+
+def reward_regression(examples: Examples, config: Any) -> Result:
+    rows = [row for [row] in examples]
+    ratings = [row.scores for row in rows]
+    heads = [row.score_rewards for row in rows]
+    losses = [
+        getattr(row, "weights", 1.0) * (head - (rating - config.score_mean) / config.score_std) ** 2
+        for row, rating, head in zip(rows, ratings, heads, strict=True)
+    ]
+    predicted = [config.score_mean + config.score_std * head for head in heads]
+    errors = [p - s for p, s in zip(predicted, ratings, strict=True)]
+    mp, ms = mean(predicted), mean(ratings)
+    covariance = mean([(p - mp) * (s - ms) for p, s in zip(predicted, ratings, strict=True)])
+    spread = math.sqrt(mean([(p - mp) ** 2 for p in predicted]) * mean([(s - ms) ** 2 for s in ratings]))
+    return mean(losses), {
+        "mse": mean([e * e for e in errors]),
+        "mae": mean([abs(e) for e in errors]),
+        "correlation": covariance / spread,
+        "explained_variance": 1 - variance(errors) / (variance(ratings) + 1e-5),
+        "prediction_mean": mp,
     }
 
 

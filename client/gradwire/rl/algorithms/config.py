@@ -18,7 +18,9 @@ class AlgorithmConfig:
         batch_size: tasks an iteration.
         group_size: trajectories a task.
         ppo_epochs: passes over the trajectories of an iteration.
-        num_minibatches: optimizer steps a pass; groups stay whole.
+        num_minibatches: parts that a pass is cut into, each an optimizer step; groups stay whole.
+        gradient_accumulation_steps: minibatches an optimizer step instead of one; they may be of several passes, and
+            the last step of an iteration takes what is left.
         learning_rate: of AdamW.
         warmup_iterations: over which the learning rate rises to that.
         max_grad_norm: the gradient is scaled down to it.
@@ -51,6 +53,7 @@ class AlgorithmConfig:
     group_size: int = 8
     ppo_epochs: int = 1
     num_minibatches: int = 1
+    gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-4
     warmup_iterations: int = 0
     max_grad_norm: float = 1.0
@@ -80,8 +83,8 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         counts = (
-            "batch_size", "group_size", "ppo_epochs", "num_minibatches", "max_tokens", "num_parallel",
-            "max_steps_per_rollout", "eval_trajectories",
+            "batch_size", "group_size", "ppo_epochs", "num_minibatches", "gradient_accumulation_steps", "max_tokens",
+            "num_parallel", "max_steps_per_rollout", "eval_trajectories",
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:

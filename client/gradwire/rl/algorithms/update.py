@@ -31,11 +31,15 @@ async def update(
     """
     results, steps = [], []
     rate = config.rate(iteration)
+    parts_left = config.ppo_epochs * min(config.num_minibatches, batch.num_rows)
     for epoch in range(config.ppo_epochs):
         rng = np.random.default_rng(derive_seed(config.seed, "minibatches", iteration, epoch))
         order = rng.permutation(batch.num_rows) if config.num_minibatches > 1 else np.arange(batch.num_rows)
         for part in np.array_split(order, min(config.num_minibatches, batch.num_rows)):
             results.append(run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
+            parts_left -= 1
+            if parts_left and len(results) % config.gradient_accumulation_steps:
+                continue
             steps.append(
                 run.optim_step(
                     rate,

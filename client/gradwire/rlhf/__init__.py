@@ -1,0 +1,30 @@
+"""From human scores to a better policy: a reward model from ratings, then PPO against it.
+
+Everything that trains does so on a gradwire server, one of its own where no address is given. Methods wait, as those of
+:mod:`gradwire.sync` do; those named ``..._async`` are the same on an event loop.
+"""
+
+from gradwire.rlhf.config import RewardModelConfig, TrainingConfig
+from gradwire.rlhf.datasets import MIN_FEEDBACK, Feedback, FeedbackDataset, PPODataset
+from gradwire.rlhf.results import CalibrationBin, RewardModelReport, TrainingProgress, TrainingResult
+from gradwire.rlhf.reward_model import RewardModel, RewardModelDetails
+from gradwire.rlhf.reward_training import train_reward_model, train_reward_model_async
+from gradwire.rlhf.trainer import RLHFTrainer
+
+__all__ = [
+    "MIN_FEEDBACK",
+    "CalibrationBin",
+    "Feedback",
+    "FeedbackDataset",
+    "PPODataset",
+    "RLHFTrainer",
+    "RewardModel",
+    "RewardModelConfig",
+    "RewardModelDetails",
+    "RewardModelReport",
+    "TrainingConfig",
+    "TrainingProgress",
+    "TrainingResult",
+    "train_reward_model",
+    "train_reward_model_async",
+]

@@ -1,0 +1,118 @@
+"""What a training remembers beside the server, so that it goes on where it was after the program was killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import NotFoundError
+from gradwire.service import ServiceClient
+from gradwire.training import TrainingClient
+
+CHECKPOINT_SHARE = 0.1
+
+
+def fingerprint(*parts: Any) -> str:
+    """The same for the same settings and data."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
+
+
+class TrainingState:
+    """A JSON file with a section a stage; every change is on disk before the next begins.
+
+    Args:
+        path: the file, replaced at once, so that a crash leaves the old one or the new one.
+        inputs: fingerprint of what is trained on and how.
+
+    Attributes:
+        job: names the training's runs on the server.
+        resumed: whether the file held an unfinished training of the same inputs.
+        discarded: whether it held one of other inputs, which this one replaces.
+    """
+
+    def __init__(self, path: Path, inputs: str) -> None:
+        self._path = path
+        values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.resumed = values.get("inputs") == inputs
+        self.discarded = bool(values) and not self.resumed
+        self._values: dict[str, Any] = values if self.resumed else {"inputs": inputs, "job": secrets.token_hex(6)}
+        self._save()
+
+    @property
+    def job(self) -> str:
+        return str(self._values["job"])
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A copy of what a stage wrote last; empty at its beginning."""
+        return dict(self._values.get(name, {}))
+
+    def write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Adds to a stage's section, or replaces there."""
+        self._values[name] = self.section(name) | dict(values)
+        self._save()
+
+    def forget(self, name: str) -> None:
+        self._values.pop(name, None)
+        self._save()
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(".tmp")
+        with aside.open("w", encoding="utf-8") as file:
+            json.dump(self._values, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self._path)
+
+
+async def find_run(service: ServiceClient, name: str) -> TrainingClient | None:
+    """The run of this name, the newest where there are several."""
+    named = [run for run in await service.list_runs() if run.name == name]
+    if not named:
+        return None
+    return service.get_training_client(max(named, key=lambda run: run.created_at).run_id)
+
+
+class Checkpoints:
+    """Saves a run now and then, for at most a tenth of the time, and keeps the newest.
+
+    Args:
+        run: what is saved.
+        names: what its checkpoints are called, before their number.
+        keep: paths that are not deleted.
+    """
+
+    def __init__(self, run: TrainingClient, names: str, *, last: str = "") -> None:
+        self._run, self._names, self._last = run, names, last
+        self._cost_s, self._saved_at = 0.0, time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether a save is worth its time again."""
+        return time.monotonic() - self._saved_at >= self._cost_s / CHECKPOINT_SHARE
+
+    async def save(self, number: int, state: TrainingState, section: str, values: Mapping[str, Any]) -> None:
+        """Saves the run, then writes the values and the checkpoint's path into the state; then the old one goes."""
+        started = time.monotonic()
+        checkpoint = await self._run.save_checkpoint(f"{self._names}-{number}", overwrite=True)
+        state.write(section, {**values, "checkpoint": checkpoint.path})
+        if self._last and self._last != checkpoint.path:
+            await forget_checkpoints(self._run, [self._last])
+        self._last = checkpoint.path
+        self._saved_at = time.monotonic()
+        self._cost_s = self._saved_at - started
+
+
+async def forget_checkpoints(run: TrainingClient, paths: Sequence[str]) -> None:
+    """Deletes those that are there."""
+    for path in paths:
+        try:
+            await run.delete_checkpoint(path)
+        except NotFoundError:
+            continue

@@ -1,0 +1,342 @@
+"""Both stages: ratings in, a policy and its reward model out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradwire import sync
+from gradwire.connection import connect
+from gradwire.errors import InvalidArgumentError
+from gradwire.rl.loggers import read_jsonl
+from gradwire.rl.progress import Progress
+from gradwire.rlhf.config import RewardModelConfig, TrainingConfig
+from gradwire.rlhf.datasets import MIN_FEEDBACK, FeedbackDataset, PPODataset
+from gradwire.rlhf.origins import POLICY_FILE, Origin, export_run, find_origin, served_models, start_run
+from gradwire.rlhf.ppo import FeedbackPPO
+from gradwire.rlhf.results import RESULTS_FILE, TrainingProgress, TrainingResult
+from gradwire.rlhf.reward_model import RewardModel
+from gradwire.rlhf.reward_training import train_reward_model_async
+from gradwire.rlhf.state import Checkpoints, TrainingState, find_run, fingerprint
+from gradwire.service import ServiceClient
+from gradwire.training import TrainingClient
+
+logger = logging.getLogger("gradwire.rlhf")
+
+POLICY, REWARD_MODEL = "policy", "reward_model"
+OWN_FOLDER = ".gradwire"
+METRICS_FILE = "metrics.jsonl"
+SECTION = "policy"
+
+OnProgress = Callable[[TrainingProgress], None]
+
+
+class RLHFTrainer:
+    """Trains a reward model on ratings, and a policy against it.
+
+    Args:
+        config: settings of the policy.
+        reward_config: settings of the reward model; by default those that it shares with the policy.
+        reward_model_class: a subclass of :class:`RewardModel` whose ``forward`` is what the policy is rewarded by.
+        address: of a running server that holds ``config.base_model``; None starts one for each training.
+        api_key: of that server.
+        service: an open service, for :meth:`train_async`, in place of an address.
+        tokenizer: the model's own, e.g. of ``transformers``; None leaves tokens to the server.
+
+    Raises:
+        InvalidArgumentError: for settings of a server of one's own together with an address or a service.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig | None = None,
+        *,
+        reward_config: RewardModelConfig | None = None,
+        reward_model_class: type[RewardModel] = RewardModel,
+        address: str | None = None,
+        api_key: str | None = None,
+        service: ServiceClient | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.config = config or TrainingConfig()
+        self.reward_config = reward_config or RewardModelConfig.of(self.config)
+        self._class, self._tokenizer = reward_model_class, tokenizer
+        self._address, self._api_key, self._service = address, api_key, service
+        if address is not None and service is not None:
+            raise InvalidArgumentError("give an address or a service, not both", field="address", rule="one of them")
+        for name in ("device", "mixed_precision"):
+            if getattr(self.config, name) is not None and (address is not None or service is not None):
+                raise InvalidArgumentError(
+                    f"{name}={getattr(self.config, name)!r} is for the server that the trainer starts; the one that it "
+                    f"is given has its own: leave {name} out",
+                    field=name,
+                    rule="only without an address or a service",
+                )
+
+    def train(
+        self,
+        feedbacks: Iterable[Any],
+        output_dir: str | Path,
+        reward_model_path: str | Path | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        progress_bar: bool = True,
+    ) -> TrainingResult:
+        """Trains, and writes ``policy``, ``reward_model`` and ``training_results.json``.
+
+        Called again with the same arguments after the program was killed, it goes on where it was; after it is done, it
+        gives the result again. With other arguments it begins anew and replaces what is there.
+
+        Args:
+            feedbacks: ratings, at least ten: mappings or objects with ``prompt``, ``response`` and ``score`` (0 to 1).
+            output_dir: a folder for this training alone.
+            reward_model_path: a folder of ``RewardModel.save_pretrained``, used as it is: stage one is left out.
+            on_progress: called after each step.
+            progress_bar: show a line with live numbers on stderr.
+
+        Returns:
+            The result, which is also in ``training_results.json``.
+
+        Raises:
+            InvalidArgumentError: for ratings or settings that cannot be trained with; names the field.
+            GradwireError: the service's.
+        """
+        if self._service is not None:
+            raise InvalidArgumentError(
+                "this trainer was given a service, whose event loop is elsewhere: await train_async(...) there",
+                field="service",
+                rule="train_async",
+            )
+        loop_thread = sync.LoopThread()
+        try:
+            return loop_thread.run(
+                self.train_async(
+                    feedbacks, output_dir, reward_model_path, on_progress=on_progress, progress_bar=progress_bar
+                )
+            )
+        finally:
+            loop_thread.close()
+
+    async def train_async(
+        self,
+        feedbacks: Iterable[Any],
+        output_dir: str | Path,
+        reward_model_path: str | Path | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        progress_bar: bool = True,
+    ) -> TrainingResult:
+        """As :meth:`train`, on an event loop. Cancelling it leaves the training to be gone on with."""
+        dataset, output, given = FeedbackDataset(feedbacks), _resolved(output_dir), _resolved(reward_model_path)
+        assert output is not None
+        if len(dataset) < MIN_FEEDBACK:
+            raise InvalidArgumentError(
+                f"there are {len(dataset)} ratings; training takes at least {MIN_FEEDBACK}, so "
+                f"{MIN_FEEDBACK - len(dataset)} are missing",
+                field="feedbacks",
+                rule=f"at least {MIN_FEEDBACK}",
+            )
+        if (base := _resolved(self.config.base_model)) is not None and base.is_relative_to(output):
+            raise InvalidArgumentError(
+                f"base_model {self.config.base_model} lies in output_dir {output}, which the training replaces: give "
+                "another folder",
+                field="output_dir",
+                rule="not around base_model",
+            )
+        inputs = fingerprint(
+            asdict(self.config), asdict(self.reward_config), [asdict(item) for item in dataset], str(given)
+        )
+        state = TrainingState(output / OWN_FOLDER / "state.json", inputs)
+        if state.resumed and (output / RESULTS_FILE).exists():
+            logger.info("%s holds the result of this very training", output)
+            return TrainingResult.load(output)
+        if state.discarded:
+            logger.warning("%s holds a training of other ratings or settings: it is replaced", output)
+            _clear(output, given)
+        async with self._open_service(output, given) as service:
+            training = _Training(self, service, dataset, output, state, on_progress, progress_bar)
+            result = await training.run(given)
+        if self._own_server:
+            shutil.rmtree(output / OWN_FOLDER / "server", ignore_errors=True)
+        return result
+
+    @property
+    def _own_server(self) -> bool:
+        return self._service is None and self._address is None
+
+    @asynccontextmanager
+    async def _open_service(self, output: Path, reward_model: Path | None) -> AsyncIterator[ServiceClient]:
+        """The service that was given, or one for this training."""
+        if self._service is not None:
+            yield self._service
+            return
+        if self._address is not None:
+            async with connect(self._address, api_key=self._api_key) as service:
+                yield service
+            return
+        models = [self.config.base_model, *([str(reward_model)] if reward_model else [self.reward_config.base_model])]
+        arguments = ["--device", self.config.device] if self.config.device else []
+        arguments += ["--dtype", "mixed"] if self.config.mixed_precision else []
+        if self.config.mixed_precision == "fp16":
+            logger.warning("mixed_precision 'fp16' computes in bfloat16: as small, and without loss scaling")
+        state_dir = output / OWN_FOLDER / "server"
+        async with connect(models=served_models(models), state_dir=state_dir, server_args=arguments) as service:
+            yield service
+
+
+class _Training:
+    """One training of a policy and, unless one is given, of a reward model."""
+
+    def __init__(
+        self,
+        trainer: RLHFTrainer,
+        service: ServiceClient,
+        dataset: FeedbackDataset,
+        output: Path,
+        state: TrainingState,
+        on_progress: OnProgress | None,
+        progress_bar: bool,
+    ) -> None:
+        self._config, self._reward_config = trainer.config, trainer.reward_config
+        self._class, self._tokenizer = trainer._class, trainer._tokenizer
+        self._keeps_runs = not trainer._own_server
+        self._service, self._dataset, self._output, self._state = service, dataset, output, state
+        self._on_progress, self._show = on_progress, progress_bar
+
+    async def run(self, reward_model_path: Path | None) -> TrainingResult:
+        origin = await find_origin(self._service, self._config.base_model)
+        room = origin.context_tokens - self._config.max_new_tokens - 1
+        if room < 1:
+            raise InvalidArgumentError(
+                f"max_new_tokens is {self._config.max_new_tokens}, and {origin.model} reads {origin.context_tokens} "
+                "tokens, prompt and answer together",
+                field="max_new_tokens",
+                rule=f"at most {origin.context_tokens - 2}",
+            )
+        model, reward_model_folder = await self._reward_model(reward_model_path)
+        run, ppo = await self._open_policy(origin, model)
+        await self._practise(run, ppo)
+        return await self._export(run, origin, model, reward_model_folder)
+
+    async def _reward_model(self, given: Path | None) -> tuple[RewardModel, Path]:
+        """The reward model and its folder: the one that is given, or one trained on the ratings."""
+        if given is not None:
+            return await self._class.from_pretrained_async(given, self._service), given
+        train, val = self._dataset.split(seed=self._reward_config.seed)
+        if val is None:
+            logger.warning("all ratings are of one prompt: none can be held out, and the reward model is not validated")
+        model = await train_reward_model_async(
+            self._service,
+            train,
+            val,
+            self._reward_config,
+            self._tokenizer,
+            model_class=self._class,
+            state=self._state,
+            on_progress=self._on_progress,
+            progress_bar=self._show,
+        )
+        folder = await model.save_pretrained_async(self._output / REWARD_MODEL)
+        return model, folder
+
+    async def _open_policy(self, origin: Origin, model: RewardModel) -> tuple[TrainingClient, FeedbackPPO]:
+        """The run and its algorithm, where a training that was killed left them, or new."""
+        config, done = self._config, self._state.section(SECTION)
+        name = f"rlhf {self._state.job} policy"
+        run = await find_run(self._service, name)
+        if run is not None and not done:
+            await self._service.delete_run(run.run_id)
+        if run is None or not done:
+            done = {}
+            run = await start_run(self._service, origin, lora=config.lora, head="value", seed=config.seed, name=name)
+        else:
+            await run.load_checkpoint(done["checkpoint"])
+        ppo = FeedbackPPO(
+            self._service,
+            run,
+            list(PPODataset(self._dataset)),
+            model,
+            config,
+            reference=origin.reference(await run.info()),
+            context_tokens=origin.context_tokens,
+            folder=self._output,
+            tokenizer=self._tokenizer,
+        )
+        if done:
+            ppo.skip_to(done["step"], done["kl_coef"])
+        return run, ppo
+
+    async def _practise(self, run: TrainingClient, ppo: FeedbackPPO) -> None:
+        """The steps that are left."""
+        total = self._config.max_steps
+        checkpoints = Checkpoints(run, "step", last=self._state.section(SECTION).get("checkpoint", ""))
+        with Progress("policy", total, show=self._show) as progress:
+            while ppo.state.iteration < total:
+                (metrics,) = await ppo.train(1, progress_bar=False)
+                step = ppo.state.iteration
+                progress.update(step, {"reward": metrics["rewards/score"], "kl": metrics["train/kl"]})
+                if self._on_progress is not None:
+                    self._on_progress(TrainingProgress("policy", step, total, metrics))
+                if checkpoints.due or step == total:
+                    await checkpoints.save(step, self._state, SECTION, {"step": step, "kl_coef": ppo.kl.coef})
+        ppo.close()
+
+    async def _export(
+        self, run: TrainingClient, origin: Origin, model: RewardModel, reward_model_folder: Path
+    ) -> TrainingResult:
+        if self._on_progress is not None:
+            self._on_progress(TrainingProgress("export", 0, 1))
+        folder = self._output / POLICY
+        await export_run(run, folder)
+        checkpoint = self._state.section(SECTION)["checkpoint"]
+        written = {"model": origin.model, "checkpoint": checkpoint}
+        (folder / POLICY_FILE).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        steps = {each["iteration"]: each for each in read_jsonl(self._output / METRICS_FILE)}
+        history = [steps[step] for step in sorted(steps) if step < self._config.max_steps]
+        mean, std = final_reward(history)
+        result = TrainingResult(
+            model_path=str(folder),
+            reward_model_path=str(reward_model_folder),
+            feedback_count=len(self._dataset),
+            final_reward_mean=mean,
+            final_reward_std=std,
+            training_steps=len(history),
+            reward_history=[each["rewards/score"] for each in history],
+            kl_history=[each["train/kl"] for each in history],
+            loss_history=[each["train/loss"] for each in history],
+            value_error_history=[each["train/value_error"] for each in history],
+            reward_model_report=model.report,
+            policy_checkpoint=checkpoint if self._keeps_runs else "",
+        )
+        result.save(self._output)
+        if self._on_progress is not None:
+            self._on_progress(TrainingProgress("export", 1, 1))
+        return result
+
+
+def final_reward(history: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean and standard deviation of the scores of the last tenth of the steps, all with as many answers."""
+    last = history[-max(1, len(history) // 10) :]
+    means, spreads = (np.array([each[name] for each in last]) for name in ("rewards/score", "train/score_std"))
+    return float(means.mean()), float(np.sqrt(np.mean(spreads**2) + np.var(means)))
+
+
+def _clear(output: Path, keep: Path | None) -> None:
+    """Removes what an earlier training of other inputs left, and nothing else."""
+    for folder in (POLICY, REWARD_MODEL, f"{OWN_FOLDER}/server"):
+        if output / folder != keep:
+            shutil.rmtree(output / folder, ignore_errors=True)
+    for file in (RESULTS_FILE, METRICS_FILE):
+        (output / file).unlink(missing_ok=True)
+
+
+def _resolved(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).expanduser().resolve()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from gradwire import sync
 from gradwire.errors import InvalidArgumentError, NotFoundError, WouldDeadlockError
 from gradwire.futures import running_loop
-from gradwire.rl.inference.protocol import ServiceCodec, TextCodec, TokenizerCodec
+from gradwire.rl.generation import ServiceCodec, TextCodec, TokenizerCodec
 from gradwire.rlhf.origins import export_run, served_models, served_name
 from gradwire.rlhf.results import RewardModelReport
 from gradwire.service import ServiceClient

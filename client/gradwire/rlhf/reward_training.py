@@ -15,7 +15,7 @@ from gradwire import sync
 from gradwire.futures import Future
 from gradwire.results import LossResult
 from gradwire.rl.batching import derive_seed
-from gradwire.rl.inference.protocol import TextCodec
+from gradwire.rl.generation import TextCodec
 from gradwire.rl.progress import Progress
 from gradwire.rlhf.config import RewardModelConfig
 from gradwire.rlhf.datasets import FeedbackDataset

@@ -72,7 +72,7 @@ def loss_and_gradients(
         "policy_weight": policy_weight,
         "policy_bias": policy_bias,
         "value_weight": batch.x.T @ by_value,
-        "value_bias": by_value.sum(),
+        "value_bias": np.asarray(by_value.sum()),
     }
 
 
@@ -163,7 +163,7 @@ class Adam:
         """Arrays that :meth:`load` takes, for a checkpoint."""
         kept = {f"mean.{name}": array for name, array in self._mean.items()}
         kept |= {f"square.{name}": array for name, array in self._square.items()}
-        return kept | {"steps": np.float64(self.steps)}
+        return kept | {"steps": np.array(self.steps, dtype=np.float64)}
 
     def load(self, state: Mapping[str, Floats]) -> None:
         """Go on from a :meth:`state`."""

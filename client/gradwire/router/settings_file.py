@@ -69,7 +69,9 @@ def parse_settings(text: str, overrides: Sequence[str] = (), name: str = "settin
     except yaml.YAMLError as error:
         raise SettingsError(f"{name}: this is no YAML: {error}") from None
     if not isinstance(given, dict):
-        raise SettingsError(f"{name}, line 1: settings are a mapping, `rllm:` and so on; this is {type(given).__name__}")
+        raise SettingsError(
+            f"{name}, line 1: settings are a mapping, `rllm:` and so on; this is {type(given).__name__}"
+        )
     set_here = [_override(given, override) for override in overrides]
     try:
         return RouterSettings.model_validate(given)
@@ -128,7 +130,9 @@ def _message(error: Mapping[str, Any], lines: Mapping[Place, int], set_here: Seq
         where += f": {dotted}" if dotted else ""
     if error["type"] == "extra_forbidden":
         section = _section(place[:-1])
-        names = f"; {'.'.join(map(str, place[:-1])) or 'a file'} takes {', '.join(section.model_fields)}" if section else ""
+        names = (
+            f"; {'.'.join(map(str, place[:-1])) or 'a file'} takes {', '.join(section.model_fields)}" if section else ""
+        )
         return f"{where}: there is no such setting{names}"
     said = error["msg"].removeprefix("Value error, ")
     shown = "" if error["type"] == "value_error" else f", not {error['input']!r}"

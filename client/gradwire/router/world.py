@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -172,7 +173,7 @@ class World:
             modes: ``[N]``, one a request; or ``[N, M]``, several.
         """
 
-        def of_request(numbers: Floats) -> Floats:
+        def of_request(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return numbers if modes.ndim == 1 else numbers[:, None]
 
         domain = of_request(x[:, self._domain : self._domain + len(DOMAINS)].argmax(1))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -102,7 +103,10 @@ class PPOTrainer:
                 ]
             )
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+            # Ctrl-C is for this process, which ends its workers itself.
+            self._pool = ProcessPoolExecutor(
+                workers, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+            )
         waiting = [
             self._pool.submit(_collect_there, self.world, self.policy, rng, environments, length)
             for rng, environments in zip(self._shard_rngs, self._shards)

@@ -1,0 +1,235 @@
+"""A training from its settings to its files: updates, evaluation, the autopilot, resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.router.evaluation import HeldOut, Report
+from gradwire.router.interruption import Interruption
+from gradwire.router.observability import Telling
+from gradwire.router.policy import LinearPolicy
+from gradwire.router.run_folder import RunFolder, RunProgress
+from gradwire.router.settings import RouterSettings
+from gradwire.router.settings_file import load_settings
+from gradwire.router.trainer import Figures, PPOTrainer
+
+Told = Callable[[Figures], None]
+BEST = "best."
+
+
+class TrainingDisabledError(RuntimeError):
+    """The settings keep the training off; the message names the switches."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training gives.
+
+    Attributes:
+        policy: the trained one; of the autopilot, the best one.
+        history: the figures of every update.
+        stopped: why it ended, in words.
+        report: the policy against other routers; None where evaluation is off.
+        output_dir: where the artifacts are; None where they are not written.
+        skipped_updates: updates without a step, because all credits were zero.
+    """
+
+    policy: LinearPolicy
+    history: list[dict[str, Any]]
+    stopped: str
+    report: Report | None
+    output_dir: Path | None
+    skipped_updates: int
+
+
+class RouterPPOAdapter:
+    """Trains a router's policy by PPO on synthetic rollouts.
+
+    Args:
+        config: settings, the path of their file, or a dictionary of them; all off when absent.
+
+    Raises:
+        SettingsError, ValueError: for settings that cannot be used.
+    """
+
+    def __init__(self, config: RouterSettings | Path | str | Mapping[str, Any] | None = None) -> None:
+        if isinstance(config, RouterSettings):
+            self.settings = config
+        elif isinstance(config, Path | str):
+            self.settings = load_settings(config)
+        else:
+            self.settings = RouterSettings.model_validate(dict(config or {}))
+
+    def train(
+        self,
+        updates: int | None = None,
+        seed: int | None = None,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        told: Told = lambda figures: None,
+        said: Callable[[str], None] = lambda line: None,
+    ) -> TrainingResult:
+        """Train, and write what the settings ask for.
+
+        Args:
+            updates: instead of the settings'; of the autopilot, its budget.
+            seed: instead of the settings'.
+            resume: go on with the interrupted run in ``experiment.output_dir``; begins where there is none.
+            overwrite: begin anew where there is one.
+            told: is called with the figures of each update.
+            said: is called with each line that a person should see.
+
+        Raises:
+            TrainingDisabledError: when ``rllm.enabled`` or ``trainer.enabled`` is false; nothing has happened then.
+            RunFolderError: when ``output_dir`` holds a run that must not be gone on with, or replaced.
+        """
+        off = self.settings.switched_off()
+        if off:
+            switches = " and ".join(f"{name}.enabled: true" for name in off)
+            raise TrainingDisabledError(f"training is off: nothing was trained or written. To train, set {switches}")
+        settings = _resolved(self.settings, updates, seed)
+        folder = RunFolder(settings.experiment.output_dir, settings) if settings.experiment.enabled else None
+        if resume and folder is None:
+            raise ValueError("resuming needs experiment.enabled: true, where the interrupted run wrote its state")
+        earlier = folder.resume() if folder is not None and resume else None
+        if folder is not None and not resume:
+            replaced = folder.check_free(overwrite)
+            if replaced:
+                said(f"this replaces {replaced} when it is done")
+        telling = Telling(settings.observability)
+        for note in telling.notes:
+            said(note)
+        try:
+            with telling.tracer.span("train", seed=settings.trainer.seed):
+                return _Run(settings, folder, telling, earlier, told, said).go()
+        finally:
+            telling.close()
+
+
+def _resolved(settings: RouterSettings, updates: int | None, seed: int | None) -> RouterSettings:
+    """The settings with the arguments in them, checked like any others."""
+    given = settings.model_dump()
+    if updates is not None:
+        given["trainer"]["updates"] = updates
+        if settings.autopilot.enabled:
+            given["autopilot"]["max_updates"] = updates
+    if seed is not None:
+        given["trainer"]["seed"] = seed
+    return RouterSettings.model_validate(given)
+
+
+class _Run:
+    """One training under way."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        folder: RunFolder | None,
+        telling: Telling,
+        earlier: tuple[dict[str, Any], RunProgress] | None,
+        told: Told,
+        said: Callable[[str], None],
+    ) -> None:
+        self._settings, self._folder, self._telling, self._told, self._said = settings, folder, telling, told, said
+        self._trainer = PPOTrainer(settings, settings.trainer.seed, telling.tracer.span)
+        self._progress = RunProgress()
+        self._best: LinearPolicy | None = None
+        evaluation = settings.evaluation
+        self._held_out = (
+            HeldOut(self._trainer.world, evaluation.seeds, evaluation.episodes) if evaluation.enabled else None
+        )
+        if earlier is not None:
+            state, self._progress = earlier
+            self._trainer.load({name: array for name, array in state.items() if not name.startswith(BEST)})
+            best = {name.removeprefix(BEST): array for name, array in state.items() if name.startswith(BEST)}
+            if best:
+                self._best = LinearPolicy(self._trainer.world.features, self._trainer.world.modes, best)
+            said(f"going on after update {self._trainer.updates}")
+        telling.events.write(
+            "resumed" if earlier else "started", update=self._trainer.updates, seed=settings.trainer.seed
+        )
+
+    def go(self) -> TrainingResult:
+        with Interruption() as interruption:
+            try:
+                while (stopped := self._stopped()) is None:
+                    self._update()
+                    self._keep(now=interruption.asked)
+                    if interruption.asked:
+                        self._telling.events.write("interrupted", update=self._trainer.updates)
+                        raise KeyboardInterrupt(f"after update {self._trainer.updates}")
+            finally:
+                self._trainer.close()
+        return self._finish(stopped)
+
+    def _stopped(self) -> str | None:
+        """Why there is no further update; None when there is one."""
+        autopilot, done = self._settings.autopilot, self._trainer.updates
+        if not autopilot.enabled:
+            return f"all {done} updates are done" if done >= self._settings.trainer.updates else None
+        if self._progress.rounds_without_improvement >= autopilot.patience:
+            return f"no improvement in {autopilot.patience} rounds, after {done} updates"
+        return f"the budget of {done} updates is spent" if done >= autopilot.max_updates else None
+
+    def _update(self) -> None:
+        with self._telling.tracer.span("update", update=self._trainer.updates + 1):
+            figures = self._trainer.update()
+            reward = self._evaluate()
+        if self._held_out is not None:
+            figures["evaluation_reward"] = reward
+        self._progress.history.append(dict(figures))
+        self._telling.figures(self._trainer.updates, figures)
+        if figures["optimizer_steps"] == 0 and figures["policy_loss"] is None:
+            self._said(f"update {self._trainer.updates} is skipped: every credit is zero, there is nothing to learn")
+        self._told(figures)
+
+    def _evaluate(self) -> float | None:
+        """The mean reward on the held-out requests, when it is time for it; the autopilot draws its conclusions."""
+        autopilot, done = self._settings.autopilot, self._trainer.updates
+        if autopilot.enabled:
+            due = done % autopilot.updates_per_round == 0 or done == autopilot.max_updates
+        else:
+            due = done % self._settings.evaluation.interval == 0 or done == self._settings.trainer.updates
+        if self._held_out is None or not due:
+            return None
+        with self._telling.tracer.span("evaluate"):
+            reward = self._held_out.mean_reward(self._trainer.policy)
+        if autopilot.enabled:
+            best = self._progress.best_reward
+            if best is None or reward > best + autopilot.min_improvement:
+                self._progress.best_reward, self._best = reward, self._trainer.policy.copy()
+                self._progress.rounds_without_improvement = 0
+            else:
+                self._progress.rounds_without_improvement += 1
+        return reward
+
+    def _keep(self, *, now: bool) -> None:
+        if self._folder is not None and (now or self._folder.checkpoint_is_due()):
+            state = self._trainer.state()
+            if self._best is not None:
+                state |= {f"{BEST}{name}": array for name, array in self._best.parameters.items()}
+            self._folder.checkpoint(state, self._progress)
+
+    def _finish(self, stopped: str) -> TrainingResult:
+        policy = self._best or self._trainer.policy
+        report = None if self._held_out is None else self._held_out.report(policy)
+        folder = self._folder
+        if folder is not None:
+            facts: dict[str, Any] = {"updates": self._trainer.updates, "stopped": stopped}
+            facts["skipped_updates"] = self._trainer.skipped
+            if report is not None:
+                facts["evaluation"] = report.to_json()
+            folder.finish(policy, self._progress.history, facts)
+        self._telling.events.write("finished", update=self._trainer.updates, stopped=stopped)
+        return TrainingResult(
+            policy,
+            self._progress.history,
+            stopped,
+            report,
+            None if folder is None else folder.path,
+            self._trainer.skipped,
+        )

@@ -39,6 +39,13 @@ class Progress:
             self._printed = now
             self._draw()
 
+    def say(self, text: str) -> None:
+        """A line of its own on stdout; on a terminal the bar goes on below it."""
+        if self._show and self._live:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+        print(text, flush=True)
+
     def _draw(self) -> None:
         line = self.line()[: shutil.get_terminal_size((120, 24)).columns - 1]
         sys.stderr.write("\r" + line.ljust(self._width))

@@ -88,8 +88,20 @@ class HeldOut:
         self.tables = world.expected(self.x)
 
     def mean_reward(self, policy: LinearPolicy) -> float:
-        """Of the policy's most likely modes."""
+        """Of the policy's most likely modes.
+
+        Raises:
+            ValueError: when the policy is for other features or modes than the synthetic world's.
+        """
+        self._check(policy)
         return float(self._chosen("reward", policy.act(self.x)[0]).mean())
+
+    def _check(self, policy: LinearPolicy) -> None:
+        if (policy.features, policy.modes) != (self._world.features, self._world.modes):
+            raise ValueError(
+                "this policy is for other features or modes than the synthetic world's: "
+                "hold it against logged decisions (--log)"
+            )
 
     def _chosen(self, table: str, modes: Integers) -> Floats:
         chosen: Floats = self.tables[table][np.arange(len(modes)), modes]
@@ -97,6 +109,7 @@ class HeldOut:
 
     def report(self, policy: LinearPolicy) -> Report:
         """The policy beside the best single mode, the oracle, random and k nearest neighbours."""
+        self._check(policy)
         modes, reward = self._world.modes, self.tables["reward"]
         weak = int(self.tables["cost"].mean(0).argmin())
         strong = int(self.tables["quality"].mean(0).argmax())

@@ -80,15 +80,20 @@ console = Console(stderr=True, soft_wrap=True)
 
 
 def _add_command(group: str, name: str, entry_point: importlib.metadata.EntryPoint) -> None:
-    """`gradwire GROUP NAME …` hands its words to a function of another package, which is imported only then."""
-    commands = typer.Typer()
-    app.add_typer(commands, name=group)
+    """`gradwire GROUP NAME …` hands its words to a function of another package, which is imported only then.
 
-    @commands.callback()
-    def _commands() -> None: ...
+    Without a name, `gradwire GROUP …` does: the function has commands of its own.
+    """
+    commands = app
+    if name:
+        commands = typer.Typer()
+        app.add_typer(commands, name=group)
+
+        @commands.callback()
+        def _commands() -> None: ...
 
     @commands.command(
-        name,
+        name or group,
         help=f"See {entry_point.value.partition(':')[0]}.",
         add_help_option=False,
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -1,0 +1,209 @@
+"""``gradwire router config | train | evaluate | promote | explain``, or ``python -m gradwire.router …``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+DEFAULT_CONFIG = Path("configs/policy/rllm.yaml")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line of ``gradwire router``; ends the process with status 1 when a command fails."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire router", description="Train a policy that routes requests to collaboration modes."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_config(commands)
+    _add_train(commands)
+    _add_evaluate(commands)
+    _add_promote(commands)
+    _add_explain(commands)
+    _run(parser, arguments)
+
+
+def train_main(arguments: Sequence[str] | None = None) -> None:
+    """``gradwire router train`` as a command of its own."""
+    parser = argparse.ArgumentParser(description="Train a policy that routes requests to collaboration modes.")
+    _train_arguments(parser)
+    _run(parser, arguments)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> None:
+    given = parser.parse_args(arguments)
+    try:
+        given.run(given)
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"{parser.prog}: {error}") from None
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _settings_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="trainer.learning_rate=1e-3; repeat for more"
+    )
+
+
+def _add_config(commands: Any) -> None:
+    text = "Print the settings file, everything off."
+    parser = _command(commands, "config", _config, text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="check this file and print it as it is understood")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting; repeat")
+
+
+def _config(given: argparse.Namespace) -> None:
+    from gradwire.router.settings_file import load_settings, parse_settings, render
+
+    settings = load_settings(given.config, given.set) if given.config else parse_settings("", given.set)
+    sys.stdout.write(render(settings))
+
+
+def _add_train(commands: Any) -> None:
+    _train_arguments(_command(commands, "train", _train, "Train by PPO on synthetic rollouts."))
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_train)
+    _settings_arguments(parser)
+    parser.add_argument("--updates", type=int, metavar="N", help="instead of trainer.updates")
+    parser.add_argument("--seed", type=int, metavar="N", help="instead of trainer.seed")
+    parser.add_argument("--episode-length", type=int, metavar="N", help="instead of rollout.episode_length")
+    parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in experiment.output_dir")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew where an interrupted run is")
+
+
+def _train(given: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gradwire.rl.progress import Progress
+    from gradwire.router.adapter import RouterPPOAdapter, TrainingDisabledError
+    from gradwire.router.console import show_curves, show_report, update_line
+    from gradwire.router.settings_file import load_settings
+    from gradwire.router.trainer import Figures
+
+    overrides = list(given.set)
+    for name, value in (
+        ("trainer.updates", given.updates),
+        ("trainer.seed", given.seed),
+        ("rollout.episode_length", given.episode_length),
+    ):
+        if value is not None:
+            overrides.append(f"{name}={value}")
+    settings = load_settings(given.config, overrides)
+    console = Console(highlight=False, soft_wrap=True)
+    if settings.autopilot.enabled and given.updates is not None:
+        settings = load_settings(given.config, [*overrides, f"autopilot.max_updates={given.updates}"])
+    total = settings.autopilot.max_updates if settings.autopilot.enabled else settings.trainer.updates
+    progress = Progress("router", total, show=not settings.switched_off())
+
+    def told(figures: Figures) -> None:
+        progress.say(update_line(figures))
+        progress.update(int(figures["update"] or 0), {"reward": figures["mean_reward"] or 0.0})
+
+    try:
+        with progress:
+            result = RouterPPOAdapter(settings).train(
+                resume=given.resume, overwrite=given.overwrite, told=told, said=progress.say
+            )
+    except TrainingDisabledError as off:
+        console.print(f"{off} in {given.config}", markup=False)
+        return
+    except KeyboardInterrupt as interrupted:
+        kept = "go on with --resume" if settings.experiment.enabled else "nothing is kept: experiment.enabled is false"
+        raise SystemExit(f"interrupted {interrupted}: {kept}") from None
+    show_curves(console, result.history)
+    if result.report is not None:
+        show_report(console, result.report)
+    console.print(f"stopped: {result.stopped}", markup=False)
+    if result.skipped_updates:
+        console.print(f"skipped: {result.skipped_updates} updates whose credits were all zero")
+    if result.output_dir is None:
+        console.print("nothing was written: experiment.enabled is false")
+    else:
+        console.print(f"candidate: {result.output_dir / 'policy_state.npz'}", markup=False)
+
+
+def _policy_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy", type=Path, metavar="FILE", help="default: policy_state.npz in the settings' experiment.output_dir"
+    )
+
+
+def _policy_file(given: argparse.Namespace, output_dir: str) -> Path:
+    file: Path = given.policy or Path(output_dir) / "policy_state.npz"
+    return file
+
+
+def _add_evaluate(commands: Any) -> None:
+    text = "Hold a policy against other routers on held-out requests, or against logged decisions."
+    parser = _command(commands, "evaluate", _evaluate, text)
+    _settings_arguments(parser)
+    _policy_argument(parser)
+    parser.add_argument("--log", type=Path, metavar="FILE", help="logged decisions, .jsonl or .csv")
+
+
+def _evaluate(given: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gradwire.router.console import show_report
+    from gradwire.router.policy import LinearPolicy
+    from gradwire.router.settings_file import load_settings
+
+    settings = load_settings(given.config, given.set)
+    policy = LinearPolicy.load(_policy_file(given, settings.experiment.output_dir))
+    console = Console(highlight=False, soft_wrap=True)
+    show_report(console, _held_out(settings).report(policy))
+
+
+def _held_out(settings: Any) -> Any:
+    from gradwire.router.evaluation import HeldOut
+    from gradwire.router.world import World
+
+    world = World(settings.rollout.episode_length, settings.trainer.reward_weights.weights())
+    return HeldOut(world, settings.evaluation.seeds, settings.evaluation.episodes)
+
+
+def _add_promote(commands: Any) -> None:
+    text = "Put a candidate where production reads its policy, if it is better than what is there."
+    parser = _command(commands, "promote", _promote, text)
+    _settings_arguments(parser)
+    _policy_argument(parser)
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="what production reads")
+    parser.add_argument("--force", action="store_true", help="even if it is not better")
+
+
+def _promote(given: argparse.Namespace) -> None:
+    from gradwire.router.promotion import promote
+    from gradwire.router.settings_file import load_settings
+
+    settings = load_settings(given.config, given.set)
+    candidate = _policy_file(given, settings.experiment.output_dir)
+    done = promote(candidate, given.to, _held_out(settings), force=given.force)
+    print(
+        f"{candidate} earns {done.candidate_reward:.4f} on held-out requests, {done.beaten} {done.reward_to_beat:.4f}"
+    )
+    print(f"promoted to {given.to}" + (f"; what was there is kept as {done.previous}" if done.previous else ""))
+
+
+def _add_explain(commands: Any) -> None:
+    parser = _command(commands, "explain", _explain, "Show which features push which mode.")
+    parser.add_argument("policy", type=Path, metavar="FILE", help="a policy_state.npz")
+    parser.add_argument("--top", type=int, metavar="N", help="only the N features that push the most")
+
+
+def _explain(given: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gradwire.router.console import show_weights
+    from gradwire.router.policy import LinearPolicy
+
+    show_weights(Console(highlight=False, soft_wrap=True), LinearPolicy.load(given.policy), given.top)

@@ -1,0 +1,114 @@
+"""What a training and its policy look like in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.router.evaluation import BUDGETS, CALL_TARGETS, Report
+from gradwire.router.policy import LinearPolicy
+
+CURVES = ("mean_reward", "policy_loss", "value_loss", "entropy", "approx_kl", "explained_variance")
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def update_line(figures: Mapping[str, float | None]) -> str:
+    """One update: reward, losses, entropy and how far the policy moved."""
+    names = {
+        "mean_reward": "reward",
+        "policy_loss": "policy loss",
+        "value_loss": "value loss",
+        "entropy": "entropy",
+        "approx_kl": "kl",
+        "clip_fraction": "clipped",
+        "explained_variance": "explained",
+        "evaluation_reward": "held out",
+    }
+    said = [
+        f"{label} {figures[name]:.4f}" for name, label in names.items() if isinstance(figures.get(name), int | float)
+    ]
+    return f"update {figures['update']:.0f}: " + "  ".join(said)
+
+
+def curve(numbers: Sequence[float]) -> str:
+    """Numbers as a row of blocks, lowest to highest, at most 48; each block is the mean of its part."""
+    parts = [float(part.mean()) for part in np.array_split(np.array(numbers), min(len(numbers), WIDTH))]
+    low, high = min(parts), max(parts)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((part - low) * scale)] for part in parts)
+
+
+def show_curves(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
+    """The curves of a training, first to last update."""
+    table = Table("figure", "first", "curve", "last", title="The training", title_justify="left")
+    for name in (*CURVES, "evaluation_reward"):
+        numbers = [each[name] for each in history if each.get(name) is not None]
+        if numbers:
+            table.add_row(name, f"{numbers[0]:.4f}", curve(numbers), f"{numbers[-1]:.4f}")
+    console.print(table)
+
+
+def show_report(console: Console, report: Report) -> None:
+    """Routers side by side, and where the policy sends requests."""
+    title = f"{report.requests:,} held-out requests; expected outcomes"
+    table = Table(title=title, title_justify="left")
+    table.add_column("router")
+    for name in ("reward", "gap recovered", "quality", "cost", "latency", "APGR"):
+        table.add_column(name, justify="right")
+    for target in CALL_TARGETS:
+        table.add_column(f"CPT({target:.0%})", justify="right")
+    for router in report.routers:
+        cpt = router.cpt or {}
+        table.add_row(
+            router.name,
+            f"{router.reward:.4f}",
+            f"{router.recovered:.1%}",
+            f"{router.quality:.4f}",
+            f"{router.cost:.4f}",
+            f"{router.latency:.4f}",
+            "" if router.apgr is None else f"{router.apgr:.3f}",
+            *(f"{share:.1%}" for share in cpt.values()),
+        )
+    console.print(table)
+    policy = report.routers[0]
+    if policy.pgr:
+        pgr = "  ".join(f"{budget:.0%} {share:.2f}" for budget, share in zip(BUDGETS, policy.pgr))
+        console.print(f"policy's PGR by share of calls to {report.strong} (else {report.weak}): {pgr}")
+    shares = "  ".join(f"{mode} {share:.1%}" for mode, share in report.shares.items())
+    console.print(f"policy's choices: {shares}")
+    by_seed = "  ".join(f"{reward:.4f}" for reward in report.reward_by_seed)
+    console.print(f"policy's reward by seed: {by_seed}")
+
+
+def show_weights(console: Console, policy: LinearPolicy, top: int | None) -> None:
+    """Which features push which mode: weights less their mean over modes, since only differences choose."""
+    weights = policy.parameters["policy_weight"]
+    weights = weights - weights.mean(axis=1, keepdims=True)
+    bias = policy.parameters["policy_bias"] - policy.parameters["policy_bias"].mean()
+    table = Table(title="Push of each feature towards each mode, in logits", title_justify="left")
+    table.add_column("feature")
+    for mode in policy.modes:
+        table.add_column(mode, justify="right")
+    table.add_column("value", justify="right")
+    rows = [
+        (name, weights[column], float(policy.parameters["value_weight"][column]))
+        for column, name in enumerate(policy.features.request_names)
+    ]
+    rows.sort(key=lambda row: -float(np.abs(row[1]).max()))
+    for name, pushes, value in [*rows[:top], ("(no feature)", bias, float(policy.parameters["value_bias"]))]:
+        table.add_row(name, *(_push(float(push)) for push in pushes), f"{value:+.2f}")
+    console.print(table)
+    console.print(
+        "A feature of 1 adds its number to the mode's logit; 0.7 doubles the odds. Features with the strongest push "
+        "come first. `value` is what it adds to the expected reward."
+    )
+
+
+def _push(push: float) -> str:
+    style = "green" if push > 0.7 else "red" if push < -0.7 else "dim"
+    return f"[{style}]{push:+.2f}[/]"

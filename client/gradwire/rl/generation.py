@@ -74,10 +74,24 @@ class TopLogits:
 
 @runtime_checkable
 class InferenceModule(Protocol):
-    """Anything that continues token rows. Prompts are token ids; :class:`TextCodec` makes them from text."""
+    """Anything that continues token rows. Prompts are token ids; :class:`TextCodec` makes them from text.
+
+    Attributes:
+        version: optimizer steps of the policy whose weights it samples with.
+    """
+
+    version: int
 
     @property
     def codec(self) -> TextCodec: ...
+
+    def can_update(self, run: Any) -> bool:
+        """Whether :meth:`update_weights` can bring this run's weights here; training needs it."""
+        ...
+
+    async def update_weights(self, run: Any, version: int) -> None:
+        """Samples with the weights of the run (a ``TrainingClient``) from now on, which has taken ``version`` steps."""
+        ...
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         """One response a prompt, in order."""

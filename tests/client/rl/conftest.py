@@ -33,6 +33,7 @@ class RuleInference:
         batches: sizes of the batches that came.
         fail: raised once by each of the next calls, as far as there are any.
         second_per_token: a batch takes as long as its longest answer.
+        version: of the weights that it was told of last; samples carry it.
     """
 
     def __init__(self, answer: Answer, second_per_token: float = 0.0) -> None:
@@ -42,11 +43,18 @@ class RuleInference:
         self.prompts: list[str] = []
         self.fail: list[Exception] = []
         self.second_per_token = second_per_token
+        self.version = 0
+
+    def can_update(self, run: Any) -> bool:
+        return True
+
+    async def update_weights(self, run: Any, version: int) -> None:
+        self.version = version
 
     async def generate(self, prompts: Sequence[Any], params: SamplingParams) -> list[Generation]:
         if self.fail:
             raise self.fail.pop(0)
-        texts = await self.codec.decode(prompts)
+        version, texts = self.version, await self.codec.decode(prompts)
         self.batches.append(len(texts))
         self.prompts += texts
         answers = []
@@ -55,7 +63,10 @@ class RuleInference:
             answers.append(self.answer(text, int.from_bytes(digest, "little")))
         rows = [np.array([*map(ord, answer[: params.max_tokens]), 2], np.int64) for answer in answers]
         await asyncio.sleep(self.second_per_token * max(len(row) for row in rows))
-        return [Generation(text, row, np.full(len(row), -0.5, np.float32), "eos") for text, row in zip(answers, rows)]
+        return [
+            Generation(text, row, np.full(len(row), -0.5, np.float32), "eos", version)
+            for text, row in zip(answers, rows)
+        ]
 
     async def get_logprobs(self, rows: Sequence[Any], *, temperature: float = 1.0) -> list[np.ndarray]:
         return [np.full(len(row) - 1, -0.5, np.float32) for row in rows]

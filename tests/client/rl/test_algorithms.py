@@ -348,6 +348,26 @@ async def test_rollouts_come_while_others_train(
     assert done == trained
 
 
+async def test_weights_go_to_whatever_samples(rule_inference: Callable[..., Any]) -> None:
+    """After each iteration; what cannot take them is refused, and where that is allowed its age is told."""
+    run, inference = CheckingRun(), rule_inference(walk)
+    algorithm = GRPOAlgorithm(None, run, ["a"], arrived, config(ppo_epochs=2), inference=inference)
+    history = await algorithm.train(2, progress_bar=False)
+    assert (inference.version, algorithm.version) == (4, 4)
+    assert [metrics["train/staleness"] for metrics in history] == [0, 0]
+
+    class Fixed(type(inference)):  # type: ignore[misc]
+        def can_update(self, run: Any) -> bool:
+            return False
+
+    with pytest.raises(ValueError, match=r"Fixed cannot be given the weights of this run.*allow_stale=True"):
+        GRPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=Fixed(walk))
+    algorithm = GRPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=Fixed(walk), allow_stale=True)
+    history = await algorithm.train(3, progress_bar=False)
+    assert [metrics["train/staleness"] for metrics in history] == [0, 1, 2]
+    assert [metrics["train/staleness_max"] for metrics in history] == [0, 1, 2]
+
+
 async def test_what_cannot_be_trained_on_is_left_out(rule_inference: Callable[..., Any]) -> None:
     @reward_function(sandboxed=False)
     def picky(messages: list[dict[str, str]]) -> Any:

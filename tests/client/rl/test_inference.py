@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -61,7 +62,8 @@ async def test_the_runs_own_sampler() -> None:
     service = StandInService()
     inference = RunInference(run, ServiceCodec(service, "tiny"))
     assert isinstance(inference, InferenceModule)
-    inference.stepped()
+    assert inference.can_update(run) and not inference.can_update(StandInRun())
+    await inference.update_weights(run, 1)
     (prompt,) = await inference.codec.encode(["A"])
     (generation,) = await inference.generate([prompt], SamplingParams(max_tokens=3, seed=5))
     assert (generation.text, generation.version, run.options["seed"]) == ("B", 1, 5)
@@ -77,7 +79,7 @@ def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append(body)
+            requests.append({"path": self.path, **body})
             if failures:
                 self.send_response(failures.pop())
                 self.end_headers()
@@ -125,6 +127,45 @@ async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Call
         OpenAIInference("localhost:80", "m", codec)
 
 
+class ExportingRun:
+    """Exports a folder that holds the marker of an adapter, or of a whole model."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    async def export(self, path: Path) -> Path:
+        (path / self.file).write_text("weights")
+        return path
+
+
+async def test_an_endpoint_is_given_new_weights(endpoint: Any, rule_inference: Callable[..., Any]) -> None:
+    url, requests, failures = endpoint
+    codec = rule_inference(lambda t, n: "").codec
+    run = ExportingRun("adapter_model.safetensors")
+    assert not OpenAIInference(url, "m", codec).can_update(run)
+    inference = OpenAIInference(url, "m", codec, weights="adapter")
+    assert inference.can_update(run)
+    for version in (3, 4, 5):
+        await inference.update_weights(run, version)
+    (generation,) = await inference.generate([[72]], SamplingParams())
+    loads = [each for each in requests if each["path"] == "/v1/load_lora_adapter"]
+    assert [each["lora_name"].split("-")[1] for each in loads] == ["3", "4", "5"]
+    # Two versions stay, for requests under way; older ones leave the endpoint and the disk.
+    assert [each["lora_name"] for each in requests if "unload" in each["path"]] == [loads[0]["lora_name"]]
+    assert [os.path.exists(each["lora_path"]) for each in loads] == [False, True, True]
+    assert requests[-1]["model"] == loads[2]["lora_name"] and generation.version == 5
+    failures.append(400)
+    with pytest.raises(ValueError, match="load_lora_adapter answered 400"):
+        await inference.update_weights(run, 6)
+    assert inference.version == 5
+    with pytest.raises(ValueError, match=r'trains all weights, and OpenAIInference was made with weights="adapter"'):
+        await inference.update_weights(ExportingRun("model.safetensors"), 6)
+    whole = OpenAIInference(url, "m", codec, weights="model")
+    await whole.update_weights(ExportingRun("model.safetensors"), 7)
+    assert [each["path"] for each in requests[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
+    assert whole.model == "m" and whole.version == 7
+
+
 @pytest.fixture
 def local(tiny_model_path: Path) -> LocalInference:
     return LocalInference.from_pretrained(str(tiny_model_path))
@@ -146,6 +187,32 @@ async def test_a_local_model_scores_what_it_sampled(local: LocalInference) -> No
     assert [t.token_ids[0] for t in top] == [g.token_ids[0] for g in greedy]
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapter"])
+async def test_a_local_model_follows_the_run(local: LocalInference, tiny_model_path: Path, lora: Any) -> None:
+    """Its samples and scores are the run's own after each push, and say of which version they are."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        run = await service.create_run("tiny", lora=lora)
+        own = await RunInference.of(service, run)
+        prompts = await local.codec.encode(["ab", "abcdef"])
+        before = await local.get_logprobs(prompts)
+        for version in (1, 2):
+            run.forward_backward({"input_ids": [[1, 5, 6, 7], [1, 9, 9]]}, "causal_lm")
+            run.optim_step(0.03)
+            await local.update_weights(run, version)
+            ours, theirs = await local.generate(prompts, params), await own.generate(prompts, params)
+            assert [each.token_ids.tolist() for each in ours] == [each.token_ids.tolist() for each in theirs]
+            assert {each.version for each in ours} == {version}
+            for a, b in zip(await local.get_logprobs(prompts), await own.get_logprobs(prompts)):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+        assert np.abs((await local.get_logprobs(prompts))[1] - before[1]).max() > 0.1
+        if lora is not None:
+            other = await service.create_run("tiny", lora={"rank": 8})
+            with pytest.raises(ValueError, match="has to be the run's base model"):
+                await local.update_weights(other, 3)
+            assert local.version == 2
+
+
 async def test_the_likeliest_tokens_of_a_run(local: LocalInference, tiny_model_path: Path) -> None:
     """Found through the server's sampler: those of the model itself, and no more than there are."""
     prompts = await local.codec.encode(["ab", "abcdef"])
@@ -163,12 +230,16 @@ class StandInVllm:
     """As much of ``vllm`` as is used: writes 7 8, the likeliest next tokens are 7, 9 and 8."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        assert (model, options) == ("m", {"logprobs_mode": "processed_logprobs"})
+        assert (model, options) == (
+            "m", {"logprobs_mode": "processed_logprobs", "enable_lora": True, "max_lora_rank": 64}
+        )  # fmt: skip
+        self.llm_engine = SimpleNamespace(add_lora=lambda lora: None, remove_lora=lambda number: None)
 
     def get_tokenizer(self) -> Any:
         return SimpleNamespace(encode=lambda text, **_: [ord(c) for c in text], decode=str, eos_token="</s>")
 
-    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> Any:
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool, lora_request: Any) -> Any:
+        self.lora_request = lora_request
         likely = {token: SimpleNamespace(logprob=score) for token, score in ((8, -3.0), (7, -0.5), (9, -1.5))}
         completion = SimpleNamespace(
             text="ab", token_ids=[7, 8], logprobs=[likely, likely], finish_reason="stop", stop_reason=None
@@ -187,6 +258,10 @@ async def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     (generation,) = await inference.generate([[1, 2]], SamplingParams(temperature=0.5))
     assert (generation.text, generation.token_ids.tolist(), generation.stop_reason) == ("ab", [7, 8], "eos")
     np.testing.assert_allclose(generation.logprobs, [-0.5, -3.0])
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *given: given))
+    await inference.update_weights(ExportingRun("adapter_model.safetensors"), 4)
+    (later,) = await inference.generate([[1, 2]], SamplingParams())
+    assert (generation.version, later.version, inference._llm.lora_request[:2]) == (0, 4, ("v1", 1))
     (scores,) = await inference.get_logprobs([[1, 2, 3]])
     np.testing.assert_allclose(scores, [-2, -3])
     (top,) = await inference.get_logits([[1, 2]], top_k=2)

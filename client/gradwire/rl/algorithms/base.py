@@ -18,6 +18,7 @@ from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
 from gradwire.rl.algorithms.state import AlgorithmState
 from gradwire.rl.algorithms.update import update
+from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
@@ -25,7 +26,7 @@ from gradwire.rl.inference import InferenceModule, RunInference
 from gradwire.rl.loggers import JsonlLogger, MetricLogger
 from gradwire.rl.progress import Progress
 from gradwire.rl.recording import TrajectoryRecorder
-from gradwire.rl.replay import ReplayBuffer, written_at
+from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.rows import TrainingBatch
@@ -44,7 +45,9 @@ class Algorithm(ABC):
         reward: a reward function, any scorer, or a :class:`~gradwire.rl.rewards.RewardComputer`.
         config: settings; the defaults otherwise.
         environment: the world; by default one prompt and one response.
-        inference: what samples; by default the run itself.
+        inference: what samples; by default the run itself. Anything else is given the run's weights after each
+            iteration, by its ``update_weights``.
+        allow_stale: take an ``inference`` that cannot be given them: its samples stay the first policy's.
         eval_tasks: held out, for :meth:`evaluate`.
         loggers: beside the JSONL file.
         tokenizer: the user's own; by default the server's.
@@ -55,6 +58,7 @@ class Algorithm(ABC):
         needs_head: the head that the run has to have.
         replays: whether the loss can learn from trajectories of earlier policies.
         history: the metrics of each iteration of this object.
+        version: optimizer steps that the run has taken, those that are only submitted included.
     """
 
     needs_head: str | None = None
@@ -70,6 +74,7 @@ class Algorithm(ABC):
         *,
         environment: BaseEnvironment | None = None,
         inference: InferenceModule | None = None,
+        allow_stale: bool = False,
         eval_tasks: Tasks = (),
         loggers: Sequence[MetricLogger] = (),
         tokenizer: Any = None,
@@ -85,6 +90,8 @@ class Algorithm(ABC):
             )
         if service is None and inference is None:
             raise ValueError("give a service, or an inference module")
+        if inference is not None and not allow_stale:
+            check_updatable(inference, run)
         self.run = run
         self.environment = environment or SimpleTextEnvironment()
         self.reward = as_computer(reward)
@@ -103,6 +110,7 @@ class Algorithm(ABC):
         if recorder is None and folder is not None and self.config.record_every:
             self._recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=self.config.record_every)
         self._rollouts: RolloutManager | None = None
+        self.version = 0
         self._warned: set[str] = set()
 
     # ---------------------------------------------------------------- what an algorithm says of itself
@@ -150,11 +158,10 @@ class Algorithm(ABC):
         if usable or replayed:
             batch = await self.training_batch([*usable, *replayed])
             metrics |= {f"train/{name}": value for name, value in batch.metrics.items()}
-            version = getattr(self._inference, "version", 0)
-            if usable:
-                metrics["train/staleness"] = float(version - written_at(usable))
+            metrics |= staleness(usable, self.version)
             if batch.num_rows:
                 metrics |= await self._update(iteration, batch)
+                await self._update_weights()
         else:
             logger.warning("iteration %d: no trajectory can be trained on; the policy stays as it is", iteration)
         if self.config.reference_ema is not None:
@@ -171,8 +178,15 @@ class Algorithm(ABC):
         return {f"train/{name}": value for name, value in metrics.items()}
 
     def _stepped(self) -> None:
-        if isinstance(self._inference, RunInference):
-            self._inference.stepped()
+        self.version += 1
+        if isinstance(self._inference, RunInference):  # what it is asked for from now on comes after this step
+            self._inference.version = self.version
+
+    async def _update_weights(self) -> None:
+        """Brings the run's weights to what samples, where that can be."""
+        assert self._inference is not None
+        if can_update(self._inference, self.run):
+            await self._inference.update_weights(self.run, self.version)
 
     def _warn(self, iteration: int, warnings: Sequence[str], batch: TrainingBatch) -> None:
         """Passes the service's warnings on, each kind once; not those that this batch's layout makes meaningless."""
@@ -214,7 +228,7 @@ class Algorithm(ABC):
         name = name or ("best" if best else f"iteration-{self.state.iteration}")
         checkpoint = await self.run.save_checkpoint(name=name, note=type(self).__name__, overwrite=True)
         state = replace(self.state, checkpoint=checkpoint.path, curriculum=self.curriculum.state())
-        state = replace(state, version=getattr(self._inference, "version", 0))
+        state = replace(state, version=self.version)
         if self.config.folder is not None:
             state.save(self.config.folder / ("best.json" if best else "state.json"))
         return checkpoint
@@ -234,8 +248,8 @@ class Algorithm(ABC):
         await self.run.load_checkpoint(state.checkpoint)
         self.state = state
         self.curriculum.load(state.curriculum)
-        if isinstance(self._inference, RunInference):
-            self._inference.version = state.version
+        self.version = state.version
+        await self._update_weights()
         return state.iteration
 
     def close(self) -> None:
@@ -267,6 +281,8 @@ class Algorithm(ABC):
                 )
         if self._inference is None:
             self._inference = await RunInference.of(self._service, self.run, self._tokenizer)
+        self.version = (await self.run.info()).step
+        await self._update_weights()
         config = self.config
         self._rollouts = RolloutManager(
             self._inference,
@@ -296,7 +312,7 @@ class Algorithm(ABC):
         if not groups:
             return []
         rng = np.random.default_rng(derive_seed(self.config.seed, "replay", iteration))
-        return self.replay.sample(groups, rng, version=getattr(self._inference, "version", 0))
+        return self.replay.sample(groups, rng, version=self.version)
 
     def _log(self, iteration: int, metrics: Metrics) -> None:
         self.history.append(metrics)

@@ -9,9 +9,10 @@ from gradwire.rl.generation import (
     TokenizerCodec,
     TopLogits,
 )
-from gradwire.rl.inference.local import LocalInference, VLLMInference
+from gradwire.rl.inference.local import LocalInference
 from gradwire.rl.inference.openai import OpenAIInference
 from gradwire.rl.inference.server import RunInference
+from gradwire.rl.inference.vllm import VLLMInference
 
 __all__ = [
     "Generation",

@@ -1,9 +1,11 @@
-"""A Hugging Face model in this process, and vLLM in this process. Both need their library, and import it here only."""
+"""A Hugging Face model in this process. Needs torch and transformers, which are imported when one is made."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,17 @@ from gradwire.rl.generation import (
     TopLogits,
 )
 from gradwire.rl.inference.tools import ToolGeneration
+from gradwire.rl.inference.weights import ADAPTER_FILE, WeightFolder, is_adapter
 from gradwire.rl.types import FloatArray
 
+MISFIT = "the run's weights do not fit the model of LocalInference, which has to be the run's base model"
 
-class LocalInference(ToolGeneration):
-    """A ``transformers`` causal LM: to judge, to compare, to evaluate beside the run.
+
+class LocalInference(WeightFolder, ToolGeneration):
+    """A ``transformers`` causal LM in this process.
+
+    A LoRA run's adapter is put on the model with ``peft``; the weights of a run that trains all of them replace the
+    model's own. So the model has to be the run's base model.
 
     Args:
         model: a loaded model.
@@ -48,7 +56,37 @@ class LocalInference(ToolGeneration):
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         async with self._lock:
-            return await asyncio.to_thread(self._generate, prompts, params)
+            version = self.version
+            made = await asyncio.to_thread(self._generate, prompts, params)
+        return [replace(each, version=version) for each in made]
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        async with self._lock:
+            await asyncio.to_thread(self._load, folder)
+            self.version = version
+
+    def _load(self, folder: Path) -> None:
+        try:
+            wrong = self._load_adapter(folder) if is_adapter(folder) else self._load_model(folder)
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise ValueError(f"{MISFIT}: {error}") from error
+        if wrong:
+            raise ValueError(f"{MISFIT}: {len(wrong)} tensors are on one side only, such as {min(wrong)}")
+
+    def _load_adapter(self, folder: Path) -> set[str]:
+        peft = require("peft", "server", "LocalInference of a LoRA run")
+        if not isinstance(self._model, peft.PeftModel):
+            self._model = peft.PeftModel.from_pretrained(self._model, folder).eval()
+            return set()
+        load_file = require("safetensors.torch", "server", "LocalInference").load_file
+        return set(peft.set_peft_model_state_dict(self._model, load_file(folder / ADAPTER_FILE)).unexpected_keys)
+
+    def _load_model(self, folder: Path) -> set[str]:
+        load_file = require("safetensors.torch", "server", "LocalInference").load_file
+        state = {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+        found = self._model.load_state_dict(state, strict=False)
+        self._model.tie_weights()
+        return {*found.unexpected_keys, *found.missing_keys} - set(self._model._tied_weights_keys or ())
 
     def _padded(self, rows: Sequence[TokenRow], *, left: bool) -> tuple[Any, Any]:
         width = max(len(row) for row in rows)
@@ -123,60 +161,3 @@ class LocalInference(ToolGeneration):
         last = [score[len(prompt) - 1] for prompt, score in zip(prompts, scores)]
         orders = [np.argsort(-row, kind="stable")[:top_k] for row in last]
         return [TopLogits(order, row[order]) for order, row in zip(orders, last)]
-
-
-class VLLMInference(ToolGeneration):
-    """A ``vllm.LLM`` in this process.
-
-    Args:
-        llm: the engine, or a model's name or path for it. Your own engine needs
-            ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self._vllm = require("vllm", "vllm", "VLLMInference")
-        self._llm = self._vllm.LLM(llm, logprobs_mode="processed_logprobs") if isinstance(llm, str) else llm
-        self._codec = TokenizerCodec(self._llm.get_tokenizer())
-        self._lock = asyncio.Lock()
-
-    @property
-    def codec(self) -> TextCodec:
-        return self._codec
-
-    async def _run(self, rows: Sequence[TokenRow], **options: Any) -> list[Any]:
-        prompts = [{"prompt_token_ids": np.asarray(row).tolist()} for row in rows]
-        async with self._lock:
-            params = self._vllm.SamplingParams(**options)
-            return list(await asyncio.to_thread(self._llm.generate, prompts, params, use_tqdm=False))
-
-    async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
-        outputs = await self._run(
-            prompts, max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
-            top_k=params.top_k or -1, stop=list(params.stop), stop_token_ids=list(params.stop_token_ids),
-            seed=params.seed, ignore_eos=params.ignore_eos, logprobs=0,
-        )  # fmt: skip
-        result = []
-        for output in (each.outputs[0] for each in outputs):
-            logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs)]
-            reason = "length" if output.finish_reason == "length" else "stop" if output.stop_reason else "eos"
-            ids = np.asarray(output.token_ids, np.int64)
-            result.append(Generation(output.text, ids, np.asarray(logprobs, np.float32), reason))
-        return result
-
-    async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
-        if temperature != 1.0:
-            raise ValueError("vLLM scores prompts at temperature 1 only")
-        outputs = await self._run(rows, max_tokens=1, prompt_logprobs=0)
-        return [
-            np.array([out.prompt_logprobs[t][int(row[t])].logprob for t in range(1, len(row))], np.float32)
-            for row, out in zip(rows, outputs)
-        ]
-
-    async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
-        outputs = await self._run(prompts, max_tokens=1, logprobs=top_k)
-        result = []
-        for output in outputs:
-            best = sorted(output.outputs[0].logprobs[0].items(), key=lambda item: -item[1].logprob)[:top_k]
-            ids, scores = [token for token, _ in best], [entry.logprob for _, entry in best]
-            result.append(TopLogits(np.array(ids, np.int64), np.array(scores, np.float32)))
-        return result

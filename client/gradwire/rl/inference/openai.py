@@ -7,18 +7,20 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from gradwire.errors import UnsupportedError
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
+from gradwire.rl.inference.weights import WeightFolder, is_adapter
 from gradwire.rl.threads import run_in_daemon
 from gradwire.rl.types import FloatArray
 
 
-class OpenAIInference(ToolGeneration):
+class OpenAIInference(WeightFolder, ToolGeneration):
     """``POST {base_url}/completions``, with the standard library.
 
     To train on samples of another temperature than 1, the endpoint has to tell their log-probabilities at it: vLLM does
@@ -32,6 +34,13 @@ class OpenAIInference(ToolGeneration):
         send_ids: also asks for the ids of what was sampled (vLLM's ``return_token_ids``); without them the text is
             encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
             that knows no ids (OpenAI's own, ``transformers serve``) refuses a ``top_k`` and ``ignore_eos`` as well.
+        weights: how the endpoint takes new weights, which training needs. ``"adapter"``: a LoRA run's, by
+            ``POST load_lora_adapter``; of vLLM that wants ``--enable-lora`` and
+            ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
+            ``reload_weights``, which wants ``VLLM_SERVER_DEV_MODE=1``. None: not at all.
+        weights_folder: where to export weights to; the endpoint has to see it under this name.
+        adapters_url: the endpoint's ``load_lora_adapter``; by default below ``base_url``, as vLLM has it (SGLang has
+            it at the root).
         concurrency: requests in flight.
         timeout_s: of a request.
     """
@@ -44,13 +53,23 @@ class OpenAIInference(ToolGeneration):
         *,
         api_key: str = "",
         send_ids: bool = True,
+        weights: Literal["adapter", "model"] | None = None,
+        weights_folder: Path | str | None = None,
+        adapters_url: str = "",
         concurrency: int = 16,
         timeout_s: float = 300.0,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must start with http:// or https://; this is {base_url!r}")
+        if weights not in (None, "adapter", "model"):
+            raise ValueError(f'weights must be "adapter", "model" or None; this is {weights!r}')
         self.model = model
-        self._url = base_url.rstrip("/") + "/completions"
+        self._base_url = base_url.rstrip("/")
+        self._url = f"{self._base_url}/completions"
+        self._weights = weights
+        self.weights_folder = None if weights_folder is None else Path(weights_folder)
+        self._adapters_url = adapters_url or f"{self._base_url}/load_lora_adapter"
+        self._adapters: tuple[str, ...] = ()
         self._codec = codec
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -63,6 +82,29 @@ class OpenAIInference(ToolGeneration):
     def codec(self) -> TextCodec:
         return self._codec
 
+    def can_update(self, run: Any) -> bool:
+        return self._weights is not None and super().can_update(run)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        if is_adapter(folder) != (self._weights == "adapter"):
+            trained = "an adapter" if is_adapter(folder) else "all weights"
+            raise ValueError(f'the run trains {trained}, and OpenAIInference was made with weights="{self._weights}"')
+        if self._weights == "model":
+            root = self._base_url.removesuffix("/v1")
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._call(f"{root}/collective_rpc", reload)
+            await self._call(f"{root}/reset_prefix_cache", {})
+            self.version = version
+            return
+        name = folder.name
+        await self._call(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
+        self.model, self.version = name, version
+        # Requests under way still name the one before: it stays until the next comes.
+        loaded = (*self._adapters, name)
+        self._adapters = loaded[-2:]
+        for old in loaded[:-2]:
+            await self._call(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
+
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         options: dict[str, Any] = {
             "max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "logprobs": 0,
@@ -74,10 +116,11 @@ class OpenAIInference(ToolGeneration):
         if self._send_ids:
             options["return_token_ids"] = True
         seeds = [{} if params.seed is None else {"seed": params.seed + index} for index in range(len(prompts))]
+        version = self.version
         answers = await asyncio.gather(*(self._post(p, {**options, **seed}) for p, seed in zip(prompts, seeds)))
-        return [await self._generation(answer["choices"][0]) for answer in answers]
+        return [await self._generation(answer["choices"][0], version) for answer in answers]
 
-    async def _generation(self, choice: Mapping[str, Any]) -> Generation:
+    async def _generation(self, choice: Mapping[str, Any], version: int) -> Generation:
         text = choice["text"]
         ids = choice.get("token_ids")
         if ids is None:
@@ -86,7 +129,7 @@ class OpenAIInference(ToolGeneration):
             0.0 if each is None else each for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()
         ]
         reason = "length" if choice.get("finish_reason") == "length" else "stop" if choice.get("stop_reason") else "eos"
-        return Generation(text, np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), reason)
+        return Generation(text, np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), reason, version)
 
     async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
         if temperature != 1.0:
@@ -124,20 +167,22 @@ class OpenAIInference(ToolGeneration):
     async def _post(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
         ids = np.asarray(prompt).tolist()
         written = ids if self._send_ids else await self._text(ids)
-        body = json.dumps({"model": self.model, "prompt": written, **options}).encode()
-        request = urllib.request.Request(self._url, body, self._headers)
+        async with self._turns:
+            return json.loads(await self._call(self._url, {"model": self.model, "prompt": written, **options}))
 
-        def call() -> Any:
+    async def _call(self, url: str, body: Mapping[str, Any]) -> bytes:
+        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+
+        def call() -> bytes:
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                    return json.load(response)
+                    return bytes(response.read())
             except urllib.error.HTTPError as error:
                 told = error.read(2000).decode(errors="replace")
                 if error.code in (429, 502, 503, 504):
-                    raise ConnectionError(f"{self._url} answered {error.code}: {told}") from None
-                raise ValueError(f"{self._url} answered {error.code}: {told}") from None
+                    raise ConnectionError(f"{url} answered {error.code}: {told}") from None
+                raise ValueError(f"{url} answered {error.code}: {told}") from None
             except urllib.error.URLError as error:
-                raise ConnectionError(f"{self._url}: {error.reason}") from None
+                raise ConnectionError(f"{url}: {error.reason}") from None
 
-        async with self._turns:
-            return await run_in_daemon(call)
+        return await run_in_daemon(call)

@@ -28,8 +28,8 @@ ROUNDS = 16
 class RunInference(ToolGeneration):
     """Samples with the current weights of a run.
 
-    A sample that is asked for after ``optim_step`` sees that step; ``version`` counts the steps as their submitter
-    tells (:meth:`stepped`), so that each response knows the policy that wrote it.
+    A sample that is asked for after ``optim_step`` sees that step, with nothing to be sent; ``version`` is what
+    :meth:`update_weights` was told last, so that each response knows the policy that wrote it.
 
     Args:
         run: a ``TrainingClient``.
@@ -58,9 +58,11 @@ class RunInference(ToolGeneration):
     def codec(self) -> TextCodec:
         return self._codec
 
-    def stepped(self) -> None:
-        """An ``optim_step`` was submitted: later samples are a newer policy's."""
-        self.version += 1
+    def can_update(self, run: Any) -> bool:
+        return run is self.run or getattr(run, "run_id", None) == getattr(self.run, "run_id", "")
+
+    async def update_weights(self, run: Any, version: int) -> None:
+        self.version = version
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         version = self.version

@@ -1,0 +1,104 @@
+"""vLLM in this process. Needs vllm, which is imported when one is made."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.extras import require
+from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenizerCodec, TokenRow, TopLogits
+from gradwire.rl.inference.tools import ToolGeneration
+from gradwire.rl.inference.weights import WeightFolder, is_adapter
+from gradwire.rl.types import FloatArray
+
+
+class VLLMInference(WeightFolder, ToolGeneration):
+    """A ``vllm.LLM`` in this process.
+
+    The adapter of a LoRA run is loaded beside the base model; the weights of a run that trains all of them replace the
+    engine's own (``reload_weights``).
+
+    Args:
+        llm: the engine, or the name or path of a model for it: the run's base model. Your own engine needs
+            ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1, and
+            ``enable_lora=True`` with a ``max_lora_rank`` for LoRA runs.
+        options: of ``vllm.LLM`` where a name is given; LoRA is on up to rank 64 unless they say otherwise.
+    """
+
+    def __init__(self, llm: Any, **options: Any) -> None:
+        self._vllm = require("vllm", "vllm", "VLLMInference")
+        if isinstance(llm, str):
+            lora = {"enable_lora": True, "max_lora_rank": 64} if options.get("enable_lora", True) else {}
+            llm = self._vllm.LLM(llm, **{"logprobs_mode": "processed_logprobs", **lora, **options})
+        self._llm = llm
+        self._codec = TokenizerCodec(self._llm.get_tokenizer())
+        self._lock = asyncio.Lock()
+        self._adapter: Any = None
+        self._adapters = itertools.count(1)
+
+    @property
+    def codec(self) -> TextCodec:
+        return self._codec
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        async with self._lock:
+            await asyncio.to_thread(self._load_adapter if is_adapter(folder) else self._load_model, folder)
+            self.version = version
+
+    def _load_adapter(self, folder: Path) -> None:
+        # Under a number of its own, lest what vLLM keeps of prompts by the old weights be taken for the new ones'.
+        number, engine = next(self._adapters), self._llm.llm_engine
+        adapter = require("vllm.lora.request", "vllm", "VLLMInference").LoRARequest(f"v{number}", number, str(folder))
+        engine.add_lora(adapter)
+        if self._adapter is not None:
+            engine.remove_lora(self._adapter.lora_int_id)
+        self._adapter = adapter
+
+    def _load_model(self, folder: Path) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self._llm.reset_prefix_cache()
+
+    async def _run(self, rows: Sequence[TokenRow], **options: Any) -> tuple[list[Any], int]:
+        """vLLM's outputs, and the version of the weights that they are of."""
+        prompts = [{"prompt_token_ids": np.asarray(row).tolist()} for row in rows]
+        async with self._lock:
+            params, adapter, version = self._vllm.SamplingParams(**options), self._adapter, self.version
+            made = await asyncio.to_thread(self._llm.generate, prompts, params, use_tqdm=False, lora_request=adapter)
+        return list(made), version
+
+    async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
+        outputs, version = await self._run(
+            prompts, max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+            top_k=params.top_k or -1, stop=list(params.stop), stop_token_ids=list(params.stop_token_ids),
+            seed=params.seed, ignore_eos=params.ignore_eos, logprobs=0,
+        )  # fmt: skip
+        result = []
+        for output in (each.outputs[0] for each in outputs):
+            logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs)]
+            reason = "length" if output.finish_reason == "length" else "stop" if output.stop_reason else "eos"
+            ids = np.asarray(output.token_ids, np.int64)
+            result.append(Generation(output.text, ids, np.asarray(logprobs, np.float32), reason, version))
+        return result
+
+    async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
+        if temperature != 1.0:
+            raise ValueError("vLLM scores prompts at temperature 1 only")
+        outputs, _ = await self._run(rows, max_tokens=1, prompt_logprobs=0)
+        return [
+            np.array([out.prompt_logprobs[t][int(row[t])].logprob for t in range(1, len(row))], np.float32)
+            for row, out in zip(rows, outputs)
+        ]
+
+    async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
+        outputs, _ = await self._run(prompts, max_tokens=1, logprobs=top_k)
+        result = []
+        for output in outputs:
+            best = sorted(output.outputs[0].logprobs[0].items(), key=lambda item: -item[1].logprob)[:top_k]
+            ids, scores = [token for token, _ in best], [entry.logprob for _, entry in best]
+            result.append(TopLogits(np.array(ids, np.int64), np.array(scores, np.float32)))
+        return result

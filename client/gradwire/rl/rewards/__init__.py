@@ -1,5 +1,6 @@
 """Rewards: computed after collection, by rules, functions, models or the world itself."""
 
+from gradwire.rl.rewards._sandbox.program import IsolationError, PolicyProgram, ProgramError
 from gradwire.rl.rewards.aligner import StepAlignmentError, align, align_batch
 from gradwire.rl.rewards.computer import (
     ParetoRewardComputer,
@@ -20,9 +21,12 @@ from gradwire.rl.rewards.verifiable import code_passes, find_last_number, json_s
 
 __all__ = [
     "EnvironmentReward",
+    "IsolationError",
     "NotPortableError",
     "Outcome",
     "ParetoRewardComputer",
+    "PolicyProgram",
+    "ProgramError",
     "Reward",
     "RewardComputer",
     "RewardFunction",

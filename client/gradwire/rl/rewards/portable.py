@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 Encoded = tuple[str, Any]
+SANDBOX = f"{__package__}._sandbox"
 
 
 class NotPortableError(TypeError):
@@ -87,6 +88,9 @@ class _Capture:
             return "module", [value.__name__, *(name for name in used if name in sys.modules)]
         if isinstance(value, FunctionType) and value.__module__ in (self._module, "__main__"):
             return "function", self._number(value)
+        if isinstance(value, FunctionType | type) and value.__module__.startswith(SANDBOX):
+            # The sandbox has its own package under a shorter name, and gradwire is not imported there.
+            return "sandbox", [value.__module__.removeprefix(f"{__package__}."), value.__qualname__]
         of = value if isinstance(value, type) else type(value)
         if of.__module__ == "__main__":
             raise NotPortableError(

@@ -1,9 +1,11 @@
 """User code in a process of its own, with limits, so that the worst it can do is to cost its own evaluation.
 
-Limits of time, memory and processes, no network, and a temporary folder as the only place to write to. On Linux with
-user namespaces (most distributions) all of them hold; where the kernel refuses those, and on macOS, network, places to
-write to and the number of processes are not limited, and a warning says so. It is there against accidents, not against
-an attacker: files that the user can read stay readable.
+Limits of time, memory and processes, no network, no sight of other processes, none of the environment's variables but
+harmless ones, no capabilities, and a temporary folder as the only place to write to. On Linux with user namespaces
+(most distributions) all of them hold; where the kernel refuses those, and on macOS, a warning says what is missing, or
+nothing is run: :attr:`SandboxLimits.isolation`. Files that the user can read stay readable.
+
+That is for code of one's own. Code that a policy wrote is held to more: :class:`PolicyProgram`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradwire.errors import UnsupportedError
 from gradwire.rl.rewards.portable import capture
@@ -35,6 +37,7 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from _sandbox.serve import
 CHUNK = 64
 SETUP_S = 60.0
 GRACE_S = 10.0
+ENVIRONMENT = ("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class SandboxLimits:
         output_bytes: of what it prints, kept; the rest is dropped.
         result_bytes: of what it returns, as JSON.
         network: whether it may use it (a judge behind an endpoint).
+        environment: names of environment variables that it sees besides ``PATH``, ``HOME``, the language and the like.
+        isolation: ``"required"``: run nothing on a machine that cannot isolate it. ``"preferred"``: run it all the
+            same, with a warning. None: required for code that the policy wrote, preferred for functions of your own.
     """
 
     time_s: float = 5.0
@@ -60,6 +66,12 @@ class SandboxLimits:
     output_bytes: int = 10_000
     result_bytes: int = 1 << 20
     network: bool = False
+    environment: tuple[str, ...] = ()
+    isolation: Literal["required", "preferred"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.isolation not in ("required", "preferred", None):
+            raise ValueError(f'isolation must be "required", "preferred" or None; this is {self.isolation!r}')
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ class Sandbox:
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
-            worker = _Worker(self._setup)
+            worker = _Worker(self._setup, self.limits.environment)
             with self._lock:
                 self._all.append(worker)
             ready = worker.receive(SETUP_S)
@@ -150,21 +162,24 @@ class Sandbox:
             self._idle.put(worker)
         if "error" in answer:
             return [Outcome(error=str(answer["error"]))]
-        if not answer["namespaced"] and not self._warned:
+        if answer["missing"] and self.limits.isolation != "required" and not self._warned:
             self._warned = True
-            logger.warning("the kernel refuses namespaces: reward functions can reach the network and fork at will")
+            logger.warning(
+                "reward functions run without isolation here: this machine refuses %s. They can reach what this "
+                'process can. SandboxLimits(isolation="required") runs none instead',
+                ", ".join(answer["missing"]),
+            )
         return [Outcome(**each) for each in answer["results"]]
 
 
 class _Worker:
     """A process that runs :mod:`gradwire.rl.rewards._sandbox`."""
 
-    def __init__(self, setup: bytes) -> None:
-        quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    def __init__(self, setup: bytes, variables: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", START, str(Path(__file__).parent)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-            env=os.environ | quiet, start_new_session=True,
+            env=_environment(variables), start_new_session=True,
         )  # fmt: skip
         self.broken = False
         self._finalize = weakref.finalize(self, _end, self._process)
@@ -210,6 +225,12 @@ class _Worker:
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
+
+
+def _environment(variables: Sequence[str]) -> dict[str, str]:
+    """What the sandbox's processes see of this one's environment: no keys, no tokens, no addresses."""
+    passed = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
+    return passed | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

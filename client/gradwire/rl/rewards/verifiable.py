@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from gradwire.rl.extras import require
+from gradwire.rl.rewards._sandbox.grading import share_of_passed
 from gradwire.rl.rewards.functions import RewardFunction
 from gradwire.rl.rewards.sandbox import SandboxLimits
 
@@ -93,25 +95,24 @@ def find_code(text: str) -> str:
 
 
 def code_passes(*, limits: SandboxLimits | None = None, workers: int = 2) -> RewardFunction:
-    """The share of the ground truth's tests that the response's code passes, run in the sandbox.
+    """The share of the ground truth's tests that the response's code passes, in a process of its own.
 
-    The ground truth is a list of statements (``"assert add(1, 2) == 3"``), or one text of several, counted as one.
+    The ground truth is a list of statements (``"assert add(1, 2) == 3"``), each with the names that the code defines,
+    or of whole programs' ``{"input": …, "output": …}`` (standard input and output); one alone need be in no list.
+    What the tests expect is never in the process that runs the code: see
+    :class:`~gradwire.rl.rewards.PolicyProgram`. Code that runs longer than ``limits.time_s`` fails the tests that are
+    left.
     """
+    limits = limits or SandboxLimits()
+    program = {
+        "time_s": limits.time_s, "memory_bytes": limits.memory_bytes, "file_bytes": limits.file_bytes,
+        "open_files": limits.open_files, "result_bytes": limits.result_bytes, "network": limits.network,
+        "isolation": limits.isolation or "required",
+    }  # fmt: skip
 
     def code_passes(response: str, ground_truth: Any) -> dict[str, Any]:
-        tests = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
-        scope: dict[str, Any] = {"__name__": "candidate"}
-        try:
-            exec(compile(find_code(response), "candidate", "exec"), scope)
-        except BaseException as error:  # the policy's code may raise anything
-            return {"score": 0.0, "metrics": {"passed": 0.0}, "reason": f"{type(error).__name__}: {error}"[:500]}
-        passed, reason = 0, ""
-        for test in tests:
-            try:
-                exec(compile(test, "test", "exec"), dict(scope))
-                passed += 1
-            except BaseException as error:  # and so may its tests
-                reason = reason or f"{test}: {type(error).__name__}: {error}"[:500]
-        return {"score": passed / max(len(tests), 1), "metrics": {"passed": float(passed)}, "reason": reason}
+        return share_of_passed(find_code(response), ground_truth, program)
 
-    return RewardFunction(code_passes, limits=limits, workers=workers)
+    # The tests take time of their own, and what starts the program takes processes.
+    around = replace(limits, time_s=limits.time_s + 5, max_processes=limits.max_processes + 4)
+    return RewardFunction(code_passes, limits=around, workers=workers)

@@ -12,6 +12,9 @@ the report has those before it and its error, and who asked sends the rest again
 
 Where the kernel refuses namespaces, init is left out, and the worker's process group is killed instead.
 
+Code that a policy wrote runs in yet another process, ``program_main``, which a worker (or anyone) starts through
+``program``: see there, and ``grading`` for tests of it.
+
 Frames on stdin and stdout: 4 bytes of length, little-endian, then pickle (in) or JSON (out). What comes out may have
 been shaped by the function, so it is never unpickled.
 

@@ -14,21 +14,29 @@ from typing import Any
 from .isolation import isolate
 from .worker import Pipes, fork_worker
 
+REFUSED = (
+    "not run: isolation is required, and this machine refuses {}; allow user namespaces, install bubblewrap, or set "
+    'SandboxLimits(isolation="preferred") to run it all the same'
+)
+
 
 def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folder: str) -> dict[str, Any]:
     """In the guard: evaluations one after the other, up to the first that takes the worker with it."""
-    namespaced = isolate(limits["network"], folder)
-    os.chdir(folder)
+    missing = isolate(limits["network"])
+    namespaced = not missing
     reply_read, reply_write = os.pipe()
     printed_read, printed_write = os.pipe()
     next_read, next_write = os.pipe()
-    child = fork_worker(function, requests, Pipes(reply_write, printed_write, next_read), limits, namespaced)
+    pipes = Pipes(reply_write, printed_write, next_read)
+    child = fork_worker(function, requests, pipes, limits, missing, folder)
     for fd in (reply_write, printed_write, next_read):
         os.close(fd)
     results: list[dict[str, Any]] = []
     reader = Reader(reply_read, printed_read, limits)
-    timed_out = False
-    while len(results) < len(requests):
+    timed_out, content = reader.next_answer()
+    missing = missing if content is None else json.loads(content)
+    started = time.monotonic()
+    while not timed_out and len(results) < len(requests):
         started = time.monotonic()
         timed_out, answer = reader.next_answer()
         if answer is not None:
@@ -38,11 +46,13 @@ def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folde
             continue
         break
     status = end(child, namespaced, kill=timed_out or len(results) == len(requests))
+    if missing and limits["isolation"] == "required":
+        return {"results": [{"error": REFUSED.format(", ".join(missing))}] * len(requests), "missing": missing}
     if len(results) < len(requests):
         results.append(
             {"error": cause(status, timed_out, limits), "seconds": time.monotonic() - started} | reader.take_printed()
         )
-    return {"results": results, "namespaced": namespaced}
+    return {"results": results, "missing": missing}
 
 
 class Reader:

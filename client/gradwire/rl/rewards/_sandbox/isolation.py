@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
@@ -13,10 +14,17 @@ from typing import Any
 
 CLONE_NEWNS, CLONE_NEWIPC = 0x00020000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 1 << 18
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 1 << 18
+MNT_DETACH = 2
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
-NOBODY = 65534
+PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
+CAPABILITY_VERSION_3, MAX_CAPABILITY = 0x20080522, 63
+SOMEBODY, NOBODY = 1000, 65534
+# What root without capabilities may still write to below /proc, by the owner's permission.
+KERNEL_SETTINGS = (b"acpi", b"bus", b"fs", b"irq", b"scsi", b"sys", b"sysrq-trigger")
+NO_NAMESPACES = "network, processes and files of its own"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,49 +34,137 @@ def die_with_parent() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def isolate(network: bool, folder: str) -> bool:
-    """Own user, PID, mount and (without network) network namespaces for what is forked next; False where refused."""
+def isolate(network: bool) -> list[str]:
+    """Own user, PID, mount and (without network) network namespaces for what is forked next; what is missing."""
     if sys.platform != "linux":
-        return False
-    if os.geteuid() == 0:
+        return [NO_NAMESPACES]
+    if os.getuid() == os.geteuid() == 0:
         # The limit on processes is of the real user, and the kernel excuses root from it.
-        os.setresuid(NOBODY, 0, 0)
-        _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        with contextlib.suppress(OSError):  # in a user namespace that has no such user
+            os.setresuid(NOBODY, 0, 0)
         die_with_parent()
+    _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     uid, gid = os.geteuid(), os.getegid()
     flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | (0 if network else CLONE_NEWNET)
     if _libc.unshare(flags) != 0:
-        return False
+        return [NO_NAMESPACES]
     try:
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        # Not as 0: from that, a process without capabilities can make no user namespace of its own.
+        users, groups = f"{uid or SOMEBODY} {uid} 1", f"{gid or SOMEBODY} {gid} 1"
+        for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     except OSError:
         # Unmapped ids can still read and compute, which is what a reward function does.
         pass
-    write_only_to(folder)
+    return []
+
+
+def enclose(folder: str) -> list[str]:
+    """In the first process of a PID namespace: only its own processes are seen, only this folder is writable.
+
+    Returns:
+        What is missing.
+    """
+    place, flags = os.fsencode(folder), MS_NOSUID | MS_NODEV | MS_NOEXEC
+    if _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+        return ["hidden processes", "read-only files"]
+    missing = []
+    # Where the host masks parts of its /proc, as containers do, the kernel gives no new one: an empty one, then.
+    if (
+        _libc.mount(b"proc", b"/proc", b"proc", flags, None) != 0
+        and _libc.mount(b"none", b"/proc", b"tmpfs", flags, b"size=4096") != 0
+    ):
+        missing.append("hidden processes")
+    if not (
+        _libc.mount(place, place, None, MS_BIND, None) == 0
+        and set_read_only(b"/", AT_RECURSIVE, on=True)
+        and set_read_only(place, 0, on=False)
+        and _open_process_files()
+    ):
+        missing.append("read-only files (Linux 5.12 and later)")
+    return missing
+
+
+def _open_process_files() -> bool:
+    """``/proc`` writable again, as a further user namespace needs it, but for the kernel's settings."""
+    for name in KERNEL_SETTINGS:
+        place = b"/proc/" + name
+        if os.path.exists(place) and not (
+            _libc.mount(place, place, None, MS_BIND | MS_REC, None) == 0 and set_read_only(place, AT_RECURSIVE, on=True)
+        ):
+            return False
+    return set_read_only(b"/proc", 0, on=False)
+
+
+def set_read_only(path: bytes, flags: int, *, on: bool) -> bool:
+    attributes = struct.pack("<4Q", MOUNT_ATTR_RDONLY * on, MOUNT_ATTR_RDONLY * (not on), 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    return int(_libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size)) == 0
+
+
+def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
+    """A new root in an empty folder: these folders read-only, four devices, a ``/tmp`` to write to, and no ``/proc``.
+
+    The process is left in ``/tmp``. Returns whether it could be done.
+    """
+    top = os.fsencode(root)
+
+    def bind(path: str) -> bool:
+        place = top + os.fsencode(path)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place)
+            return True
+        if os.path.isdir(path):
+            os.makedirs(place, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            # Never through a folder that is bound already: that would be the file itself.
+            os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444))
+        return bool(_libc.mount(os.fsencode(path), place, None, MS_BIND | MS_REC, None) == 0)
+
+    if _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+        return False
+    if _libc.mount(b"none", top, b"tmpfs", MS_NOSUID | MS_NODEV, b"size=65536") != 0:
+        return False
+    try:
+        paths = [*folders, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+        bound = all(bind(path) for path in paths if os.path.lexists(path))
+        os.makedirs(top + b"/tmp", exist_ok=True)
+    except OSError:
+        return False
+    return bool(
+        bound
+        and set_read_only(top, AT_RECURSIVE, on=True)
+        and _libc.mount(b"none", top + b"/tmp", b"tmpfs", MS_NOSUID | MS_NODEV, b"size=%d" % size_bytes) == 0
+        and _enter(top)
+    )
+
+
+def _enter(root: bytes) -> bool:
+    os.chdir(root)
+    number = SYS_PIVOT_ROOT.get(os.uname().machine)
+    # The old root is stacked below the new one, and taken away.
+    if number is None or _libc.syscall(number, b".", b".") != 0 or _libc.umount2(b".", MNT_DETACH) != 0:
+        return False
+    os.chdir("/tmp")
     return True
 
 
-def write_only_to(folder: str) -> None:
-    """Makes every file system read-only but this folder, as far as the kernel (5.12 and later) lets it."""
-
-    def read_only(path: bytes, flags: int, *, on: bool) -> int:
-        attributes = struct.pack("<4Q", MOUNT_ATTR_RDONLY * on, MOUNT_ATTR_RDONLY * (not on), 0, 0)
-        size = ctypes.c_size_t(len(attributes))
-        return int(_libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, flags, attributes, size))
-
-    place = os.fsencode(folder)
-    if (
-        _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        and _libc.mount(place, place, None, MS_BIND, None) == 0
-        and read_only(b"/", AT_RECURSIVE, on=True) == 0
-    ):
-        read_only(place, 0, on=False)
+def drop_capabilities() -> None:
+    """Gives up every capability for good: a program that it starts, also as root, gets none back."""
+    if sys.platform != "linux":
+        return
+    for capability in range(MAX_CAPABILITY + 1):
+        _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    _libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    header, none = struct.pack("<Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    if _libc.capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "the capabilities could not be dropped")
 
 
 def restrict(limits: dict[str, Any], evaluations: int, namespaced: bool) -> None:
-    """Limits of the worker, and of each process that it forks."""
+    """Limits of this process, and of each that it forks."""
 
     def limit(kind: int, value: int) -> None:
         _, hard = resource.getrlimit(kind)
@@ -82,5 +178,8 @@ def restrict(limits: dict[str, Any], evaluations: int, namespaced: bool) -> None
     limit(resource.RLIMIT_NOFILE, limits["open_files"])
     if namespaced:
         limit(resource.RLIMIT_NPROC, limits["max_processes"] + 3)
+
+
+def forbid_new_privileges() -> None:
     if sys.platform == "linux":
         _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -24,6 +24,8 @@ def rebuild(captured: dict[str, Any]) -> Any:
             for name in content[1:]:
                 importlib.import_module(name)
             return importlib.import_module(content[0])
+        if kind == "sandbox":
+            return getattr(importlib.import_module(content[0]), content[1])
         return functions[content] if kind == "function" else pickle.loads(content)
 
     for record, function in zip(records, functions):

@@ -8,11 +8,12 @@ import json
 import os
 import pickle
 import sys
+import tempfile
 import traceback
 from typing import Any
 
 from .frames import write_frame
-from .isolation import die_with_parent, restrict
+from .isolation import die_with_parent, drop_capabilities, enclose, forbid_new_privileges, restrict
 
 
 def plain(value: Any) -> Any:
@@ -38,6 +39,10 @@ class Pipes:
 def work(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> None:
     """Runs the function for each request, and writes what came of it; the next begins when the guard says so."""
     restrict(limits, len(requests), namespaced)
+    drop_capabilities()
+    if namespaced:
+        # Elsewhere a bubblewrap that is installed setuid may still isolate the policy's code.
+        forbid_new_privileges()
     for request in requests:
         write_frame(pipes.reply, answer_of(function, request, limits))
         os.read(pipes.next, 1)
@@ -60,13 +65,25 @@ def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
         return json.dumps({"error": f"{type(error).__name__}: {error}{line}"[:2000]}).encode()
 
 
-def fork_worker(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> int:
-    """Starts the worker, in a namespace under an init of its own where there is one; the process to wait for."""
+def fork_worker(
+    function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], missing: list[str], folder: str
+) -> int:
+    """Starts the worker, in a namespace under an init of its own where there is one; the process to wait for.
+
+    Its first frame is the list of what is missing of its isolation. Where there must not be any, it ends there.
+    """
     child = os.fork()
     if child:
         return child
     die_with_parent()
     try:
+        namespaced = not missing
+        if namespaced:
+            missing = enclose(folder)
+        os.chdir(folder)
+        write_frame(pipes.reply, json.dumps(missing).encode())
+        if missing and limits["isolation"] == "required":
+            return 0
         if namespaced:
             grandchild = os.fork()
             if grandchild:
@@ -75,6 +92,7 @@ def fork_worker(function: Any, requests: list[bytes], pipes: Pipes, limits: dict
                 os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
         else:
             os.setsid()
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
         quiet = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((quiet, 0), (pipes.printed, 1), (pipes.printed, 2)):
             os.dup2(source, target)

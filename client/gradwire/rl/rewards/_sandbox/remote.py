@@ -1,0 +1,95 @@
+"""An object of the policy's code, as the tests see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+
+class Operates(Protocol):
+    """A program that carries out operations on its objects."""
+
+    def operate(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Remote:
+    """An object of the program's. It does what the program says, but equals nothing of this side.
+
+    Nor is it less or greater than a value of this side, and what a calculation with one gives is no value of this side:
+    an object could hold the expected value in its hands and say that it is the same. ``in`` looks through its elements.
+    """
+
+    def __init__(self, program: Operates, number: int, kind: str) -> None:
+        self._program, self._number, self._kind = program, number, kind
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.operate("getattr", self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.operate("call", self, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._program.operate("iter", self)
+        while True:
+            try:
+                yield self._program.operate("next", iterator)
+            except StopIteration:
+                return
+
+    def __next__(self) -> Any:
+        return self._program.operate("next", self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and self._program.operate("eq", self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return int(self._program.operate("hash", self))
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, Remote) and self._program.operate("isinstance", instance, self) is True
+
+    def __enter__(self) -> Any:
+        return self._program.operate("enter", self)
+
+    def __exit__(self, *_: object) -> None:
+        self._program.operate("exit", self)
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} of the policy's code>"
+
+    def __str__(self) -> str:
+        return str(self._program.operate("str", self))
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: Remote, other: Any) -> Any:
+        value = self._program.operate(name, self, other)
+        if not isinstance(other, Remote) and not isinstance(value, Remote):
+            raise TypeError(f"{self!r} is no number: only the program would say what {name} with one gives")
+        return value
+
+    return operate
+
+
+def _comparison(name: str) -> Callable[..., Any]:
+    def compare(self: Remote, other: Any) -> Any:
+        return self._program.operate(name, self, other) is True if isinstance(other, Remote) else NotImplemented
+
+    return compare
+
+
+def _method(name: str, kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, *args: kind(self._program.operate(name, self, *args))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"):
+    setattr(Remote, f"__{_name.rstrip('_')}__", _operator(_name))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _comparison(_name))
+for _name in ("getitem", "setitem", "delitem", "neg"):
+    setattr(Remote, f"__{_name}__", _method(_name, lambda value: value))
+for _name, _type in {"len": int, "bool": bool, "int": int, "float": float}.items():
+    setattr(Remote, f"__{_name}__", _method(_name, _type))

@@ -3,6 +3,12 @@
 One task keeps a stream of operations open and, after a break, sends again exactly what was not acknowledged. Another
 keeps a stream of results and resumes it by number. A third tells the server which results it may forget. Sender and
 receiver wait longer after each failure in a row, and give up after the transport's patience.
+
+What an answer ends is decided by its kind. One that passes (the server is away or at fault, its disk or the run's
+queue is full) ends nothing: the same is asked again. One about an operation ends that operation. One about the right to
+write ends writing: what was acknowledged still gets its result. One about results that are gone is told on the futures
+of those results. Only when results can come no more, because the run or the key is gone or the server stays away,
+everything fails.
 """
 
 from __future__ import annotations
@@ -26,25 +32,32 @@ from gradwire.errors import (
     InternalServerError,
     InvalidArgumentError,
     LimitExceededError,
-    PayloadCorruptError,
+    ResultReleasedError,
     RewoundError,
     RunBusyError,
     SequenceGapError,
+    ServerError,
     ServiceClosedError,
     StaleEpochError,
+    StorageFullError,
 )
 from gradwire.futures import Future
 from gradwire.queue import Decode, Entry, Request, RunQueue
 from gradwire.transport import SubmitStream, Transport
 
 ACK_INTERVAL_S = 0.1
+MAX_ACK_INTERVAL_S = 5.0
 FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
-PAYLOAD_TRIES = 3
+OPERATION_TRIES = 3
 SENT_TOGETHER = 64
 
-FINAL = (errors.WriterError, errors.AccessError, errors.StorageFullError, errors.UnknownRunError)
-"""Refusals that a later operation would meet as well."""
+AWAY = (*errors.RETRYABLE, StorageFullError)
+"""The server is in no state to answer; that passes."""
+PASSING = (ConnectionLostError, ServerError, LimitExceededError)
+"""What a stream may meet at one time and not at the next."""
+WRITER = (errors.WriterError, errors.AccessError, errors.UnknownRunError)
+"""Refusals of the writer: every later operation would meet them as well."""
 
 logger = logging.getLogger("gradwire")
 
@@ -81,6 +94,7 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         self._may_reopen = False
+        self._fence: GradwireError | None = None
         self._next_result = 1
         self._send_work = asyncio.Event()
         self._out_of_turn: list[Entry] = []
@@ -144,8 +158,9 @@ class RunLink:
         self._outstanding.set()
         if not self._started and self._queue.dead is None:
             self._started = True
-            for work in (self._send, self._receive, self._acknowledge_results):
-                self._spawn(self._guarded(work))
+            self._spawn(self._guarded(self._send, self._writes_no_more))
+            self._spawn(self._guarded(self._receive, self._die))
+            self._spawn(self._guarded(self._acknowledge_results, self._die))
 
     def _filled(self, entry: Entry) -> None:
         self._out_of_turn.append(entry)
@@ -168,21 +183,27 @@ class RunLink:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs one of the tasks. Its end is the end of all."""
+    async def _guarded(self, work: Callable[[], Awaitable[None]], give_up: Callable[[GradwireError], None]) -> None:
+        """Runs one of the tasks, and says what its end means for the operations."""
         try:
             await self.open()
             await work()
         except GradwireError as error:
             if isinstance(error, ConnectionLostError):
                 error.add_note(f"once the server is back, get_training_client({self._queue.run_id!r}) goes on")
-            self._die(error)
+            give_up(error)
         except asyncio.CancelledError:
             self._die(ServiceClosedError("the service was closed before the result came"))
             raise
         except Exception as error:  # a fault of ours must reach those who wait, not leave them waiting
             logger.exception("the link of %s stopped", self._queue.run_id)
             self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
+
+    def _writes_no_more(self, error: GradwireError) -> None:
+        if isinstance(error, RewoundError):  # what was acknowledged did not happen
+            self._die(error)
+        else:
+            self._queue.fence(error)
 
     def _die(self, error: GradwireError) -> None:
         self._queue.die(error)
@@ -217,7 +238,12 @@ class RunLink:
 
     async def _lease(self, *, takeover: bool) -> pb.OpenRunResponse:
         request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=self._writer)
-        return await self._transport.unary(lambda stub: stub.OpenRun, request)
+        backoff = self._transport.backoff()
+        while True:
+            try:
+                return await self._transport.unary(lambda stub: stub.OpenRun, request)
+            except StorageFullError as error:
+                await backoff.pause(error)
 
     # ---- operations
 
@@ -237,7 +263,7 @@ class RunLink:
             except LimitExceededError as error:  # the run's queue on the server is full, and empties as it works
                 logger.debug("%s: %s", self._queue.run_id, error)
                 await asyncio.sleep(FULL_INTERVAL_S)
-            except (*errors.RETRYABLE, SequenceGapError, PayloadCorruptError) as error:
+            except (*PASSING, SequenceGapError) as error:
                 await self._broken(error, bool(self._queue.unsent), backoff.pause)
 
     async def _broken(
@@ -251,13 +277,14 @@ class RunLink:
 
     async def _send_session(self, progress: Callable[[], None]) -> None:
         """One stream: writes what is unacknowledged and what comes, reads acknowledgements, until it breaks."""
+        self._fence = None
         stream = self._transport.submit()
         reading = asyncio.create_task(self._read_acknowledgements(stream, progress))
         writing = asyncio.create_task(self._write(stream))
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # the writer noticed the end first; the reader learns the reason
-                await asyncio.wait((reading,), timeout=1.0)
+            if not reading.done():  # the writer noticed the end first; the reader learns the reason, and what it spares
+                await asyncio.wait((reading,), timeout=1.0 if self._fence is None else self._transport.patience_s)
             for task in (reading, writing):
                 if task.done():
                     task.result()
@@ -272,7 +299,7 @@ class RunLink:
         self._out_of_turn.clear()
         index = self._queue.first_unacknowledged or self._queue.last_index + 1
         missing: set[int] = set()
-        while True:
+        while self._fence is None:
             self._send_work.clear()
             ready: list[tuple[pb.OperationHeader, bytes]] = []
             while self._out_of_turn:
@@ -293,6 +320,7 @@ class RunLink:
                 await stream.send(ready)
             elif not self._out_of_turn:
                 await self._send_work.wait()
+        await stream.end()
 
     def _add_ready(self, entry: Entry, ready: list[tuple[pb.OperationHeader, bytes]]) -> bool:
         request = entry.request
@@ -302,33 +330,48 @@ class RunLink:
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
-        async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
-            async for ack in acknowledgements:
-                entry = self._queue.unacknowledged(ack.seq - self._queue.base)
-                if ack.HasField("error"):
-                    self._refused(entry, errors.from_wire(ack.error))
-                    continue
-                progress()
-                self._may_reopen = False
-                if entry is not None:
-                    self._queue.acknowledge(entry)
-        raise ConnectionLostError(f"{self._transport.address} ended the stream of operations")
+        """Until the stream ends. A fenced writer reads on: what the server took before is acknowledged yet."""
+        try:
+            async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
+                async for ack in acknowledgements:
+                    entry = self._queue.unacknowledged(ack.seq - self._queue.base)
+                    if ack.HasField("error"):
+                        self._refused(entry, errors.from_wire(ack.error))
+                        continue
+                    progress()
+                    self._may_reopen = False
+                    if entry is not None:
+                        self._queue.acknowledge(entry)
+        except GradwireError:
+            if self._fence is None:
+                raise
+        raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:
         """The server took neither the operation nor its number."""
-        if (
-            entry is None
-            or entry.cause is not None
-            or isinstance(error, (*FINAL, *errors.RETRYABLE, LimitExceededError))
-        ):
+        if isinstance(error, ResultReleasedError):  # but this one it took long ago
+            if entry is not None:
+                self._queue.acknowledge(entry)
+        elif isinstance(error, (*AWAY, LimitExceededError, SequenceGapError)):
             raise error
-        entry.tries += 1
-        if isinstance(error, PayloadCorruptError) and entry.tries < PAYLOAD_TRIES:
-            raise error
-        # Those behind it wait for this number: an operation that fails takes it, and they fail with it.
-        entry.cause = error
-        entry.request = Request.abandoned(0, f"refused: {error}")
-        self._filled(entry)
+        elif isinstance(error, WRITER):
+            self._stop_writing(error)
+        elif entry is None:  # it was acknowledged on an earlier stream: its result tells
+            logger.debug("%s: %s", self._queue.run_id, error)
+        elif entry.cause is not None:  # not even a failure may take its number, which those behind it wait for
+            self._stop_writing(error)
+        else:
+            entry.tries += 1
+            if isinstance(error, ServerError) and entry.tries < OPERATION_TRIES:
+                raise error
+            # Those behind it wait for this number: an operation that fails takes it, and they fail with it.
+            entry.cause = error
+            entry.request = Request.abandoned(0, f"refused: {error}")
+            self._filled(entry)
+
+    def _stop_writing(self, error: GradwireError) -> None:
+        self._fence = self._fence or error
+        self._send_work.set()
 
     # ---- results
 
@@ -339,27 +382,49 @@ class RunLink:
                 self._outstanding.clear()
                 await self._outstanding.wait()
             try:
-                from_seq = self._queue.base + self._next_result
-                async with contextlib.aclosing(self._transport.results(self._queue.run_id, from_seq)) as results:
-                    async for result, payload in results:
-                        backoff.progress()
-                        self._next_result = max(self._next_result, result.seq - self._queue.base + 1)
-                        self._queue.deliver(result, payload)
-                        self._results_to_ack.set()
-                        self._send_work.set()
-                raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
-            except errors.RETRYABLE as error:
+                await self._read_results(backoff.progress)
+            except PASSING as error:
                 await self._broken(error, self._queue.unfinished, backoff.pause)
 
+    async def _read_results(self, progress: Callable[[], None]) -> None:
+        """One stream, until it breaks, or comes to results that were released."""
+        from_seq = self._queue.base + self._next_result
+        try:
+            async with contextlib.aclosing(self._transport.results(self._queue.run_id, from_seq)) as results:
+                async for result, payload in results:
+                    progress()
+                    self._next_result = max(self._next_result, result.seq - self._queue.base + 1)
+                    self._queue.deliver(result, payload)
+                    self._results_to_ack.set()
+                    self._send_work.set()
+        except ResultReleasedError as error:
+            run = await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self._queue.run_id))
+            if run.released_seq < self._queue.base + self._next_result:
+                raise InternalServerError(f"the server kept results that it says are gone: {error}") from error
+            self._queue.released(run.released_seq)
+            self._next_result = run.released_seq - self._queue.base + 1
+            self._send_work.set()
+            return
+        raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
+
     async def _acknowledge_results(self) -> None:
+        """Lets the server forget what came in. Nobody waits for that, so no answer to it ends anything."""
+        interval_s = ACK_INTERVAL_S
         while True:
             await self._results_to_ack.wait()
-            await asyncio.sleep(ACK_INTERVAL_S)
+            await asyncio.sleep(interval_s)
             self._results_to_ack.clear()
             up_to = self._queue.base + self._next_result - 1
-            request = pb.AckResultsRequest(run_id=self._queue.run_id, up_to_seq=up_to)
-            with contextlib.suppress(*errors.RETRYABLE, errors.UnknownRunError):
+            request = pb.AckResultsRequest(run_id=self._queue.run_id, up_to_seq=up_to, epoch=self._epoch)
+            try:
                 await self._transport.unary(lambda stub: stub.AckResults, request, patience_s=0.0)
+                interval_s = ACK_INTERVAL_S
+            except PASSING as error:
+                logger.debug("%s: %s", self._queue.run_id, error)
+                interval_s = min(2 * interval_s, MAX_ACK_INTERVAL_S)
+                self._results_to_ack.set()
+            except GradwireError as error:  # fenced: another client says what may be forgotten; or there is no such run
+                logger.debug("%s: %s", self._queue.run_id, error)
 
 
 def _writer() -> str:

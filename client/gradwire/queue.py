@@ -26,6 +26,7 @@ from gradwire.errors import (
     InternalServerError,
     LimitExceededError,
     OperationCancelledError,
+    ResultReleasedError,
     ServiceClosedError,
 )
 from gradwire.futures import Future, failed, running_loop
@@ -123,6 +124,7 @@ class RunQueue:
         self._local_failure: LocalFailure | None = None
         self._failure_seen = 0
         self._failures: dict[int, BaseException] = {}
+        self._early: dict[int, Callable[[Entry], None]] = {}
         self._computing: set[asyncio.Task[None]] = set()
 
     # ---- calls, from any thread
@@ -301,6 +303,9 @@ class RunQueue:
             self._unacknowledged.pop(entry.index, None)
         entry.request = None
         entry.acknowledged.set()
+        outcome = self._early.pop(entry.index, None)
+        if outcome is not None:
+            self._settle(entry.index, outcome)
 
     def header(self, entry: Entry, request: Request, epoch: int) -> pb.OperationHeader:
         return pb.OperationHeader(
@@ -318,11 +323,38 @@ class RunQueue:
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:
         """Resolves the operation that a result belongs to."""
+        self._settle(result.seq - self.base, lambda entry: self._resolve(entry, result, payload))
+
+    def released(self, up_to_seq: int) -> None:
+        """Fails what waits for results up to this number: the server keeps them no longer."""
         with self._lock:
-            entry = self._unfinished.pop(result.seq - self.base, None)
-        if entry is None:
-            return
-        self.acknowledge(entry)
+            waiting = [index for index in self._unfinished if self.base + index <= up_to_seq]
+        for index in sorted(waiting):
+            self._settle(index, self._too_late)
+
+    def _settle(self, index: int, outcome: Callable[[Entry], None]) -> None:
+        """Tells an operation what became of its number, once the number is known to be its own: after a takeover the
+        operation of this number may be another client's."""
+        with self._lock:
+            entry = self._unfinished.get(index)
+            if entry is None:
+                return
+            if not entry.acknowledged.is_set():
+                self._early[index] = outcome
+                return
+            del self._unfinished[index]
+        outcome(entry)
+
+    def _too_late(self, entry: Entry) -> None:
+        seq = self.base + entry.index
+        error = ResultReleasedError(
+            f"operation {seq} of {self.run_id} was carried out; its result was fetched by an earlier client, or waited "
+            "longer than the server keeps one. Do not submit it again"
+        )
+        error.seq = seq
+        entry.on_error(error)
+
+    def _resolve(self, entry: Entry, result: pb.OperationResult, payload: bytes) -> None:
         if result.status != pb.STATUS_SUCCEEDED:
             entry.on_error(self._error(entry, result))
             return
@@ -351,16 +383,32 @@ class RunQueue:
             error.seq = result.seq
         return error
 
+    def fence(self, error: GradwireError) -> None:
+        """Every operation that the server has not acknowledged, and every later one, fails with this.
+
+        Those that it has acknowledged are carried out, and wait for their results.
+        """
+        with self._lock:
+            self.dead = self.dead or error
+            entries, self._unacknowledged = list(self._unacknowledged.values()), {}
+            for entry in entries:
+                del self._unfinished[entry.index]
+            self._early.clear()
+        self._fail(entries, error)
+
     def die(self, error: GradwireError) -> None:
         """Every operation without a result, and every later one, fails with this."""
         with self._lock:
-            if self.dead is not None:
-                return
-            self.dead = error
+            self.dead = self.dead or error
             entries, self._unfinished, self._unacknowledged = list(self._unfinished.values()), {}, {}
-        for entry in entries:
-            entry.on_error(error)
-            entry.acknowledged.set()
+            self._early.clear()
+        self._fail(entries, error)
         for task in list(self._computing):
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(task.cancel)
+
+    @staticmethod
+    def _fail(entries: list[Entry], error: GradwireError) -> None:
+        for entry in entries:
+            entry.on_error(error)
+            entry.acknowledged.set()

@@ -240,6 +240,13 @@ class SubmitStream:
                 for ack in frame.more:
                     yield ack
 
+    async def end(self) -> None:
+        """No more operations: the server answers those it has, and ends the stream."""
+        try:
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the call is over; the reader of the acknowledgements learns why
+
     def cancel(self) -> None:
         self._call.cancel()
 

@@ -9,7 +9,7 @@ The life of a run, as a client sees it:
   OpenRun                         -> an epoch: the right to write; a later OpenRun(takeover) fences this one
   Submit (bidirectional stream)   -> operations, numbered from 1 without gaps; each is acknowledged once durable
   Results (server stream)         -> results in order of number, resumable from any number
-  AckResults                      -> results up to a number may be forgotten
+  AckResults                      -> results up to a number may be forgotten; only the current epoch may say so
 
 Conventions
   * Every change of a run's state is an operation with a sequence number. So is every read that must see
@@ -2087,17 +2087,20 @@ class AckResultsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     UP_TO_SEQ_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     up_to_seq: _builtins.int
+    epoch: _builtins.int
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         up_to_seq: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "up_to_seq", b"up_to_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "run_id", b"run_id", "up_to_seq", b"up_to_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ The life of a run, as a client sees it:
   OpenRun                         -> an epoch: the right to write; a later OpenRun(takeover) fences this one
   Submit (bidirectional stream)   -> operations, numbered from 1 without gaps; each is acknowledged once durable
   Results (server stream)         -> results in order of number, resumable from any number
-  AckResults                      -> results up to a number may be forgotten
+  AckResults                      -> results up to a number may be forgotten; only the current epoch may say so
 
 Conventions
   * Every change of a run's state is an operation with a sequence number. So is every read that must see

@@ -231,11 +231,17 @@ class RunRecords:
                 pb.ERROR_CODE_RUN_BUSY,
                 f"the run {record.run_id} is held by the writer {record.writer!r}; open it with takeover to fence it",
             )
-        record.epoch, record.writer = record.epoch + 1, writer
-        values = (record.epoch, writer, record.run_id)
-        epoch = record.epoch
+        before = record.epoch, record.writer
+        # At once, so that the one before writes no more: what it wrote is in the journal before this epoch is.
+        record.epoch, record.writer = epoch, _ = record.epoch + 1, writer
+        values = (epoch, writer, record.run_id)
         query = "UPDATE runs SET epoch = ?, writer = ? WHERE run_id = ?"
-        await self._store.write(lambda connection: connection.execute(query, values).close())
+        try:
+            await self._store.write(lambda connection: connection.execute(query, values).close())
+        except BaseException:
+            if record.epoch == epoch:  # nobody took it after this one, which did not
+                record.epoch, record.writer = before
+            raise
         return epoch
 
     async def delete(self, record: RunRecord) -> None:

@@ -62,7 +62,7 @@ async def test_the_server_saves_every_few_steps_and_collects_what_lies_before_th
         await trained(client, 4, first=5)
         await saved(client, "auto-8", "auto-12")
         assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [9, 11]
-        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=12))
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=12, epoch=client.epoch))
         await trained(client, 2, first=13)
         await saved(client, "auto-12", "auto-16")
         assert [seq for seq, _ in await journal_of(door.server, client.run_id)] == [13, 14, 15, 16]

@@ -166,7 +166,7 @@ async def test_released_results_are_gone_and_their_numbers_stay_known(door: Door
     for seq in (1, 2, 3):
         await client.fb(seq)
     await client.results(3)
-    await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=2))
+    await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=2, epoch=client.epoch))
     with pytest.raises(grpc.RpcError) as caught:
         await client.results(1, from_seq=2)
     assert error_of(caught).code == pb.ERROR_CODE_RESULT_RELEASED
@@ -184,7 +184,7 @@ async def test_results_that_are_released_while_another_reads_them_are_not_called
     read = Journal.results
 
     async def released_first(journal: Journal, *args: Any) -> list[StoredResult]:
-        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1, epoch=client.epoch))
         return await read(journal, *args)
 
     monkeypatch.setattr(Journal, "results", released_first)

@@ -45,7 +45,7 @@ async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatc
     monkeypatch.setattr(door.server.scheduler.results, "release", broken)
     client = await (await door.client()).begin()
     with pytest.raises(grpc.RpcError) as caught:
-        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1))
+        await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1, epoch=client.epoch))
     error = error_of(caught)
     assert caught.value.code() == grpc.StatusCode.INTERNAL and error.code == pb.ERROR_CODE_INTERNAL
     assert error.request_id in error.message and "secret" not in error.message

@@ -238,7 +238,7 @@ class RunRecords:
         query = "UPDATE runs SET epoch = ?, writer = ? WHERE run_id = ?"
         try:
             await self._store.write(lambda connection: connection.execute(query, values).close())
-        except BaseException:
+        except Exception:
             if record.epoch == epoch:  # nobody took it after this one, which did not
                 record.epoch, record.writer = before
             raise

@@ -91,7 +91,10 @@ async def known(service: gradwire.ServiceClient, run_id: str) -> pb.Run:
 async def reached(service: gradwire.ServiceClient, run_id: str, **numbers: int) -> None:
     """Waits until the server says so of the run."""
     async with asyncio.timeout(60):
-        while any(getattr(await known(service, run_id), name) < seq for name, seq in numbers.items()):  # noqa: ASYNC110
+        while True:
+            run = await known(service, run_id)
+            if all(getattr(run, name) >= seq for name, seq in numbers.items()):
+                return
             await asyncio.sleep(0.01)
 
 

@@ -152,7 +152,6 @@ class TrainingService(TrainingServiceServicer):
     async def AckResults(self, request: pb.AckResultsRequest, context: Any) -> pb.AckResultsResponse:
         queue = self._scheduler.queue(self._run(request.run_id, write=True))
         queue.check_epoch(request.epoch)  # an older writer forgets nothing that the newer one has yet to fetch
-        queue.check_epoch(request.epoch)  # an older writer forgets nothing that the newer one has yet to fetch
         await self._scheduler.results.release(queue, request.up_to_seq)
         return pb.AckResultsResponse()
 

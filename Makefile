@@ -32,7 +32,7 @@ parity: .venv-parity/.installed
 	test -x .venv-parity/bin/python || $(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet --editable '.[server,dev]'
 	.venv-parity/bin/python -m pip install --quiet --requirement tests/parity/requirements.txt
-	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
 	touch $@
 
 # Everything that is broken for real, long and short form, each saying what was tried and what was lost.

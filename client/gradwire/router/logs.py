@@ -1,0 +1,123 @@
+"""Decision logs as files: JSON Lines and CSV, in the forms that ``gradwire.router.records`` describes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.router.records import CSV_COLUMNS, EVENTS, LoggedDecision
+
+Log = Path | str | Iterable[LoggedDecision]
+"""A file of logged decisions, or the decisions themselves."""
+
+
+class LogError(ValueError):
+    """A decision log breaks a rule; the message names file, line and field."""
+
+
+def read_log(
+    log: Path | str, *, columns: Mapping[str, str] | None = None, features: Sequence[str] | None = None
+) -> list[LoggedDecision]:
+    """The decisions of a file.
+
+    Args:
+        log: ``.csv``, or JSON Lines under any other ending.
+        columns: of a CSV file with other names, its names of ``mode``, ``propensity``, ``reward`` (or ``value``,
+            ``time``, ``event``): ``{"mode": "item_id", "reward": "click"}``.
+        features: of a CSV file, the columns that are features; by default all that have no other meaning.
+
+    Raises:
+        LogError: for a line that is no decision, naming file, line and field.
+        FileNotFoundError: when there is no such file.
+    """
+    path = Path(log)
+    if path.suffix.lower() == ".csv":
+        return list(_from_csv(path, columns or {}, features))
+    if columns is not None or features is not None:
+        raise ValueError(f"columns and features are about CSV files; {path} is read as JSON Lines")
+    return list(_from_jsonl(path))
+
+
+def decisions_of(log: Log) -> list[LoggedDecision]:
+    """The decisions of a file, or those given."""
+    return read_log(log) if isinstance(log, Path | str) else list(log)
+
+
+def _from_jsonl(path: Path) -> Iterator[LoggedDecision]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise LogError(f"{where}: no JSON object: {error}") from None
+            if not isinstance(fields, dict):
+                raise LogError(f"{where}: a decision is a JSON object; this is {line.strip():.60}")
+            if not isinstance(fields.get("features"), dict):
+                raise LogError(f"{where}: features must be an object of names and values")
+            for name, value in fields["features"].items():
+                if isinstance(value, bool) or not isinstance(value, str | int | float):
+                    raise LogError(f"{where}: the feature {name!r} is {value!r}; a feature is a number or a text")
+            yield _decision(where, fields["features"], fields)
+
+
+def _from_csv(path: Path, columns: Mapping[str, str], features: Sequence[str] | None) -> Iterator[LoggedDecision]:
+    unknown = set(columns) - set(CSV_COLUMNS)
+    if unknown:
+        raise ValueError(f"columns: there is no {', '.join(sorted(unknown))}; there are {', '.join(CSV_COLUMNS)}")
+    named = {name: columns.get(name, name) for name in CSV_COLUMNS}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        chosen = [name for name in header if name and name not in named.values()] if features is None else features
+        missing = [named[name] for name in ("mode", "propensity", "reward") if named[name] not in header]
+        missing += [name for name in chosen if name not in header]
+        if missing:
+            raise LogError(f"{path}: there is no column {', '.join(missing)}; the columns are {', '.join(header)}")
+        for row in rows:
+            if not row:
+                continue
+            where = f"{path}, line {rows.line_num}"
+            if len(row) != len(header):
+                raise LogError(f"{where}: {len(row)} entries where the header has {len(header)} columns")
+            cells = dict(zip(header, row))
+            fields = {name: cells[column] for name, column in named.items() if cells.get(column)}
+            yield _decision(where, {name: _cell(cells[name]) for name in chosen}, fields)
+
+
+def _cell(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _decision(where: str, features: Mapping[str, float | str], fields: Mapping[str, Any]) -> LoggedDecision:
+    mode, event = fields.get("mode"), fields.get("event", "outcome")
+    if not isinstance(mode, str) or not mode:
+        raise LogError(f"{where}: mode is {mode!r}; it must be the name of a mode")
+    if event not in EVENTS:
+        raise LogError(f"{where}: event is {event!r}; it must be one of {', '.join(EVENTS)}")
+    propensity = _number(where, "propensity", fields.get("propensity"))
+    if propensity is None or not 0.0 < propensity <= 1.0:
+        raise LogError(f"{where}: propensity is {propensity}; it must be above 0 and at most 1")
+    reward, value, time = (_number(where, name, fields.get(name)) for name in ("reward", "value", "time"))
+    return LoggedDecision(features, mode, propensity, reward, event, value, fields.get("probabilities") or {}, time)
+
+
+def _number(where: str, name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise LogError(f"{where}: {name} is {value!r}; it must be a finite number")
+    return number

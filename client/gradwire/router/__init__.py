@@ -3,6 +3,7 @@
 The policy is linear and needs numpy alone, in production as in training:
 
 * ``features``, ``policy``, ``routing``, ``records``: what production needs.
+* ``logs``, ``offline``, ``offline_training``: logged decisions, to judge policies on and to learn from.
 * ``world``, ``rollouts``, ``environment``: the synthetic requests that it learns from.
 * ``ppo``, ``trainer``, ``adapter``, ``evaluation``: the training, and what it is worth.
 * ``settings``, ``settings_file``, ``run_folder``, ``observability``, ``commands``: how it is run. They need
@@ -13,6 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradwire.router.features import FeatureSpace
+from gradwire.router.logs import LogError, read_log
+from gradwire.router.offline import Estimate, OfflineReport, evaluate_offline
+from gradwire.router.offline_training import train_offline
 from gradwire.router.policy import LinearPolicy
 from gradwire.router.records import LoggedDecision
 from gradwire.router.routing import Decision, RouterPolicy
@@ -33,15 +37,21 @@ _LATER = {
 
 __all__ = [
     "Decision",
+    "Estimate",
     "FeatureSpace",
     "LinearPolicy",
+    "LogError",
     "LoggedDecision",
+    "OfflineReport",
     "RouterEnvironment",
     "RouterPPOAdapter",
     "RouterPolicy",
     "RouterSettings",
     "TrainingDisabledError",
     "TrainingResult",
+    "evaluate_offline",
+    "read_log",
+    "train_offline",
 ]
 
 

@@ -148,20 +148,28 @@ def _add_evaluate(commands: Any) -> None:
     parser = _command(commands, "evaluate", _evaluate, text)
     _settings_arguments(parser)
     _policy_argument(parser)
-    parser.add_argument("--log", type=Path, metavar="FILE", help="logged decisions, .jsonl or .csv")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="judge it on these logged decisions, .jsonl or .csv, in place of requests",
+    )
 
 
 def _evaluate(given: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gradwire.router.console import show_report
+    from gradwire.router.offline import evaluate_offline
     from gradwire.router.policy import LinearPolicy
     from gradwire.router.settings_file import load_settings
 
     settings = load_settings(given.config, given.set)
     policy = LinearPolicy.load(_policy_file(given, settings.experiment.output_dir))
-    console = Console(highlight=False, soft_wrap=True)
-    show_report(console, _held_out(settings).report(policy))
+    if given.log is not None:
+        print(evaluate_offline(given.log, policy))
+        return
+    show_report(Console(highlight=False, soft_wrap=True), _held_out(settings).report(policy))
 
 
 def _held_out(settings: Any) -> Any:

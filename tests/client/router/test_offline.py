@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from gradwire.router import FeatureSpace, LinearPolicy, LoggedDecision
+from gradwire.router import FeatureSpace, LinearPolicy, LoggedDecision, RouterPolicy, commands
 from gradwire.router.logs import LogError, read_log
 from gradwire.router.offline import cross_fitted, evaluate_offline, fit_rewards, logged_arrays
 from gradwire.router.offline_training import feature_space_of, train_offline
@@ -244,6 +244,34 @@ def test_columns_are_about_tables(tmp_path: Path) -> None:
         read_log(tmp_path / "x.jsonl", features=["a"])
     with pytest.raises(ValueError, match="there is no click; there are event"):
         read_log(write_csv(tmp_path / "x.csv", []), columns={"click": "reward"})
+
+
+# ---------------------------------------------------------------- with a router and its command
+
+
+def test_a_routers_own_log_judges_and_teaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Route with exploration, report outcomes, evaluate by the command, learn offline."""
+    log, rng = tmp_path / "decisions.jsonl", np.random.default_rng(12)
+    router = RouterPolicy(LinearPolicy(SPACE, MODES), exploration=0.5, log=log, learning_rate=1e-9, seed=0)
+    for row in requests(rng, 800):
+        features = {"difficulty": float(row[0]), "domain": "code" if row[1] else "math"}
+        decision = router.route(features)
+        reward = float(expected_rewards(row)[MODES.index(decision.mode)])
+        router.update(features, decision.mode, reward, propensity=decision.propensity)
+    learned = train_offline(log)
+    learned.save(tmp_path / "policy_state.npz")
+    settings = tmp_path / "rllm.yaml"
+    settings.write_text("rllm:\n  enabled: false\n")
+    arguments = ["evaluate", "--config", settings, "--policy", tmp_path / "policy_state.npz", "--log", log]
+    commands.main([str(each) for each in arguments])
+    shown = capsys.readouterr().out
+    report = evaluate_offline(log, learned)
+    assert shown == f"{report}\n"
+    assert (report.decisions, report.skipped) == (800, 800)
+    assert report.dr.low > report.logged.high
+    log.write_text("nothing\n")
+    with pytest.raises(SystemExit, match=r"decisions\.jsonl, line 1: no JSON object"):
+        commands.main([str(each) for each in arguments])
 
 
 # ---------------------------------------------------------------- training

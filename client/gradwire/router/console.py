@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -15,6 +16,10 @@ from gradwire.router.policy import LinearPolicy
 CURVES = ("mean_reward", "policy_loss", "value_loss", "entropy", "approx_kl", "explained_variance")
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False, collapse_padding=True)
 
 
 def update_line(figures: Mapping[str, float | None]) -> str:
@@ -45,7 +50,9 @@ def curve(numbers: Sequence[float]) -> str:
 
 def show_curves(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
     """The curves of a training, first to last update."""
-    table = Table("figure", "first", "curve", "last", title="The training", title_justify="left")
+    table = _table("The training")
+    for name in ("figure", "first", "curve", "last"):
+        table.add_column(name)
     for name in (*CURVES, "evaluation_reward"):
         numbers = [each[name] for each in history if each.get(name) is not None]
         if numbers:
@@ -56,29 +63,34 @@ def show_curves(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
 def show_report(console: Console, report: Report) -> None:
     """Routers side by side, and where the policy sends requests."""
     title = f"{report.requests:,} held-out requests; expected outcomes"
-    table = Table(title=title, title_justify="left")
-    table.add_column("router")
-    for name in ("reward", "gap recovered", "quality", "cost", "latency", "APGR"):
+    table = _table(title)
+    table.add_column("router", no_wrap=True)
+    for name in ("reward", "of gap", "quality", "cost", "latency", "APGR"):
         table.add_column(name, justify="right")
     for target in CALL_TARGETS:
-        table.add_column(f"CPT({target:.0%})", justify="right")
+        table.add_column(f"CPT {target:.0%}", justify="right")
     for router in report.routers:
         cpt = router.cpt or {}
         table.add_row(
             router.name,
             f"{router.reward:.4f}",
-            f"{router.recovered:.1%}",
-            f"{router.quality:.4f}",
-            f"{router.cost:.4f}",
-            f"{router.latency:.4f}",
+            f"{router.recovered:.0%}",
+            f"{router.quality:.3f}",
+            f"{router.cost:.3f}",
+            f"{router.latency:.3f}",
             "" if router.apgr is None else f"{router.apgr:.3f}",
             *(f"{share:.1%}" for share in cpt.values()),
         )
     console.print(table)
+    console.print(
+        "of gap: share of the way in reward from the best single mode to the oracle. PGR: share of the way in quality "
+        f"from {report.weak} to {report.strong} when only some requests may go to {report.strong}; APGR: its mean over "
+        "those shares; CPT: the smallest such share that recovers so much."
+    )
     policy = report.routers[0]
     if policy.pgr:
         pgr = "  ".join(f"{budget:.0%} {share:.2f}" for budget, share in zip(BUDGETS, policy.pgr))
-        console.print(f"policy's PGR by share of calls to {report.strong} (else {report.weak}): {pgr}")
+        console.print(f"policy's PGR by share of calls to {report.strong}: {pgr}")
     shares = "  ".join(f"{mode} {share:.1%}" for mode, share in report.shares.items())
     console.print(f"policy's choices: {shares}")
     by_seed = "  ".join(f"{reward:.4f}" for reward in report.reward_by_seed)
@@ -90,8 +102,8 @@ def show_weights(console: Console, policy: LinearPolicy, top: int | None) -> Non
     weights = policy.parameters["policy_weight"]
     weights = weights - weights.mean(axis=1, keepdims=True)
     bias = policy.parameters["policy_bias"] - policy.parameters["policy_bias"].mean()
-    table = Table(title="Push of each feature towards each mode, in logits", title_justify="left")
-    table.add_column("feature")
+    table = _table("Push of each feature towards each mode, in logits")
+    table.add_column("feature", no_wrap=True)
     for mode in policy.modes:
         table.add_column(mode, justify="right")
     table.add_column("value", justify="right")

@@ -119,10 +119,10 @@ class HeldOut:
         quality, noise = self.tables["quality"], np.random.default_rng(NEIGHBOUR_SEED).random(len(self.x))
         choices: list[tuple[str, Integers | None, Floats | None]] = [
             ("policy", logits.argmax(1), logits[:, strong] - logits[:, weak]),
-            (f"best single mode ({modes[single]})", np.full(len(self.x), single), None),
+            (f"best single: {modes[single]}", np.full(len(self.x), single), None),
             ("oracle", best, quality[:, strong] - quality[:, weak]),
             ("random", None, noise),
-            (f"{NEIGHBOURS} nearest neighbours", neighbours.argmax(1), neighbours[:, strong] - neighbours[:, weak]),
+            (f"{NEIGHBOURS} neighbours", neighbours.argmax(1), neighbours[:, strong] - neighbours[:, weak]),
         ]
         routers = []
         for name, chosen, scores in choices:

@@ -62,7 +62,7 @@ class Trainer(Section):
     seed: Annotated[int, Field(ge=0)] = Field(
         default=0, description="two runs with one seed give the same files; --seed"
     )
-    learning_rate: Positive = Field(default=0.02, description="of Adam")
+    learning_rate: Positive = Field(default=0.05, description="of Adam")
     epochs: PositiveInt = Field(default=4, description="passes over the steps of a rollout")
     mini_batch_size: PositiveInt = Field(default=2048, description="steps of an optimizer step")
     gamma: Share = Field(default=1.0, description="discount of a step")

@@ -135,6 +135,8 @@ def _message(error: Mapping[str, Any], lines: Mapping[Place, int], set_here: Seq
         )
         return f"{where}: there is no such setting{names}"
     said = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        said = "this is a section, with settings of its own"
     shown = "" if error["type"] == "value_error" else f", not {error['input']!r}"
     return f"{where}: {said[0].lower() + said[1:] if said else said}{shown}"
 

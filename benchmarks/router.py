@@ -1,0 +1,112 @@
+"""The router's PPO: environment steps per second of one core, and stable-baselines3's PPO on the same world.
+
+Both learn from the same number of steps in the same environment, five seeds each, and are judged greedily by the
+expected reward on the same held-out requests. Times are CPU seconds, of everything between the first step and the
+trained policy. stable-baselines3 2.9 needs an environment of its own: ``make .venv-sb3/.installed``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from statistics import mean, median
+
+from gradwire.router.evaluation import HeldOut
+from gradwire.router.settings import RouterSettings
+from gradwire.router.trainer import PPOTrainer
+from gradwire.router.world import World
+
+from benchmarks import ROOT
+from benchmarks.report import Figure, Size, run_alone
+
+SB3_PYTHON = Path(os.environ.get("GRADWIRE_SB3_PYTHON", ROOT / ".venv-sb3/bin/python"))
+SEEDS = (0, 1, 2, 3, 4)
+STEPS = 65_536
+HELD_OUT = ((9001, 9002, 9003), 4000)
+FEW_STEPS = {"rollout": {"environments": 256}, "trainer": {"mini_batch_size": 512}}
+
+
+def throughput(size: Size) -> Figure:
+    """Rollouts and updates together, at the default settings."""
+    rates = []
+    for turn in range(size.repeats + 1):
+        trainer, began, steps = PPOTrainer(RouterSettings(), turn), time.process_time(), 0.0
+        for _ in range(size.pick(16, 1)):
+            steps = trainer.update()["steps"] or 0.0
+        rates.append(steps / (time.process_time() - began))
+    rates = rates[1:]
+    return Figure(
+        "router: environment steps trained on, a second of one core",
+        median(rates),
+        "steps/s",
+        200_000.0,
+        detail=f"default settings, 16 updates; {min(rates):,.0f} to {max(rates):,.0f} over {len(rates)} runs",
+        samples={"steps/s": rates},
+    )
+
+
+def ours(held_out: HeldOut, seed: int, steps: int) -> tuple[float, float, int]:
+    """Held-out reward, CPU seconds and steps of one training."""
+    trainer, began, taken = PPOTrainer(RouterSettings.model_validate(FEW_STEPS), seed), time.process_time(), 0
+    while taken < steps:
+        taken = int(trainer.update()["steps"] or 0)
+    return held_out.mean_reward(trainer.policy), time.process_time() - began, taken
+
+
+def theirs(seeds: tuple[int, ...], steps: int) -> list[dict[str, float]]:
+    """stable-baselines3's figures, from its own environment."""
+    words = [str(SB3_PYTHON), "-m", "benchmarks.sb3_side", "--steps", str(steps), "--seeds", *map(str, seeds)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"stable-baselines3's side failed: {done.stderr.strip().splitlines()[-1:]}")
+    found: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def against_sb3(size: Size) -> list[Figure]:
+    """Reward and time of both, over the seeds."""
+    seeds, held_out = SEEDS[: size.pick(5, 1)], HeldOut(World(), *HELD_OUT)
+    our = [ours(held_out, seed, size.pick(STEPS, 2048)) for seed in seeds]
+    their = theirs(seeds, max(steps for _, _, steps in our))
+    rewards, others = [reward for reward, _, _ in our], [each["reward"] for each in their]
+    seconds, their_seconds = [cpu for _, cpu, _ in our], [each["cpu_seconds"] for each in their]
+    said = f"{our[0][2]:,} steps, {len(seeds)} seeds, stable-baselines3 2.9's PPO at its defaults"
+    samples = {"our reward": rewards, "their reward": others, "our s": seconds, "their s": their_seconds}
+    return [
+        Figure(
+            "router: final reward, ours less stable-baselines3's",
+            mean(rewards) - mean(others),
+            "",
+            0.0,
+            detail=f"{mean(rewards):.4f} against {mean(others):.4f}; {said}",
+            samples=samples,
+        ),
+        Figure(
+            "router: CPU time of the training, over stable-baselines3's",
+            median(seconds) / median(their_seconds),
+            "x",
+            0.1,
+            at_least=False,
+            detail=f"{median(seconds):.2f} s against {median(their_seconds):.1f} s; {said}",
+            samples=samples,
+        ),
+    ]
+
+
+def measure(size: Size) -> list[Figure]:
+    """The throughput always; the comparison where stable-baselines3 is installed."""
+    figures = [throughput(size)] if size.wants("throughput") else []
+    if size.wants("sb3"):
+        if SB3_PYTHON.exists():
+            figures += against_sb3(size)
+        else:
+            print(f"no stable-baselines3 at {SB3_PYTHON}: make .venv-sb3/.installed")
+    return figures
+
+
+if __name__ == "__main__":
+    run_alone(measure, __doc__)

@@ -1,0 +1,1 @@
+"""The REST API: requests in, a use case, answers out."""

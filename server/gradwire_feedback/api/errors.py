@@ -1,0 +1,79 @@
+"""Every refusal as a `Problem`: a sentence, and the fields that it is about."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import gradwire
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gradwire_feedback.api.schemas import ErrorField, Problem
+from gradwire_feedback.store.problems import ProblemError
+
+log = logging.getLogger(__name__)
+
+SHOWN_ERRORS = 20
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Problem, "description": "The body is not what its type says."},
+    401: {"model": Problem, "description": "A valid key is missing."},
+    403: {"model": Problem, "description": "The key's role does not allow it."},
+    404: {"model": Problem, "description": "There is no such thing."},
+    409: {"model": Problem, "description": "It conflicts with what is there."},
+    413: {"model": Problem, "description": "The body is too large."},
+    415: {"model": Problem, "description": "The body's type is not supported."},
+    422: {"model": Problem, "description": "A field is wrong."},
+    503: {"model": Problem, "description": "The training server is away."},
+}
+
+
+def problem(status: int, detail: str, errors: Sequence[ErrorField] = ()) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    body = Problem(detail=detail, errors=list(errors)).model_dump(mode="json", by_alias=True)
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def fields_of(errors: Sequence[Any], place: str = "") -> list[ErrorField]:
+    """The errors of a pydantic validation, by field, the first twenty."""
+    found = []
+    for error in errors[:SHOWN_ERRORS]:
+        path = [str(part) for part in error["loc"] if part not in ("body", "path", "query", "header")]
+        found.append(ErrorField(field=".".join([*([place] if place else []), *path]) or "body", message=error["msg"]))
+    return found
+
+
+def sentence(errors: Sequence[ErrorField]) -> str:
+    return "; ".join(f"{each.field}: {each.message}" for each in errors)
+
+
+def install(app: FastAPI) -> None:
+    """Makes the application answer every error so."""
+
+    @app.exception_handler(ProblemError)
+    async def refused(_request: Request, error: ProblemError) -> JSONResponse:
+        return problem(error.status, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        errors = fields_of(error.errors())
+        return problem(422, sentence(errors), errors)
+
+    @app.exception_handler(gradwire.InvalidArgumentError)
+    async def impossible(_request: Request, error: gradwire.InvalidArgumentError) -> JSONResponse:
+        return problem(422, str(error))
+
+    @app.exception_handler(gradwire.GradwireError)
+    async def away(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
+        log.error("the training server failed: %s", error)
+        return problem(503, f"the training server failed: {error}")
+
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: HTTPException) -> JSONResponse:
+        answer = problem(error.status_code, str(error.detail))
+        answer.headers.update(error.headers or {})
+        return answer

@@ -1,0 +1,134 @@
+"""Versions of an agent: listed, deployed, asked, compared and rolled back."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Body
+from starlette.concurrency import run_in_threadpool
+
+from gradwire_feedback.api.access import Rater, Reader, TheContext, Trainer
+from gradwire_feedback.api.errors import PROBLEMS
+from gradwire_feedback.api.schemas import (
+    AgentId,
+    ComparisonOut,
+    DeploymentOut,
+    Difference,
+    GenerateIn,
+    GenerateOut,
+    Metrics,
+    PolicyOut,
+    SampleRatio,
+    VersionScores,
+)
+from gradwire_feedback.store import deployments
+from gradwire_feedback.store.comparison import ALPHA, compare
+from gradwire_feedback.training.generation import generate_answer
+
+router = APIRouter(prefix="/api/policies", tags=["policies"], responses=PROBLEMS)
+
+
+@router.get("/{agent_id}")
+def list_policies(agent_id: AgentId, context: TheContext, caller: Reader) -> list[PolicyOut]:
+    """Lists the agent's trained versions, oldest first."""
+    with context.database.read() as session:
+        return [
+            PolicyOut(
+                id=policy.id,
+                agent_id=agent_id,
+                version=policy.version,
+                created_at=policy.created_at,
+                metrics=Metrics(
+                    feedback_count=policy.feedback_count,
+                    reward_mean=policy.reward_mean,
+                    reward_std=policy.reward_std,
+                ),
+            )
+            for policy in deployments.policies_of(session, agent_id)
+        ]
+
+
+@router.get("/{agent_id}/deployment")
+def get_deployment(agent_id: AgentId, context: TheContext, caller: Reader) -> DeploymentOut:
+    """Tells which versions answer; `base` alone before the first deployment."""
+    with context.database.read() as session:
+        return DeploymentOut(agent_id=agent_id, weights=deployments.deployment_of(session, agent_id))
+
+
+@router.put("/{agent_id}/deployment")
+def put_deployment(
+    agent_id: AgentId,
+    weights: Annotated[dict[str, float], Body(examples=[{"v15": 0.5, "v25": 0.5}])],
+    context: TheContext,
+    caller: Trainer,
+) -> DeploymentOut:
+    """Lets versions answer, each in its share of the users: weights sum to 1, `base` is the untrained model."""
+    with context.database.write() as session:
+        return DeploymentOut(agent_id=agent_id, weights=deployments.deploy(session, agent_id, weights))
+
+
+@router.post("/{agent_id}/rollback")
+def roll_back(agent_id: AgentId, context: TheContext, caller: Trainer) -> DeploymentOut:
+    """Deploys the version before the newest deployed one, alone."""
+    with context.database.write() as session:
+        return DeploymentOut(agent_id=agent_id, weights=deployments.roll_back(session, agent_id))
+
+
+@router.post("/{agent_id}/generate")
+async def generate(agent_id: AgentId, request: GenerateIn, context: TheContext, caller: Rater) -> GenerateOut:
+    """Answers a prompt from a version drawn by weight, the same one each time for the same `userId`."""
+    answer = await generate_answer(
+        context.database,
+        context.server,
+        context.settings,
+        agent_id,
+        request.prompt,
+        user_id=request.user_id,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+    )
+    return GenerateOut(run_id=answer.run_id, agent_id=agent_id, version=answer.version, response=answer.response)
+
+
+@router.get("/{agent_id}/comparison")
+async def get_comparison(agent_id: AgentId, context: TheContext, caller: Reader) -> ComparisonOut:
+    """Compares the versions of the newest A/B deployment by the scores of their answers.
+
+    The intervals are confidence sequences: one may look after every rating and stop when `settled` is true.
+    """
+    return await run_in_threadpool(comparison_of, context, agent_id)
+
+
+def comparison_of(context: TheContext, agent_id: str) -> ComparisonOut:
+    with context.database.read() as session:
+        observed = deployments.observe(session, agent_id)
+    if observed is None:
+        return ComparisonOut(
+            agent_id=agent_id, since=None, confidence=1 - ALPHA, versions=[], differences=[], sample_ratio=None,
+            settled=False, verdict="Deploy two versions at once to compare them.",
+        )  # fmt: skip
+    found = compare(observed)
+    return ComparisonOut(
+        agent_id=agent_id,
+        since=observed.since,
+        confidence=1 - ALPHA,
+        versions=[
+            VersionScores(
+                version=each.version, weight=each.weight, count=each.count, mean=each.mean,
+                interval=(each.interval.low, each.interval.high),
+            )
+            for each in found.versions
+        ],
+        differences=[
+            Difference(
+                baseline=each.baseline, version=each.version, difference=each.difference,
+                interval=(each.interval.low, each.interval.high), settled=each.better is not None, better=each.better,
+            )
+            for each in found.differences
+        ],
+        sample_ratio=SampleRatio(
+            expected=observed.weights, observed=observed.units, p_value=found.sample_ratio_p, ok=found.sample_ratio_ok
+        ),
+        settled=found.settled,
+        verdict=found.verdict,
+    )  # fmt: skip

@@ -1,0 +1,264 @@
+"""Bodies of requests and answers, in camelCase."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import Path
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic.alias_generators import to_camel
+
+from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS
+from gradwire_feedback.settings import LIMITS
+
+
+class Body(BaseModel):
+    """Base of all bodies: camelCase outside, snake_case inside, unknown fields refused."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid")
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("the NUL character cannot be stored")
+    return text
+
+
+def _agent_id(text: str) -> str:
+    if text in RESERVED_AGENT_IDS:
+        raise ValueError(f"{text!r} is a path of the API, and no agent's id")
+    return text
+
+
+def _text(longest: int, shortest: int = 0) -> Any:
+    return Annotated[str, StringConstraints(min_length=shortest, max_length=longest), AfterValidator(_no_nul)]
+
+
+AgentId = Annotated[
+    str,
+    Path(alias="agent_id", pattern=AGENT_ID, description="Letters, digits, '.', '_' and '-', 100 at most."),
+    AfterValidator(_agent_id),
+]
+JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="As of the answer to train_policy.")]
+Prompt = _text(LIMITS.prompt_chars, 1)
+Response = _text(LIMITS.response_chars)
+Notes = _text(LIMITS.notes_chars)
+RunId = _text(LIMITS.run_id_chars, 1)
+ScoreValue = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
+
+
+class ErrorField(Body):
+    """One wrong field of a request."""
+
+    field: str
+    message: str
+
+
+class Problem(Body):
+    """Why a request was refused."""
+
+    detail: str
+    errors: list[ErrorField] = []
+
+
+class FeedbackIn(Body):
+    """A person's score of an answer."""
+
+    prompt: Prompt
+    response: Response
+    score: ScoreValue = Field(description="From 0 (bad) to 1 (excellent).")
+    run_id: RunId = Field(description="Of the answer; as generate gave it, the score is booked on its version.")
+    notes: Notes | None = None
+
+
+class FeedbackOut(Body):
+    """A stored score."""
+
+    id: str
+    agent_id: str
+    score: float
+    created_at: datetime
+
+
+class AnswerIn(Body):
+    """A further answer to the same prompt, shown beside the first."""
+
+    response: Response
+    run_id: RunId | None = None
+
+
+class ItemIn(Body):
+    """An answer for people to rate on the page."""
+
+    prompt: Prompt
+    response: Response
+    run_id: RunId | None = Field(default=None, description="Made up when absent.")
+    other: AnswerIn | None = Field(default=None, description="A second answer, to be rated side by side.")
+    raters: Annotated[int, Field(ge=1, le=LIMITS.raters_per_item)] = Field(
+        default=1, description="How many people are to rate it."
+    )
+
+
+class ItemOut(Body):
+    """An item that waits for raters."""
+
+    id: str
+    agent_id: str
+    run_ids: list[str]
+    raters: int
+    created_at: datetime
+
+
+class PairOut(Body):
+    """What one rater preferred of two answers side by side."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    rater: str
+
+
+class Metrics(Body):
+    """Figures of a version: the reward model's scores of its answers at the end of training."""
+
+    feedback_count: int
+    reward_mean: float
+    reward_std: float
+
+
+class PolicyOut(Body):
+    """A trained version."""
+
+    id: str
+    agent_id: str
+    version: str
+    created_at: datetime
+    metrics: Metrics
+
+
+class DryRunOut(Body):
+    """What a training would take."""
+
+    status: Literal["dry_run"] = "dry_run"
+    feedback_count: int
+    estimated_steps: int
+    estimated_time_minutes: float
+    estimated_memory_gib: float
+    score_mean: float
+    score_std: float
+    model_configuration: dict[str, Any] = Field(alias="modelConfig")
+
+
+class TrainedOut(Body):
+    """A finished training."""
+
+    status: Literal["trained"] = "trained"
+    policy_id: str
+    version: str
+    model_path: str
+    reward_model_path: str
+    feedback_count: int
+    training_steps: int
+    reward_mean: float
+    reward_std: float
+
+
+class ProgressOut(Body):
+    """How far a job is: `reward_model`, then `policy`, then `export`."""
+
+    stage: str
+    step: int
+    total: int
+    metrics: dict[str, float | None] = {}
+
+
+class JobOut(Body):
+    """A training job."""
+
+    id: str
+    agent_id: str
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
+    version: str | None = None
+    progress: ProgressOut | None = None
+    error: str | None = None
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    result: TrainedOut | None = None
+
+
+class DeploymentOut(Body):
+    """Which versions answer, and in which share of the users."""
+
+    agent_id: str
+    weights: dict[str, float]
+
+
+class GenerateIn(Body):
+    """A prompt for the deployed version."""
+
+    prompt: Prompt
+    user_id: RunId | None = Field(default=None, description="Keeps this user on one version.")
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 128
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+
+
+class GenerateOut(Body):
+    """An answer; feedback with its `runId` is booked on its version."""
+
+    run_id: str
+    agent_id: str
+    version: str
+    response: str
+
+
+class VersionScores(Body):
+    """A version's scores in the A/B test."""
+
+    version: str
+    weight: float
+    count: int
+    mean: float | None
+    interval: tuple[float, float]
+
+
+class Difference(Body):
+    """How much higher a version scores than the baseline."""
+
+    baseline: str
+    version: str
+    difference: float | None
+    interval: tuple[float, float]
+    settled: bool
+    better: str | None
+
+
+class SampleRatio(Body):
+    """Whether the versions were drawn as their weights say."""
+
+    expected: dict[str, float]
+    observed: dict[str, int]
+    p_value: float
+    ok: bool
+
+
+class ComparisonOut(Body):
+    """The newest A/B test of an agent. Its intervals stay valid however often one looks."""
+
+    agent_id: str
+    since: datetime | None
+    confidence: float
+    versions: list[VersionScores]
+    differences: list[Difference]
+    sample_ratio: SampleRatio | None
+    settled: bool
+    verdict: str
+
+
+class AgreementOut(Body):
+    """How far raters agree on the answers that several of them scored."""
+
+    raters: int
+    answers: int
+    krippendorff_alpha: float | None

@@ -1,0 +1,111 @@
+"""The connection to SQLite or PostgreSQL, and its migrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from sqlalchemy.orm import Session
+
+MIGRATIONS = Path(__file__).with_name("migrations")
+BUSY_TIMEOUT_S = 30
+POOL_SIZE = 20
+DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+
+
+class UnusableDatabaseError(Exception):
+    """The database's URL is not one the service can work with, or nothing answers there."""
+
+
+def driver_url(url: str) -> sa.URL:
+    """The URL with the driver that the service brings: SQLite's own, or psycopg 3.
+
+    Raises:
+        UnusableDatabaseError: when it is no URL of one of the two.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError:
+        raise UnusableDatabaseError(
+            "not a database URL: give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        ) from None
+    kind = parsed.drivername.partition("+")[0]
+    if kind not in DRIVERS:
+        raise UnusableDatabaseError(f"the service works with sqlite and postgresql, not with {kind}")
+    if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise UnusableDatabaseError("the service needs a database file: sqlite:///feedback.db")
+    return parsed.set(drivername=DRIVERS[kind])
+
+
+class Database:
+    """Transactions on the service's database.
+
+    Args:
+        url: as of `--database`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = driver_url(url)
+        self.sqlite = self.url.drivername == "sqlite"
+        arguments: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S} if self.sqlite else {"connect_timeout": 10}
+        self.engine = sa.create_engine(
+            self.url, connect_args=arguments, pool_size=POOL_SIZE, max_overflow=POOL_SIZE, pool_pre_ping=not self.sqlite
+        )
+        if self.sqlite:
+            sa.event.listen(self.engine, "connect", _prepare_sqlite)
+            sa.event.listen(self.engine, "begin", _begin_sqlite)
+
+    @contextmanager
+    def write(self) -> Iterator[Session]:
+        """A transaction that is committed at the end; on SQLite it takes the write lock at once, so it cannot
+        fail half way on another writer."""
+        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A transaction that only reads."""
+        engine = self.engine.execution_options(reads_only=True)
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+    def upgrade(self, revision: str = "head") -> None:
+        """Brings the tables to a revision.
+
+        Raises:
+            UnusableDatabaseError: when the database cannot be reached.
+        """
+        self._migrate(command.upgrade, revision)
+
+    def downgrade(self, revision: str) -> None:
+        """Takes the tables back to a revision; ``base`` drops them."""
+        self._migrate(command.downgrade, revision)
+
+    def _migrate(self, move: Any, revision: str) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        try:
+            with self.engine.begin() as connection:
+                config.attributes["connection"] = connection
+                move(config, revision)
+        except sa.exc.OperationalError as error:
+            raise UnusableDatabaseError(f"{self.url.render_as_string()}: {error.orig}") from None
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None  # transactions begin in _begin_sqlite, not in the driver
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    reads_only = connection.get_execution_options().get("reads_only", False)
+    connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")

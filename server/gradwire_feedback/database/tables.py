@@ -1,0 +1,199 @@
+"""What the service remembers. Times are UTC."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+class UtcDateTime(sa.types.TypeDecorator[datetime]):
+    """A time zone aware time; SQLite stores it without the zone, which is always UTC."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_result_value(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
+        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
+
+
+class Table(DeclarativeBase):
+    """Base of all tables."""
+
+    type_annotation_map = {  # noqa: RUF012  read by SQLAlchemy
+        datetime: UtcDateTime(),
+        dict[str, Any]: sa.JSON(),
+        dict[str, float]: sa.JSON(),
+    }
+
+
+class Item(Table):
+    """One or two answers to a prompt, waiting to be rated.
+
+    ``ratings`` counts the raters who are done with it, of ``raters`` wanted; ``reserved_by`` sees it until
+    ``reserved_until``.
+    """
+
+    __tablename__ = "items"
+    __table_args__ = (sa.Index("ix_items_open", "agent_id", "created_at"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    agent_id: Mapped[str]
+    prompt: Mapped[str]
+    raters: Mapped[int] = mapped_column(default=1)
+    ratings: Mapped[int] = mapped_column(default=0)
+    user_id: Mapped[str | None]
+    reserved_by: Mapped[str | None]
+    reserved_until: Mapped[datetime | None]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    answers: Mapped[list[Answer]] = relationship(back_populates="item", order_by="Answer.position", lazy="selectin")
+
+
+class Answer(Table):
+    """An answer of an agent, by the version that gave it; ``version`` is None for answers made elsewhere."""
+
+    __tablename__ = "answers"
+    __table_args__ = (sa.UniqueConstraint("agent_id", "run_id", name="uq_answers_run"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    item_id: Mapped[str] = mapped_column(sa.ForeignKey("items.id", name="fk_answers_item"), index=True)
+    agent_id: Mapped[str]
+    position: Mapped[int] = mapped_column(default=0)
+    run_id: Mapped[str]
+    version: Mapped[str | None]
+    response: Mapped[str]
+    item: Mapped[Item] = relationship(back_populates="answers")
+
+
+class Feedback(Table):
+    """One person's score of one answer."""
+
+    __tablename__ = "feedback"
+    __table_args__ = (
+        sa.Index("ix_feedback_agent", "agent_id", "created_at"),
+        sa.UniqueConstraint("answer_id", "rater", name="uq_feedback_rater"),
+        sa.CheckConstraint("score >= 0 AND score <= 1", name="ck_feedback_score"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    agent_id: Mapped[str]
+    prompt: Mapped[str]
+    response: Mapped[str]
+    score: Mapped[float]
+    run_id: Mapped[str]
+    notes: Mapped[str | None]
+    version: Mapped[str | None]
+    answer_id: Mapped[str | None] = mapped_column(sa.ForeignKey("answers.id", name="fk_feedback_answer"))
+    rater: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Skip(Table):
+    """A rater does not want to rate an item."""
+
+    __tablename__ = "skips"
+
+    item_id: Mapped[str] = mapped_column(sa.ForeignKey("items.id", name="fk_skips_item"), primary_key=True)
+    rater: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class IdempotentRequest(Table):
+    """The answer to a request that carried an Idempotency-Key."""
+
+    __tablename__ = "idempotent_requests"
+
+    caller: Mapped[str] = mapped_column(primary_key=True)
+    agent_id: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    digest: Mapped[str]
+    answer: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Policy(Table):
+    """A trained version of an agent. ``checkpoint`` names it on the training server."""
+
+    __tablename__ = "policies"
+    __table_args__ = (sa.UniqueConstraint("agent_id", "version", name="uq_policies_version"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    agent_id: Mapped[str]
+    version: Mapped[str]
+    parent: Mapped[str]
+    job_id: Mapped[str] = mapped_column(unique=True)
+    model_path: Mapped[str]
+    reward_model_path: Mapped[str]
+    checkpoint: Mapped[str]
+    feedback_count: Mapped[int]
+    training_steps: Mapped[int]
+    reward_mean: Mapped[float]
+    reward_std: Mapped[float]
+    config: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Job(Table):
+    """A training job. ``active_agent`` is the agent's id until the job ends: unique, so one job an agent."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    agent_id: Mapped[str] = mapped_column(index=True)
+    active_agent: Mapped[str | None] = mapped_column(unique=True)
+    status: Mapped[str] = mapped_column(default="queued")
+    request: Mapped[dict[str, Any]]
+    version: Mapped[str | None]
+    progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    error: Mapped[str | None]
+    cancel_requested: Mapped[bool] = mapped_column(default=False)
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+
+
+class Deployment(Table):
+    """Which versions answer, with which weights, from ``created_at`` on. The newest row counts."""
+
+    __tablename__ = "deployments"
+    __table_args__ = (sa.Index("ix_deployments_agent", "agent_id", "number"),)
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    agent_id: Mapped[str]
+    weights: Mapped[dict[str, float]]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class StepProbe(Table):
+    """A measured training step: seconds, by server, model and the settings that it depends on."""
+
+    __tablename__ = "step_probes"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    measured: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
+class Key(Table):
+    """An API key, by its SHA-256; revoked keys stay listed."""
+
+    __tablename__ = "keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True, default=new_id)
+    name: Mapped[str] = mapped_column(index=True)
+    role: Mapped[str]
+    prefix: Mapped[str]
+    sha256: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    revoked_at: Mapped[datetime | None]

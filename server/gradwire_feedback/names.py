@@ -1,0 +1,44 @@
+"""Names that come from outside and end up in paths: agent ids and versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+AGENT_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+VERSION = r"^v[1-9][0-9]{0,9}(\.[1-9][0-9]{0,5})?$"
+BASE = "base"
+"""The version name of the model before any training."""
+
+RESERVED_AGENT_IDS = frozenset({"feedback", "items", "jobs", "train_policy"})
+"""Path segments of the API that an agent's id would hide."""
+
+
+def is_agent_id(text: str) -> bool:
+    return re.fullmatch(AGENT_ID, text) is not None and text not in RESERVED_AGENT_IDS
+
+
+def is_version(text: str) -> bool:
+    return re.fullmatch(VERSION, text) is not None
+
+
+def version_folder(models_dir: Path, agent_id: str, version: str) -> Path:
+    """``MODELS/AGENT/VERSION``.
+
+    Raises:
+        ValueError: when the names are none, or the folder is a link that leads out of the models' folder.
+    """
+    if not is_agent_id(agent_id) or not is_version(version):
+        raise ValueError(f"not an agent's version: {agent_id!r}, {version!r}")
+    folder = models_dir / agent_id / version
+    if not folder.resolve().is_relative_to(models_dir.resolve()):
+        raise ValueError(f"{folder} leads out of the models' folder")
+    return folder
+
+
+def version_order(version: str) -> tuple[int, int]:
+    """Sorts versions of one agent by age: more feedback first, then the second policy on the same feedback."""
+    if version == BASE:
+        return (0, 0)
+    count, _, repeat = version.removeprefix("v").partition(".")
+    return int(count), int(repeat or 0)

@@ -1,0 +1,32 @@
+"""The pages for people: `/rate/{agent_id}` and `/policies/{agent_id}`, in the same application as the API."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from fastapi import FastAPI
+from nicegui import ui
+
+from gradwire_feedback.context import Context
+from gradwire_feedback.pages import login, policies, rate
+
+SECRET_FILE = ".session-secret"
+
+
+def mount(app: FastAPI, context: Context) -> None:
+    """Adds the pages to the application, behind its own routes."""
+    for page in (login, rate, policies):
+        page.register(context)
+    ui.run_with(app, title="gradwire feedback", storage_secret=_session_secret(context), show_welcome_message=False)
+
+
+def _session_secret(context: Context) -> str:
+    """What signs the browsers' cookies: kept, so that a restart signs nobody out."""
+    file = context.settings.models_dir / SECRET_FILE
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(secrets.token_urlsafe(32))
+    except FileExistsError:
+        pass  # made by an earlier start
+    return file.read_text()

@@ -1,0 +1,76 @@
+"""What the policies page shows, read in one go so that it can tell whether anything changed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+
+import gradwire
+from gradwire.rlhf import TrainingResult
+
+from gradwire_feedback.api.policies import comparison_of
+from gradwire_feedback.api.schemas import ComparisonOut
+from gradwire_feedback.context import Context
+from gradwire_feedback.names import version_folder
+from gradwire_feedback.statistics.agreement import agreement
+from gradwire_feedback.statistics.distribution import Distribution, distribution
+from gradwire_feedback.store import deployments, rating
+from gradwire_feedback.store.feedback import scores_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """A line of the table of versions; the history is empty where its file is gone."""
+
+    version: str
+    parent: str
+    feedback_count: int
+    reward_mean: float
+    reward_std: float
+    training_steps: int
+    created_at: datetime
+    reward_history: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """An agent at one moment."""
+
+    distribution: Distribution
+    agreement: float | None
+    versions: tuple[VersionRow, ...]
+    weights: dict[str, float]
+    comparison: ComparisonOut
+
+
+def load(context: Context, agent_id: str) -> Overview:
+    with context.database.read() as session:
+        scores = distribution(scores_of(session, agent_id))
+        alpha = agreement(rating.score_table(session, agent_id))
+        policies = deployments.policies_of(session, agent_id)
+        weights = deployments.deployment_of(session, agent_id)
+    versions = tuple(
+        VersionRow(
+            version=policy.version,
+            parent=policy.parent,
+            feedback_count=policy.feedback_count,
+            reward_mean=policy.reward_mean,
+            reward_std=policy.reward_std,
+            training_steps=policy.training_steps,
+            created_at=policy.created_at,
+            reward_history=_history(context, agent_id, policy.version),
+        )
+        for policy in policies
+    )
+    return Overview(scores, alpha, versions, weights, comparison_of(context, agent_id))
+
+
+def _history(context: Context, agent_id: str, version: str) -> tuple[float, ...]:
+    try:
+        return tuple(TrainingResult.load(version_folder(context.settings.models_dir, agent_id, version)).reward_history)
+    except (OSError, gradwire.InvalidArgumentError) as error:
+        log.warning("no reward curve of %s %s: %s", agent_id, version, error)
+        return ()

@@ -1,0 +1,190 @@
+"""`/policies/{agent_id}`: scores with advice, training, versions, the A/B comparison, and what is deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi.responses import RedirectResponse
+from nicegui import run, ui
+
+from gradwire_feedback.context import Context
+from gradwire_feedback.pages import charts
+from gradwire_feedback.pages.overview import Overview, load
+from gradwire_feedback.pages.session import STYLE, entrance, signed_in
+from gradwire_feedback.pages.training_card import TrainingCard
+from gradwire_feedback.store import deployments
+from gradwire_feedback.store.keys import Role
+from gradwire_feedback.store.problems import ProblemError
+
+REFRESH_S = 2.0
+
+
+def register(context: Context) -> None:
+    @ui.page("/policies/{agent_id}", title="Policies")
+    async def policies(agent_id: str) -> RedirectResponse | None:
+        caller = entrance(context, "read", agent_id, f"/policies/{agent_id}")
+        if caller is None or isinstance(caller, RedirectResponse):
+            return caller
+        ui.add_css(STYLE)
+        await _Policies(context, agent_id, caller.may("train")).show()
+        return None
+
+
+class _Policies:
+    def __init__(self, context: Context, agent_id: str, may_train: bool) -> None:
+        self._context, self._agent_id, self._may_train = context, agent_id, may_train
+        self._shown: Overview | None = None
+
+    async def show(self) -> None:
+        self._shown = await run.io_bound(load, self._context, self._agent_id)
+        with ui.column().classes("page q-pa-md gap-3"):
+            with ui.row().classes("full-width items-baseline justify-between"):
+                ui.label(f"Policies of {self._agent_id}").classes("text-h5")
+                ui.link("Rate answers", f"/rate/{self._agent_id}")
+            self._scores()
+            training = TrainingCard(self._context, self._agent_id, self._may_train, self._act)
+            training.show()
+            self._versions()
+            self._deployment()
+            self._comparison()
+
+        async def refresh() -> None:
+            await training.refresh()
+            found = await run.io_bound(load, self._context, self._agent_id)
+            if found != self._shown:  # the charts and what somebody is typing stay as long as nothing changed
+                self._shown = found
+                for part in (self._scores, self._versions, self._deployment, self._comparison):
+                    part.refresh()
+
+        ui.timer(REFRESH_S, refresh)
+
+    @ui.refreshable_method
+    def _scores(self) -> None:
+        assert self._shown is not None
+        found = self._shown.distribution
+        with ui.card().classes("full-width").mark("scores"):
+            ui.label("Scores").classes("text-h6")
+            figures = f"{found.count} scores"
+            if found.mean is not None:
+                figures += f", mean {found.mean:.2f}, standard deviation {found.std:.2f}"
+            if self._shown.agreement is not None:
+                figures += f", agreement of raters (Krippendorff's alpha) {self._shown.agreement:.2f}"
+            ui.label(figures)
+            for sentence in found.advice:
+                with ui.row().classes("items-center no-wrap bg-orange-1 q-pa-sm rounded-borders full-width"):
+                    ui.icon("info", color="orange-9")
+                    ui.label(sentence).mark("advice")
+            if found.count:
+                ui.echart(charts.histogram(found.histogram)).style("height: 14rem")
+
+    @ui.refreshable_method
+    def _versions(self) -> None:
+        assert self._shown is not None
+        with ui.card().classes("full-width").mark("versions"):
+            ui.label("Versions").classes("text-h6")
+            if not self._shown.versions:
+                ui.label("No version was trained yet.").classes("quiet")
+                return
+            columns = [
+                {"name": name, "label": label, "field": name, "align": "left"}
+                for name, label in (
+                    ("version", "Version"), ("parent", "Trained on from"), ("feedback", "Feedback"),
+                    ("reward", "Reward"), ("steps", "Steps"), ("created", "Made (UTC)"),
+                )
+            ]  # fmt: skip
+            rows = [
+                {
+                    "version": each.version, "parent": each.parent, "feedback": each.feedback_count,
+                    "reward": f"{each.reward_mean:.3f} ± {each.reward_std:.3f}", "steps": each.training_steps,
+                    "created": f"{each.created_at:%Y-%m-%d %H:%M}",
+                }
+                for each in reversed(self._shown.versions)
+            ]  # fmt: skip
+            ui.table(columns=columns, rows=rows, row_key="version").props("flat dense").classes("full-width")
+            histories = {each.version: each.reward_history for each in self._shown.versions if each.reward_history}
+            if histories:
+                ui.label("Mean reward of each training step").classes("quiet")
+                ui.echart(charts.curves(histories)).style("height: 16rem")
+
+    @ui.refreshable_method
+    def _deployment(self) -> None:
+        assert self._shown is not None
+        weights = self._shown.weights
+        with ui.card().classes("full-width").mark("deployment"):
+            ui.label("Deployed").classes("text-h6")
+            shares = ", ".join(f"{version} {weight:.0%}" for version, weight in weights.items())
+            ui.label(f"Answers come from: {shares}").mark("deployed")
+            if not self._may_train:
+                return
+            inputs: dict[str, ui.number] = {}
+            with ui.row().classes("items-end"):
+                for version in ["base", *(each.version for each in self._shown.versions)][-6:]:
+                    inputs[version] = ui.number(
+                        f"{version} %", value=round(100 * weights.get(version, 0.0)), min=0, max=100, step=5
+                    ).style("width: 7rem")
+            with ui.row():
+
+                async def deploy() -> None:
+                    shares = {version: (field.value or 0) / 100 for version, field in inputs.items()}
+
+                    def store() -> dict[str, float]:
+                        with self._context.database.write() as session:
+                            return deployments.deploy(session, self._agent_id, shares)
+
+                    await self._act(store, "Deployed.")
+
+                async def roll_back() -> None:
+                    def store() -> dict[str, float]:
+                        with self._context.database.write() as session:
+                            return deployments.roll_back(session, self._agent_id)
+
+                    await self._act(store, "Rolled back.")
+
+                ui.button("Deploy", on_click=deploy).props("no-caps")
+                ui.button("Roll back", on_click=roll_back).props("no-caps outline")
+
+    @ui.refreshable_method
+    def _comparison(self) -> None:
+        assert self._shown is not None
+        found = self._shown.comparison
+        with ui.card().classes("full-width").mark("comparison"):
+            ui.label("A/B comparison").classes("text-h6")
+            ui.label(found.verdict).classes("text-weight-medium").mark("verdict")
+            if not found.versions:
+                return
+            ui.echart(charts.intervals(found)).style(f"height: {4 + 3 * len(found.versions)}rem")
+            for each in found.versions:
+                mean = "no scores yet" if each.mean is None else f"mean {each.mean:.3f}"
+                ui.label(
+                    f"{each.version}: {mean} from {each.count} rated answers, "
+                    f"{found.confidence:.0%} interval {each.interval[0]:.3f} to {each.interval[1]:.3f}"
+                )
+            for gap in found.differences:
+                ui.label(
+                    f"{gap.version} minus {gap.baseline}: "
+                    + ("no figure yet" if gap.difference is None else f"{gap.difference:+.3f}")
+                    + f", interval {gap.interval[0]:+.3f} to {gap.interval[1]:+.3f}"
+                )
+            ratio = found.sample_ratio
+            if ratio is not None:
+                drawn = ", ".join(f"{version} {count}" for version, count in ratio.observed.items())
+                ui.label(f"Drawn: {drawn}; sample ratio {'as deployed' if ratio.ok else 'WRONG'} (p = {ratio.p_value:.2g})")
+            ui.label("The intervals stay valid however often you look: stop when it is settled.").classes("quiet")
+
+    async def _act(self, work: Callable[[], Any], done: str, role: Role = "train") -> bool:
+        """Carries out what a button asks for, if the key still allows it, and says how it went."""
+        caller = signed_in(self._context)
+        if caller is None or not caller.may(role):
+            ui.navigate.to(f"/login?next=/policies/{self._agent_id}")
+            return False
+        try:
+            await run.io_bound(work)
+        except ProblemError as error:
+            ui.notify(str(error), type="negative")
+            return False
+        self._shown = await run.io_bound(load, self._context, self._agent_id)
+        for part in (self._deployment, self._versions, self._comparison):
+            part.refresh()
+        ui.notify(done, type="positive")
+        return True

@@ -1,0 +1,204 @@
+"""`/rate/{agent_id}`: one item after the other, rated by mouse or keyboard, blind to version and others' scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi.responses import RedirectResponse
+from nicegui import events, run, ui
+
+from gradwire_feedback.context import Context
+from gradwire_feedback.database.tables import Item
+from gradwire_feedback.pages.session import STYLE, entrance, rater_of, signed_in
+from gradwire_feedback.settings import LIMITS
+from gradwire_feedback.store import rating
+from gradwire_feedback.store.problems import ConflictError
+
+GRADES = {"1": ("Poor", 0.0), "2": ("Weak", 0.25), "3": ("Fair", 0.5), "4": ("Good", 0.75), "5": ("Excellent", 1.0)}
+KEYS = "1 to 5 rate · ← → choose the answer · Enter next · S skip · U undo · N note"
+
+
+def register(context: Context) -> None:
+    @ui.page("/rate/{agent_id}", title="Rate answers")
+    async def rate(agent_id: str) -> RedirectResponse | None:
+        caller = entrance(context, "rate", agent_id, f"/rate/{agent_id}")
+        if caller is None or isinstance(caller, RedirectResponse):
+            return caller
+        ui.add_css(STYLE)
+        await _Rating(context, agent_id, rater_of(caller)).show()
+        return None
+
+
+@dataclass
+class _State:
+    """What the rater did with the item on the screen."""
+
+    item: Item | None = None
+    waiting: int = 0
+    chosen: int = 0
+    grades: tuple[str | None, ...] = ()
+    notes: str = ""
+
+
+class _Rating:
+    def __init__(self, context: Context, agent_id: str, rater: str) -> None:
+        self._context, self._agent_id, self._rater = context, agent_id, rater
+        self._state = _State()
+        self._note: ui.textarea | None = None
+        self._busy = False
+
+    async def show(self) -> None:
+        await self._next()
+        self._body()
+        ui.keyboard(on_key=self._key, ignore=["input", "textarea"])
+
+    async def _next(self) -> None:
+        def reserve() -> tuple[Item | None, int]:
+            with self._context.database.write() as session:
+                item = rating.reserve(session, self._agent_id, self._rater)
+                return item, rating.open_items(session, self._agent_id)
+
+        self._place(*await run.io_bound(reserve))
+
+    def _place(self, item: Item | None, waiting: int) -> None:
+        self._state = _State(item, waiting, grades=(None,) * (len(item.answers) if item else 0))
+
+    @ui.refreshable_method
+    def _body(self) -> None:
+        item = self._state.item
+        with ui.column().classes("page q-pa-md gap-3"):
+            with ui.row().classes("full-width items-baseline justify-between"):
+                ui.label(f"Rate answers of {self._agent_id}").classes("text-h5")
+                ui.label(f"{self._state.waiting} waiting").classes("quiet").mark("waiting")
+            if item is None:
+                with ui.card().classes("full-width"):
+                    ui.label("Nothing to rate now").classes("text-h6")
+                    ui.label("You have seen all that waits. New answers appear here: look again later.")
+                    with ui.row():
+                        ui.button("Look again", on_click=self._again).props("no-caps")
+                        ui.button("Undo (U)", on_click=self._undo).props("no-caps flat")
+                return
+            with ui.card().classes("full-width"):
+                ui.label("Prompt").classes("quiet")
+                ui.label(item.prompt).classes("text")
+            with ui.row().classes("full-width no-wrap gap-3"):
+                for position in range(len(item.answers)):
+                    self._answer(position)
+            self._note = ui.textarea("Note (optional)", value=self._state.notes, on_change=self._keep_note)
+            self._note.classes("full-width").props(f"outlined autogrow maxlength={LIMITS.notes_chars}")
+            self._note.on("keydown.esc", js_handler="(event) => event.target.blur()")
+            with ui.row().classes("full-width items-center"):
+                done = all(grade is not None for grade in self._state.grades)
+                ui.button("Next (Enter)", on_click=self._submit).props("no-caps").set_enabled(done)
+                ui.button("Skip (S)", on_click=self._skip).props("no-caps flat")
+                ui.button("Undo (U)", on_click=self._undo).props("no-caps flat")
+                ui.label(KEYS).classes("quiet")
+
+    def _answer(self, position: int) -> None:
+        item, several = self._state.item, len(self._state.grades) > 1
+        assert item is not None
+        frame = "border: 2px solid #1976d2" if several and position == self._state.chosen else "border: 2px solid white"
+        with ui.card().classes("col").style(frame).mark(f"answer-{position}"):
+            ui.label(f"Answer {'AB'[position]}" if several else "Answer").classes("quiet")
+            ui.label(item.answers[position].response or "(empty)").classes("text")
+            with ui.row().classes("gap-1"):
+                for key, (word, _) in GRADES.items():
+                    chosen = self._state.grades[position] == key
+                    ui.button(f"{key} {word}", on_click=lambda _, k=key: self._grade(position, k)).props(
+                        f"no-caps dense {'unelevated' if chosen else 'outline'}"
+                    ).classes("q-px-sm")
+
+    def _keep_note(self, event: events.ValueChangeEventArguments[str]) -> None:
+        self._state.notes = event.value or ""
+
+    def _grade(self, position: int, key: str) -> None:
+        state = self._state
+        if position < len(state.grades):
+            state.grades = (*state.grades[:position], key, *state.grades[position + 1 :])
+            state.chosen = position + 1 if None in state.grades[position + 1 :] else position
+            self._body.refresh()
+
+    async def _again(self) -> None:
+        await self._next()
+        self._body.refresh()
+
+    async def _submit(self) -> None:
+        state = self._state
+        item, grades = state.item, [grade for grade in state.grades if grade is not None]
+        if item is None or len(grades) < len(state.grades):
+            ui.notify("Rate every answer first: keys 1 to 5.", type="warning")
+            return
+        scores = [GRADES[grade][1] for grade in grades]
+        notes = state.notes.replace("\0", "")[: LIMITS.notes_chars] or None
+
+        def store() -> None:
+            with self._context.database.write() as session:
+                rating.rate(session, item.id, self._rater, scores, notes)
+
+        await self._carry_out(store)
+
+    async def _skip(self) -> None:
+        item = self._state.item
+        if item is None:
+            return
+
+        def store() -> None:
+            with self._context.database.write() as session:
+                rating.skip(session, item.id, self._rater)
+
+        await self._carry_out(store)
+
+    async def _carry_out(self, store: object) -> None:
+        """Stores, and goes on; a key that is pressed twice counts once."""
+        if self._busy or not self._allowed():
+            return
+        self._busy = True
+        try:
+            await run.io_bound(store)  # type: ignore[arg-type]
+        except ConflictError as error:
+            ui.notify(str(error), type="warning")
+        finally:
+            self._busy = False
+        await self._again()
+
+    async def _undo(self) -> None:
+        if not self._allowed():
+            return
+
+        def take_back() -> tuple[Item | None, int]:
+            with self._context.database.write() as session:
+                item = rating.undo(session, self._agent_id, self._rater)
+                return item, rating.open_items(session, self._agent_id)
+
+        item, waiting = await run.io_bound(take_back)
+        if item is None:
+            ui.notify("There is nothing to undo.")
+            return
+        self._place(item, waiting)
+        self._body.refresh()
+        ui.notify("Taken back: rate it again.")
+
+    def _allowed(self) -> bool:
+        caller = signed_in(self._context)
+        if caller is None or not caller.may("rate"):
+            ui.navigate.to(f"/login?next=/rate/{self._agent_id}")
+            return False
+        return True
+
+    async def _key(self, event: events.KeyEventArguments) -> None:
+        if not event.action.keydown or event.action.repeat or event.modifiers.ctrl or event.modifiers.meta:
+            return
+        key = event.key.name
+        if key in GRADES:
+            self._grade(self._state.chosen, key)
+        elif event.key.arrow_left or event.key.arrow_right:
+            self._state.chosen = min(int(bool(event.key.arrow_right)), max(len(self._state.grades) - 1, 0))
+            self._body.refresh()
+        elif key == "Enter":
+            await self._submit()
+        elif key.lower() == "s":
+            await self._skip()
+        elif key.lower() == "u":
+            await self._undo()
+        elif key.lower() == "n" and self._note is not None:
+            self._note.run_method("focus")

@@ -1,0 +1,51 @@
+"""Who sits in front of the browser."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from fastapi.responses import RedirectResponse
+from nicegui import app, ui
+
+from gradwire_feedback.context import Context
+from gradwire_feedback.names import is_agent_id
+from gradwire_feedback.store.keys import Caller, Role, caller_of
+from gradwire_feedback.store.problems import UnauthenticatedError
+
+STYLE = """
+body { background: #f5f6f8; }
+.page { max-width: 1100px; margin: 0 auto; width: 100%; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 1.05rem; line-height: 1.55; }
+.quiet { color: #5b6470; font-size: .9rem; }
+"""
+
+
+def signed_in(context: Context) -> Caller | None:
+    """Who the browser's key belongs to, looked up each time: a revoked key is out at once."""
+    with context.database.read() as session:
+        try:
+            return caller_of(session, app.storage.user.get("key"))
+        except UnauthenticatedError:
+            return None
+
+
+def entrance(context: Context, role: Role, agent_id: str, path: str) -> Caller | RedirectResponse | None:
+    """The caller of a page, a redirection to the sign-in page, or None where the page must say why it is empty."""
+    if not is_agent_id(agent_id):
+        ui.label("There is no such agent: ids are letters, digits, '.', '_' and '-'.").classes("text-h6 q-pa-lg")
+        return None
+    caller = signed_in(context)
+    if caller is None:
+        return RedirectResponse(f"/login?next={quote(path, safe='')}")
+    if not caller.may(role):
+        ui.label(f"The key {caller.name} has the role {caller.role}; this page needs {role}.").classes(
+            "text-h6 q-pa-lg"
+        )
+        return None
+    return caller
+
+
+def rater_of(caller: Caller) -> str:
+    """A rater is a browser, or a key's browser where there are keys."""
+    browser = str(app.storage.browser["id"])
+    return f"{caller.name}:{browser}" if caller.name else browser

@@ -1,0 +1,126 @@
+"""The part of the policies page that trains: settings, estimate, the running job."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import gradwire
+from nicegui import run, ui
+
+from gradwire_feedback.context import Context
+from gradwire_feedback.database.tables import Job
+from gradwire_feedback.store import jobs as store
+from gradwire_feedback.store.problems import ProblemError
+from gradwire_feedback.training.estimate import estimate
+from gradwire_feedback.training.plan import Plan, make_plan
+
+STAGES = {"reward_model": "training the reward model", "policy": "training the policy", "export": "writing the model"}
+Act = Callable[[Callable[[], Any], str], Awaitable[bool]]
+
+
+class TrainingCard:
+    """
+    Args:
+        context: of the service.
+        agent_id: whose page it is.
+        may_train: whether to show the buttons.
+        act: carries out what a button asks for.
+    """
+
+    def __init__(self, context: Context, agent_id: str, may_train: bool, act: Act) -> None:
+        self._context, self._agent_id, self._may_train, self._act = context, agent_id, may_train, act
+        self._job: Job | None = None
+        self._estimate = ""
+
+    def show(self) -> None:
+        with ui.card().classes("full-width").mark("training"):
+            ui.label("Training").classes("text-h6")
+            self._state()
+            if not self._may_train:
+                return
+            with ui.row().classes("items-end"):
+                self._steps = ui.number("Steps", value=100, min=1, precision=0).style("width: 8rem")
+                self._rate = ui.number("Learning rate", value=1e-5, format="%.0e").style("width: 8rem")
+                self._reward = ui.select(
+                    {"retrain": "train it again", "reuse": "reuse the last one"}, value="retrain", label="Reward model"
+                ).style("width: 12rem")
+                ui.button("Estimate", on_click=self._dry_run).props("no-caps outline")
+                ui.button("Train", on_click=self._train).props("no-caps")
+
+    async def refresh(self) -> None:
+        def newest() -> Job | None:
+            with self._context.database.read() as session:
+                return store.newest_job(session, self._agent_id)
+
+        before, self._job = self._job, await run.io_bound(newest)
+        if _signature(before) != _signature(self._job):
+            self._state.refresh()
+
+    @ui.refreshable_method
+    def _state(self) -> None:
+        job = self._job
+        if self._estimate:
+            ui.label(self._estimate).mark("estimate")
+        if job is None:
+            ui.label("No training yet.").classes("quiet")
+            return
+        if job.status not in store.ACTIVE:
+            ended = {"succeeded": f"made {job.version}", "cancelled": "was cancelled", "failed": f"failed: {job.error}"}
+            ui.label(f"The last training {ended[job.status]}.").classes(
+                "text-negative" if job.status == "failed" else "quiet"
+            ).mark("last-job")
+            return
+        progress = job.progress or {"stage": "", "step": 0, "total": 1, "metrics": {}}
+        stage = STAGES.get(progress["stage"], "waiting for its turn" if job.status == "queued" else "starting")
+        numbers = ", ".join(
+            f"{name} {value:.3g}" for name, value in progress["metrics"].items() if value is not None
+        )
+        ui.label(f"{job.version or 'A new version'}: {stage}, step {progress['step']} of {progress['total']}").mark("job")
+        ui.linear_progress(progress["step"] / max(progress["total"], 1), show_value=False).classes("full-width")
+        with ui.row().classes("items-center"):
+            ui.label(numbers).classes("quiet")
+            if self._may_train:
+                job_id = job.id
+                ui.button(
+                    "Cancel", on_click=lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon.")
+                ).props("no-caps flat dense")
+
+    def _plan(self) -> Plan:
+        given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
+        return make_plan(
+            self._context.database, self._context.settings, self._agent_id, given, None, self._reward.value
+        )
+
+    async def _dry_run(self) -> None:
+        notice = ui.notification("Measuring a training step…", spinner=True, timeout=None)
+        try:
+            plan = await run.io_bound(self._plan)
+            found = await estimate(
+                self._context.database, self._context.server, self._context.settings, self._agent_id, plan
+            )
+        except (ProblemError, gradwire.GradwireError) as error:
+            ui.notify(str(error), type="negative")
+            return
+        finally:
+            notice.dismiss()
+        self._estimate = (
+            f"{found['estimated_steps']} steps on {found['feedback_count']} scores: about "
+            f"{found['estimated_time_minutes']:.1f} minutes and {found['estimated_memory_gib']:.1f} GiB."
+        )
+        self._state.refresh()
+
+    async def _train(self) -> None:
+        def submit() -> None:
+            try:
+                plan = self._plan()
+            except gradwire.InvalidArgumentError as error:
+                raise ProblemError(str(error)) from None
+            self._context.jobs.submit(self._agent_id, plan)
+
+        await self._act(submit, "Training has begun.")
+        await self.refresh()
+
+
+def _signature(job: Job | None) -> Any:
+    return None if job is None else (job.id, job.status, job.progress, job.version)

@@ -1,0 +1,92 @@
+"""One running service, from the training server to the listening socket."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from gradwire_feedback.application import create_application
+from gradwire_feedback.context import Context
+from gradwire_feedback.database.connection import Database
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.training.jobs import Jobs
+from gradwire_feedback.training.server import TrainingServer
+
+GRACE_S = 5
+STARTED_POLL_S = 0.02
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to :func:`serve_until_stopped`, which has more to end than connections."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_until_stopped(settings: Settings, database: Database) -> bool:
+    """Serves until SIGTERM or SIGINT; False when a job did not let go and its thread still runs.
+
+    Raises:
+        OSError: when the address cannot be listened on.
+        gradwire.GradwireError: when the training server cannot be started or reached.
+    """
+    listener = _listen(settings)
+    server = TrainingServer(settings)
+    jobs = Jobs(settings, database, server)
+    app = create_application(Context(settings, database, server, jobs))
+    http = _Server(
+        uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="auto")
+    )
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        jobs.interrupt()
+        http.should_exit = True
+        stopping.set()
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop)
+    ended = True
+    try:
+        if not await _unless(stopping, server.start()):
+            return True
+        jobs.start()
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        while not http.started and not serving.done():
+            await asyncio.sleep(STARTED_POLL_S)
+        host, port = listener.getsockname()[:2]
+        print(f"gradwire feedback: listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        await serving
+    finally:
+        ended = await asyncio.to_thread(jobs.stop)
+        await server.stop()
+        listener.close()
+    return ended
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        return socket.create_server(
+            (settings.host, settings.port), family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        )
+    except OSError as error:
+        raise OSError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
+
+
+async def _unless(stopping: asyncio.Event, work: object) -> bool:
+    """Waits for the work; False when stopping came first."""
+    starting, stopped = asyncio.ensure_future(work), asyncio.create_task(stopping.wait())  # type: ignore[call-overload]
+    await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    return False

@@ -1,0 +1,55 @@
+"""What `gradwire feedback serve` was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes beyond which a request is refused."""
+
+    prompt_chars: int = 32_768
+    response_chars: int = 32_768
+    notes_chars: int = 4_000
+    run_id_chars: int = 200
+    batch_rows: int = 10_000
+    body_bytes: int = 32 << 20
+    versions_in_deployment: int = 10
+    raters_per_item: int = 20
+    listed_rows: int = 1_000
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one service.
+
+    Attributes:
+        host: address to listen on.
+        port: its port; 0 picks a free one.
+        database_url: SQLAlchemy URL of SQLite or PostgreSQL.
+        models_dir: folder of the trained versions, and of the embedded server's state.
+        base_model: model that the first version of an agent starts from.
+        service: address of the gradwire server; None starts an embedded one.
+        service_ca_cert: PEM file with the authority that signed that server's certificate.
+        raters_per_item: raters who see each generated answer on the rating page.
+        server_args: further arguments of the embedded `gradwire serve`.
+    """
+
+    host: str
+    port: int
+    database_url: str
+    models_dir: Path
+    base_model: str
+    service: str | None = None
+    service_ca_cert: Path | None = None
+    raters_per_item: int = 1
+    server_args: tuple[str, ...] = field(default=())
+
+    @property
+    def loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "::1", "localhost")

@@ -1,0 +1,1 @@
+"""What the scores say: pure functions on numpy arrays that know neither database nor HTTP."""

@@ -1,0 +1,103 @@
+"""Scores that come in over the API, and what is known of an agent's scores."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from gradwire_feedback.database.tables import Answer, Feedback, IdempotentRequest, Item, new_id, now
+from gradwire_feedback.store.problems import UnprocessableError
+
+IDEMPOTENCY_DAYS = 7
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score as it comes in."""
+
+    prompt: str
+    response: str
+    score: float
+    run_id: str
+    notes: str | None = None
+
+
+def add_feedback(session: Session, agent_id: str, scores: Sequence[Score]) -> list[Feedback]:
+    """Stores scores; one whose ``run_id`` is that of a stored answer is booked on the version that gave it."""
+    answers = _answers(session, agent_id, {score.run_id for score in scores})
+    rows = []
+    for score in scores:
+        answer = answers.get(score.run_id)
+        if answer is not None:
+            session.execute(sa.update(Item).where(Item.id == answer.item_id).values(ratings=Item.ratings + 1))
+        rows.append(
+            Feedback(
+                id=new_id(),
+                agent_id=agent_id,
+                prompt=score.prompt,
+                response=score.response,
+                score=score.score,
+                run_id=score.run_id,
+                notes=score.notes,
+                version=answer.version if answer else None,
+                answer_id=answer.id if answer else None,
+                created_at=now(),
+            )
+        )
+    session.add_all(rows)
+    session.flush()
+    return rows
+
+
+def _answers(session: Session, agent_id: str, run_ids: set[str]) -> dict[str, Answer]:
+    found: dict[str, Answer] = {}
+    ids = sorted(run_ids)
+    for start in range(0, len(ids), 500):
+        query = sa.select(Answer).where(Answer.agent_id == agent_id, Answer.run_id.in_(ids[start : start + 500]))
+        found |= {answer.run_id: answer for answer in session.scalars(query)}
+    return found
+
+
+def scores_of(session: Session, agent_id: str) -> list[float]:
+    """The agent's scores, oldest first."""
+    query = sa.select(Feedback.score).where(Feedback.agent_id == agent_id)
+    return list(session.scalars(query.order_by(Feedback.created_at, Feedback.id)))
+
+
+def feedback_of(session: Session, agent_id: str) -> Sequence[Feedback]:
+    """The agent's feedback, oldest first."""
+    query = sa.select(Feedback).where(Feedback.agent_id == agent_id)
+    return session.scalars(query.order_by(Feedback.created_at, Feedback.id)).all()
+
+
+def request_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def earlier_answer(session: Session, caller: str, agent_id: str, key: str, digest: str) -> Any | None:
+    """The answer that a request with this Idempotency-Key got before, or None.
+
+    Raises:
+        UnprocessableError: when the key came with another content.
+    """
+    session.execute(
+        sa.delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - timedelta(days=IDEMPOTENCY_DAYS))
+    )
+    earlier = session.get(IdempotentRequest, (caller, agent_id, key))
+    if earlier is None:
+        return None
+    if earlier.digest != digest:
+        raise UnprocessableError("this Idempotency-Key came with another content before: use a new key for new feedback")
+    return earlier.answer["body"]
+
+
+def keep_answer(session: Session, caller: str, agent_id: str, key: str, digest: str, body: Any) -> None:
+    session.add(IdempotentRequest(caller=caller, agent_id=agent_id, key=key, digest=digest, answer={"body": body}))
+    session.flush()

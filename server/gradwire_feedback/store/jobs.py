@@ -1,0 +1,88 @@
+"""Training jobs as rows: queued, running, then succeeded, failed or cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from gradwire_feedback.database.tables import Job, Policy, now
+from gradwire_feedback.names import BASE, version_order
+from gradwire_feedback.store.problems import ConflictError, NotFoundError
+
+ACTIVE = ("queued", "running")
+
+
+def create_job(session: Session, agent_id: str, request: dict[str, Any]) -> Job:
+    """
+    Raises:
+        ConflictError: while the agent has a job; it names it.
+    """
+    running = session.scalar(sa.select(Job).where(Job.active_agent == agent_id))
+    if running is not None:
+        raise ConflictError(
+            f"{agent_id} is being trained by job {running.id} already: wait for it, or cancel it with "
+            f"DELETE /api/policies/jobs/{running.id}"
+        )
+    job = Job(agent_id=agent_id, active_agent=agent_id, request=request)
+    session.add(job)
+    try:
+        session.flush()
+    except sa.exc.IntegrityError:  # another transaction made one in between
+        raise ConflictError(f"{agent_id} is being trained by another job already") from None
+    return job
+
+
+def job_of(session: Session, job_id: str) -> Job:
+    """
+    Raises:
+        NotFoundError: when there is no such job.
+    """
+    job = session.get(Job, job_id)
+    if job is None:
+        raise NotFoundError(f"there is no job {job_id[:100]!r}")
+    return job
+
+
+def active_jobs(session: Session) -> Sequence[Job]:
+    return session.scalars(sa.select(Job).where(Job.active_agent.is_not(None)).order_by(Job.created_at)).all()
+
+
+def newest_job(session: Session, agent_id: str) -> Job | None:
+    return session.scalar(sa.select(Job).where(Job.agent_id == agent_id).order_by(Job.created_at.desc()).limit(1))
+
+
+def begin(session: Session, job_id: str, feedback_count: int) -> Job:
+    """Marks a job as running, under a version that no policy has. A second call changes nothing."""
+    job = job_of(session, job_id)
+    if job.version is None:
+        taken = set(session.scalars(sa.select(Policy.version).where(Policy.agent_id == job.agent_id)))
+        job.version, repeat = f"v{feedback_count}", 0
+        while job.version in taken:
+            repeat += 1
+            job.version = f"v{feedback_count}.{repeat}"
+    job.status, job.started_at = "running", job.started_at or now()
+    session.flush()
+    return job
+
+
+def finish(session: Session, job_id: str, status: str, error: str | None = None) -> None:
+    """Ends a job, so that the agent may have another."""
+    job = job_of(session, job_id)
+    job.status, job.error, job.active_agent, job.finished_at = status, error, None, now()
+    session.flush()
+
+
+def newest_version(session: Session, agent_id: str) -> str:
+    """The version that training goes on from by default; ``base`` before the first."""
+    policies = session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id)).all()
+    if not policies:
+        return BASE
+    return max(policies, key=lambda policy: (policy.created_at, version_order(policy.version))).version
+
+
+def policy_of_job(session: Session, job_id: str) -> Policy:
+    """The version that a succeeded job made."""
+    return session.scalars(sa.select(Policy).where(Policy.job_id == job_id)).one()

@@ -1,0 +1,41 @@
+"""What a use case refuses, each with the HTTP status that says so."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ProblemError(Exception):
+    """A request that cannot be carried out; the message is for the person who made it."""
+
+    status: ClassVar[int] = 400
+
+
+class NotFoundError(ProblemError):
+    status = 404
+
+
+class ConflictError(ProblemError):
+    status = 409
+
+
+class UnprocessableError(ProblemError):
+    status = 422
+
+
+class TooLargeError(ProblemError):
+    status = 413
+
+
+class UnauthenticatedError(ProblemError):
+    status = 401
+
+
+class ForbiddenError(ProblemError):
+    status = 403
+
+
+class UnavailableError(ProblemError):
+    """The training server cannot be reached or failed; the request may be repeated."""
+
+    status = 503

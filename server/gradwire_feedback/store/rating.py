@@ -1,0 +1,229 @@
+"""Items to rate: reserved for one rater at a time, rated, skipped, and taken back.
+
+An item is open while fewer raters than wanted are done with it. A rater never sees an item again that they rated or
+skipped. A reservation that is not used runs out, so that a closed browser keeps nothing from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from numpy.typing import NDArray
+from sqlalchemy.orm import Session
+
+from gradwire_feedback.database.tables import Answer, Feedback, Item, Skip, now
+from gradwire_feedback.store.problems import ConflictError, NotFoundError, UnprocessableError
+
+RESERVED_FOR = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class NewAnswer:
+    """An answer to be rated."""
+
+    run_id: str
+    response: str
+    version: str | None = None
+
+
+def add_item(
+    session: Session, agent_id: str, prompt: str, answers: Sequence[NewAnswer], raters: int, user_id: str | None = None
+) -> Item:
+    """Puts one answer, or two side by side, in the queue of the rating page.
+
+    Raises:
+        ConflictError: when a run id is taken.
+    """
+    taken = session.scalars(
+        sa.select(Answer.run_id).where(
+            Answer.agent_id == agent_id, Answer.run_id.in_([answer.run_id for answer in answers])
+        )
+    ).first()
+    if taken is not None or len({answer.run_id for answer in answers}) < len(answers):
+        raise ConflictError(f"runId {(taken or answers[0].run_id)!r} names an answer of {agent_id} already")
+    item = Item(agent_id=agent_id, prompt=prompt, raters=raters, user_id=user_id)
+    item.answers = [
+        Answer(
+            agent_id=agent_id,
+            position=position,
+            run_id=answer.run_id,
+            version=answer.version,
+            response=answer.response,
+        )
+        for position, answer in enumerate(answers)
+    ]
+    session.add(item)
+    session.flush()
+    return item
+
+
+def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
+    """The next item for this rater, reserved; the one they have reserved already, first of all."""
+    time = now()
+    rated = (
+        sa.select(Answer.item_id)
+        .join(Feedback, Feedback.answer_id == Answer.id)
+        .where(Feedback.rater == rater, Answer.agent_id == agent_id)
+    )
+    skipped = sa.select(Skip.item_id).where(Skip.rater == rater)
+    free = sa.or_(Item.reserved_until.is_(None), Item.reserved_until < time, Item.reserved_by == rater)
+    query = (
+        sa.select(Item)
+        .where(Item.agent_id == agent_id, Item.ratings < Item.raters, free)
+        .where(Item.id.not_in(rated), Item.id.not_in(skipped))
+        .order_by(sa.case((Item.reserved_by == rater, 0), else_=1), Item.created_at, Item.id)
+        .limit(1)
+        .with_for_update(skip_locked=True, of=Item)
+    )
+    item = session.scalar(query)
+    if item is not None:
+        item.reserved_by, item.reserved_until = rater, time + RESERVED_FOR
+    return item
+
+
+def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], notes: str | None) -> list[Feedback]:
+    """Stores a rater's scores of the answers of the item that they have reserved.
+
+    Raises:
+        NotFoundError: when there is no such item.
+        ConflictError: when the reservation ran out and another rater has it, or it is rated already.
+        UnprocessableError: when there is not one score for each answer.
+    """
+    item = _held(session, item_id, rater)
+    if len(scores) != len(item.answers):
+        raise UnprocessableError(f"the item has {len(item.answers)} answers, and {len(scores)} scores came")
+    rows = [
+        Feedback(
+            agent_id=item.agent_id,
+            prompt=item.prompt,
+            response=answer.response,
+            score=score,
+            run_id=answer.run_id,
+            notes=notes,
+            version=answer.version,
+            answer_id=answer.id,
+            rater=rater,
+        )
+        for answer, score in zip(item.answers, scores)
+    ]
+    session.add_all(rows)
+    item.ratings += 1
+    item.reserved_by = item.reserved_until = None
+    session.flush()
+    return rows
+
+
+def skip(session: Session, item_id: str, rater: str) -> None:
+    """Leaves the item to other raters.
+
+    Raises:
+        NotFoundError, ConflictError: as of :func:`rate`.
+    """
+    item = _held(session, item_id, rater)
+    item.reserved_by = item.reserved_until = None
+    session.add(Skip(item_id=item_id, rater=rater))
+    session.flush()
+
+
+def undo(session: Session, agent_id: str, rater: str) -> Item | None:
+    """Takes back the rater's last rating or skip, and reserves that item for them again; None if there is none."""
+    rated = session.execute(
+        sa.select(Answer.item_id, Feedback.created_at)
+        .join(Feedback, Feedback.answer_id == Answer.id)
+        .where(Feedback.rater == rater, Feedback.agent_id == agent_id)
+        .order_by(Feedback.created_at.desc())
+        .limit(1)
+    ).first()
+    skipped = session.execute(
+        sa.select(Skip.item_id, Skip.created_at)
+        .join(Item, Item.id == Skip.item_id)
+        .where(Skip.rater == rater, Item.agent_id == agent_id)
+        .order_by(Skip.created_at.desc())
+        .limit(1)
+    ).first()
+    if rated is None and skipped is None:
+        return None
+    if skipped is not None and (rated is None or skipped.created_at > rated.created_at):
+        item = session.get_one(Item, skipped.item_id, with_for_update={"of": Item})
+        session.execute(sa.delete(Skip).where(Skip.item_id == item.id, Skip.rater == rater))
+    else:
+        assert rated is not None
+        item = session.get_one(Item, rated.item_id, with_for_update={"of": Item})
+        answers = [answer.id for answer in item.answers]
+        session.execute(sa.delete(Feedback).where(Feedback.answer_id.in_(answers), Feedback.rater == rater))
+        item.ratings -= 1
+    for other in session.scalars(sa.select(Item).where(Item.agent_id == agent_id, Item.reserved_by == rater)):
+        other.reserved_by = other.reserved_until = None
+    item.reserved_by, item.reserved_until = rater, now() + RESERVED_FOR
+    session.flush()
+    return item
+
+
+def _held(session: Session, item_id: str, rater: str) -> Item:
+    item = session.get(Item, item_id, with_for_update={"of": Item})
+    if item is None:
+        raise NotFoundError("there is no such item")
+    if item.reserved_by != rater:
+        raise ConflictError("your reservation of this item ran out: go on with the next one")
+    return item
+
+
+def open_items(session: Session, agent_id: str) -> int:
+    """How many items wait for raters."""
+    query = sa.select(sa.func.count()).where(Item.agent_id == agent_id, Item.ratings < Item.raters)
+    return session.scalar(query) or 0
+
+
+def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
+    """Scores by raters and answers, [raters, answers]; NaN where a rater did not score an answer.
+
+    Only answers that two raters or more scored on the page are in it.
+    """
+    query = sa.select(Feedback.rater, Feedback.answer_id, Feedback.score).where(
+        Feedback.agent_id == agent_id, Feedback.rater.is_not(None), Feedback.answer_id.is_not(None)
+    )
+    rows = session.execute(query).all()
+    counts: dict[Any, int] = {}
+    for _, answer, _ in rows:
+        counts[answer] = counts.get(answer, 0) + 1
+    shared = {answer: column for column, answer in enumerate(sorted(a for a, count in counts.items() if count > 1))}
+    raters = {rater: row for row, rater in enumerate(sorted({rater for rater, answer, _ in rows if answer in shared}))}
+    table = np.full((len(raters), len(shared)), np.nan)
+    for rater, answer, score in rows:
+        if answer in shared:
+            table[raters[rater], shared[answer]] = score
+    return table
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one rater preferred of two answers side by side."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    rater: str
+
+
+def pairs_of(session: Session, agent_id: str) -> list[Pair]:
+    """The preferences that ratings of two answers side by side give; equal scores give none."""
+    query = (
+        sa.select(Answer.item_id, Feedback.rater, Feedback.prompt, Feedback.response, Feedback.score)
+        .join(Feedback, Feedback.answer_id == Answer.id)
+        .where(Feedback.agent_id == agent_id, Feedback.rater.is_not(None))
+        .order_by(Feedback.created_at, Answer.position)
+    )
+    both: dict[tuple[str, str], list[Any]] = {}
+    for row in session.execute(query):
+        both.setdefault((row.item_id, row.rater), []).append(row)
+    pairs = []
+    for (_, rater), rows in both.items():
+        if len(rows) == 2 and rows[0].score != rows[1].score:
+            worse, better = sorted(rows, key=lambda row: row.score)
+            pairs.append(Pair(better.prompt, better.response, worse.response, rater))
+    return pairs

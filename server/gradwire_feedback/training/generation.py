@@ -1,0 +1,66 @@
+"""Answers of the deployed versions, remembered so that feedback finds its version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.concurrency import run_in_threadpool
+
+from gradwire_feedback.database.connection import Database
+from gradwire_feedback.database.tables import new_id
+from gradwire_feedback.names import BASE
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.store import deployments, rating
+from gradwire_feedback.training.server import TrainingServer
+
+TOP_K, TOP_P = 50, 0.95
+"""As in training."""
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """An answer; feedback on it names its run."""
+
+    run_id: str
+    version: str
+    response: str
+
+
+async def generate_answer(
+    database: Database,
+    server: TrainingServer,
+    settings: Settings,
+    agent_id: str,
+    prompt: str,
+    *,
+    user_id: str | None,
+    max_new_tokens: int,
+    temperature: float,
+) -> GeneratedAnswer:
+    """Answers from a version drawn by weight, the same one for the same user, and queues the answer for raters.
+
+    Raises:
+        gradwire.GradwireError: when the training server refuses the prompt, or cannot be reached.
+    """
+    run_id = new_id()
+
+    def choose() -> tuple[str, str]:
+        with database.read() as session:
+            weights = deployments.deployment_of(session, agent_id)
+            version = deployments.draw_version(weights, agent_id, user_id or run_id)
+            if version == BASE:
+                return version, settings.base_model
+            return version, deployments.policy_of(session, agent_id, version).checkpoint
+
+    version, model = await run_in_threadpool(choose)
+    response = await server.complete(
+        model, prompt, max_tokens=max_new_tokens, temperature=temperature, top_k=TOP_K, top_p=TOP_P
+    )
+
+    def remember() -> None:
+        with database.write() as session:
+            answer = rating.NewAnswer(run_id, response, version)
+            rating.add_item(session, agent_id, prompt, [answer], settings.raters_per_item, user_id)
+
+    await run_in_threadpool(remember)
+    return GeneratedAnswer(run_id, version, response)

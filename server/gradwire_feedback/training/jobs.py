@@ -1,0 +1,287 @@
+"""Training jobs that survive the service: each is a DBOS workflow of three steps, snapshot, train and publish.
+
+DBOS keeps which steps are done in the database (SQLite or PostgreSQL, as the service itself), and starts unfinished
+workflows again when the service starts; no broker and no second process are needed. The smaller huey retries a task
+only where its worker process lived to note the failure, and has no store in PostgreSQL.
+
+A repeated step changes nothing: the snapshot is a file that is kept, the trainer finds its run on the training server
+again, and a job makes one version because ``policies.job_id`` is unique.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import gradwire
+import sqlalchemy as sa
+from dbos import DBOS, DBOSConfig, SetWorkflowID
+from gradwire.rlhf import TrainingProgress, TrainingResult
+
+from gradwire_feedback.database.connection import Database
+from gradwire_feedback.database.tables import Job, Policy
+from gradwire_feedback.names import version_folder
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.store import jobs as store
+from gradwire_feedback.store.feedback import feedback_of
+from gradwire_feedback.training.plan import Plan, train
+from gradwire_feedback.training.server import TrainingServer
+
+log = logging.getLogger(__name__)
+
+QUEUE = "training"
+QUEUE_POLL_S = 0.2
+WAIT_POLL_S = 0.3
+PROGRESS_EVERY_S = 0.2
+STOP_PATIENCE_S = 10.0
+ATTEMPTS = 5
+RETRY_AFTER_S = 2.0
+
+
+class JobCancelledError(Exception):
+    """Somebody asked for the job to end."""
+
+
+class ServiceStopping(BaseException):  # noqa: N818  no error: it leaves the workflow unfinished, for the next start
+    """The service stops in the middle of a job."""
+
+
+class Jobs:
+    """Runs jobs, one at a time; the service has one of these.
+
+    Args:
+        settings: of the service.
+        database: its tables.
+        server: what trains.
+    """
+
+    def __init__(self, settings: Settings, database: Database, server: TrainingServer) -> None:
+        self._settings, self._database, self._server = settings, database, server
+        self._stopping = threading.Event()
+        self._running: set[str] = set()
+        self._launched = False
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def start(self) -> None:
+        """Starts the workers; jobs that the last process left unfinished go on."""
+        url = self._database.url
+        if self._database.sqlite:
+            assert url.database is not None
+            url = url.set(database=str(Path(url.database).with_suffix(".jobs.db")))
+        DBOS(
+            config=DBOSConfig(
+                name="gradwire-feedback",
+                system_database_url=url.render_as_string(hide_password=False),
+                application_version="1",  # jobs of an older release go on in a newer one
+                log_level="WARNING",
+            )
+        )
+        self._workflow = DBOS.workflow(name="train")(self._run)
+        DBOS.launch()
+        self._launched = True
+        DBOS.register_queue(
+            QUEUE, worker_concurrency=1, polling_interval_sec=QUEUE_POLL_S, on_conflict="always_update"
+        )
+        with self._database.read() as session:
+            left = [job.id for job in store.active_jobs(session)]
+        for job_id in left:  # known to DBOS already, unless the service died before it said so
+            self._enqueue(job_id)
+
+    def interrupt(self) -> None:
+        """Lets the running job stop at its next step; it goes on at the next start of the service."""
+        self._stopping.set()
+
+    def stop(self) -> bool:
+        """Interrupts the running job and ends the workers; False if the job does not let go in time."""
+        self.interrupt()
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        while self._running and time.monotonic() < deadline:
+            time.sleep(WAIT_POLL_S)
+        ended = not self._running
+        if ended and self._launched:
+            DBOS.destroy()
+        return ended
+
+    def submit(self, agent_id: str, plan: Plan) -> Job:
+        """Queues a training.
+
+        Raises:
+            ConflictError: while the agent has a job.
+        """
+        with self._database.write() as session:
+            job = store.create_job(session, agent_id, asdict(plan))
+        self._enqueue(job.id)
+        return job
+
+    def _enqueue(self, job_id: str) -> None:
+        with SetWorkflowID(job_id):
+            DBOS.enqueue_workflow(QUEUE, self._workflow, job_id)
+
+    def cancel(self, job_id: str) -> Job:
+        """Asks a job to end; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: when there is no such job.
+        """
+        with self._database.write() as session:
+            job = store.job_of(session, job_id)
+            if job.status == "queued":
+                store.finish(session, job_id, "cancelled")
+            elif job.status == "running":
+                job.cancel_requested = True
+            return job
+
+    def get(self, job_id: str) -> Job:
+        """
+        Raises:
+            NotFoundError: when there is no such job.
+        """
+        with self._database.read() as session:
+            return store.job_of(session, job_id)
+
+    async def wait(self, job_id: str) -> Job:
+        """The job once it has ended, or as it is when the service stops."""
+        while True:
+            job = await asyncio.to_thread(self.get, job_id)
+            if job.status not in store.ACTIVE or self.stopping:
+                return job
+            await asyncio.sleep(WAIT_POLL_S)
+
+    def _run(self, job_id: str) -> None:
+        """The workflow."""
+        self._running.add(job_id)
+        try:
+            if self.get(job_id).status not in store.ACTIVE:
+                return
+            self._step("snapshot", self._snapshot, job_id)
+            self._step("train", self._train, job_id)
+            self._step("publish", self._publish, job_id)
+        except JobCancelledError:
+            self._end(job_id, "cancelled", None)
+        except Exception as error:
+            log.exception("job %s failed", job_id)
+            self._end(job_id, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            self._running.discard(job_id)
+
+    @staticmethod
+    def _step(name: str, work: Callable[[str], None], job_id: str) -> None:
+        DBOS.run_step({"name": name}, work, job_id)
+
+    def _snapshot_file(self, job: Job) -> Path:
+        return self._settings.models_dir / job.agent_id / ".jobs" / f"{job.id}.jsonl"
+
+    def _snapshot(self, job_id: str) -> None:
+        """Fixes the feedback that the job learns from, and with it the version's name."""
+        with self._database.write() as session:
+            job = store.job_of(session, job_id)
+            file = self._snapshot_file(job)
+            if not file.exists():
+                rows = [
+                    {"prompt": row.prompt, "response": row.response, "score": row.score}
+                    for row in feedback_of(session, job.agent_id)
+                ]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(".partial")
+                partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                partial.rename(file)
+            store.begin(session, job_id, len(_read(file)))
+
+    def _train(self, job_id: str) -> None:
+        job = self.get(job_id)
+        assert job.version is not None
+        folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
+        feedbacks = _read(self._snapshot_file(job))
+        report = _Reporter(self._database, job_id, self._stopping)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                train(Plan(**job.request), feedbacks, folder, self._server, report)
+                return
+            except (gradwire.ConnectionLostError, gradwire.EngineUnavailableError) as error:
+                if self.stopping:
+                    raise ServiceStopping from error
+                if attempt == ATTEMPTS:
+                    raise
+                log.warning("job %s lost the training server (%s); it goes on in a moment", job_id, error)
+                self._stopping.wait(RETRY_AFTER_S)
+
+    def _publish(self, job_id: str) -> None:
+        """Makes the version known, once."""
+        job = self.get(job_id)
+        assert job.version is not None
+        folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
+        result, plan = TrainingResult.load(folder), Plan(**job.request)
+        with self._database.write() as session:
+            if session.scalar(sa.select(Policy).where(Policy.job_id == job_id)) is None:
+                session.add(
+                    Policy(
+                        agent_id=job.agent_id,
+                        version=job.version,
+                        parent=plan.start_from,
+                        job_id=job_id,
+                        model_path=result.model_path,
+                        reward_model_path=result.reward_model_path or "",
+                        checkpoint=result.policy_checkpoint,
+                        feedback_count=result.feedback_count,
+                        training_steps=result.training_steps,
+                        reward_mean=result.final_reward_mean,
+                        reward_std=result.final_reward_std,
+                        config=plan.config,
+                    )
+                )
+            store.finish(session, job_id, "succeeded")
+        snapshot = self._snapshot_file(job)
+        if snapshot.exists():
+            snapshot.rename(folder / "feedback.jsonl")
+
+    def _end(self, job_id: str, status: str, error: str | None) -> None:
+        """Ends a job without a version, and removes what it wrote."""
+        job = self.get(job_id)
+        if job.version is not None:
+            rmtree(version_folder(self._settings.models_dir, job.agent_id, job.version), ignore_errors=True)
+        self._snapshot_file(job).unlink(missing_ok=True)
+        with self._database.write() as session:
+            store.finish(session, job_id, status, error)
+
+
+class _Reporter:
+    """Writes progress to the job's row, now and then, and stops the training when that is asked for."""
+
+    def __init__(self, database: Database, job_id: str, stopping: threading.Event) -> None:
+        self._database, self._job_id, self._stopping = database, job_id, stopping
+        self._written = float("-inf")
+        self._stage = ""
+
+    def __call__(self, progress: TrainingProgress) -> None:
+        if self._stopping.is_set():
+            raise ServiceStopping
+        if time.monotonic() - self._written < PROGRESS_EVERY_S and progress.stage == self._stage:
+            return
+        self._written, self._stage = time.monotonic(), progress.stage
+        with self._database.write() as session:
+            job = store.job_of(session, self._job_id)
+            job.progress = progress_json(progress)
+            cancelled = job.cancel_requested
+        if cancelled:
+            raise JobCancelledError
+
+
+def progress_json(progress: TrainingProgress) -> dict[str, Any]:
+    """JSON of a progress; numbers that are none as null."""
+    metrics = {name: value if abs(value) < float("inf") else None for name, value in progress.metrics.items()}
+    return {"stage": progress.stage, "step": progress.step, "total": progress.total, "metrics": metrics}
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,79 @@
+"""What a job is to do, checked before it is queued, and the training itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.rlhf import RLHFTrainer, TrainingConfig, TrainingProgress, TrainingResult
+
+from gradwire_feedback.database.connection import Database
+from gradwire_feedback.names import BASE
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.statistics.distribution import MINIMUM_FEEDBACK
+from gradwire_feedback.store import deployments
+from gradwire_feedback.store.feedback import scores_of
+from gradwire_feedback.store.jobs import newest_version
+from gradwire_feedback.store.problems import UnprocessableError
+from gradwire_feedback.training.server import TrainingServer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training, as JSON keeps it.
+
+    Attributes:
+        config: all settings of a :class:`gradwire.rlhf.TrainingConfig`.
+        start_from: version that training goes on from; ``base`` for the base model.
+        start_checkpoint: where the training server has that version; None for the base model.
+        reward_model_path: folder of a reward model to use again; None trains one.
+    """
+
+    config: dict[str, Any]
+    start_from: str
+    start_checkpoint: str | None
+    reward_model_path: str | None
+
+
+def make_plan(
+    database: Database,
+    settings: Settings,
+    agent_id: str,
+    given: Mapping[str, Any],
+    start_from: str | None,
+    reward_model: str,
+) -> Plan:
+    """Checks a request for training.
+
+    Args:
+        given: settings of the request; others have their defaults.
+        start_from: version, ``base``, or None for the newest.
+        reward_model: ``retrain``, ``reuse``, or a version.
+
+    Raises:
+        UnprocessableError: for too little feedback, or a reward model that there is not.
+        NotFoundError: for an unknown version.
+        gradwire.InvalidArgumentError: for settings that cannot be.
+    """
+    config = TrainingConfig(**({"base_model": settings.base_model} | {k: v for k, v in given.items() if v is not None}))
+    with database.read() as session:
+        count = len(scores_of(session, agent_id))
+        if count < MINIMUM_FEEDBACK:
+            raise UnprocessableError(
+                f"{agent_id} has {count} feedback samples, and training needs {MINIMUM_FEEDBACK}: "
+                f"{MINIMUM_FEEDBACK - count} are missing"
+            )
+        start = start_from or newest_version(session, agent_id)
+        parent = None if start == BASE else deployments.policy_of(session, agent_id, start)
+        if reward_model == "retrain":
+            reward_model_path = None
+        elif reward_model == "reuse":
+            if parent is None:
+                raise UnprocessableError(f"rewardModel: {agent_id} starts from the base model: there is none to reuse")
+            reward_model_path = parent.reward_model_path
+        else:
+            reward_model_path = deployments.policy_of(session, agent_id, reward_model).reward_model_path
+    checkpoint = parent.checkpoint if parent is not None else None
+    return Plan(asdict(config), start, checkpoint, reward_model_path)

@@ -1,0 +1,130 @@
+"""The connection to the gradwire server, which is an embedded one where the service was given none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+
+import gradwire
+from gradwire.embedded import EmbeddedServer
+
+from gradwire_feedback.settings import Settings
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+START_TIMEOUT_S = 600.0
+RECONNECT_TIMEOUT_S = 600.0
+
+
+class TrainingServer:
+    """Connects to the gradwire server, and restarts an embedded one that ended.
+
+    Args:
+        settings: of the feedback service.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._embedded: EmbeddedServer | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._service: gradwire.ServiceClient | None = None
+        self.address = settings.service or ""
+
+    async def start(self) -> None:
+        """
+        Raises:
+            gradwire.GradwireError: when the server cannot be started or reached.
+        """
+        if self._settings.service is None:
+            self.address = f"127.0.0.1:{_free_port()}"  # kept, so that whoever waits for a lost server finds it again
+            await self._embed()
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._service = await gradwire.connect(
+            self.address, ca_cert=self._settings.service_ca_cert, reconnect_timeout=RECONNECT_TIMEOUT_S
+        )
+
+    async def _embed(self) -> None:
+        self._embedded = EmbeddedServer(
+            [self._settings.base_model],
+            self._settings.models_dir / ".gradwire-state",
+            ["--address", self.address, *self._settings.server_args],
+        )
+        await self._embedded.listening(START_TIMEOUT_S)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            assert self._embedded is not None
+            try:
+                self._embedded.check_alive()
+                continue
+            except gradwire.ConnectionLostError as error:
+                log.error("%s; it is started again", error)
+            await self._embedded.close()
+            try:
+                await self._embed()
+            except gradwire.ServerStartError as error:
+                log.error("%s; it is tried again", error)
+
+    async def stop(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watcher
+        if self._service is not None:
+            await self._service.close()
+        if self._embedded is not None:
+            await self._embedded.close()
+
+    @property
+    def service(self) -> gradwire.ServiceClient:
+        assert self._service is not None, "the service was not started"
+        return self._service
+
+    @property
+    def api_key(self) -> str | None:
+        """The key of the gradwire server, from the environment."""
+        return os.environ.get("GRADWIRE_API_KEY")
+
+    async def complete(
+        self, model: str, prompt: str, *, max_tokens: int, temperature: float, top_k: int, top_p: float
+    ) -> str:
+        """Continues a prompt.
+
+        Args:
+            model: a model of the server's, or a checkpoint.
+            prompt: the text.
+            max_tokens, temperature, top_k, top_p: as of :meth:`gradwire.SamplingClient.sample`.
+
+        Raises:
+            gradwire.GradwireError: when the server refuses the prompt, or cannot be reached.
+        """
+        result = await self.service.sampling_client(model).sample(
+            [prompt], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        )
+        text = result.samples[0][0].text
+        if text is None:
+            raise gradwire.UnsupportedError(f"{model} has no tokenizer: the service needs a model that reads text")
+        return text.replace("\0", "")
+
+    async def model_info(self, name: str) -> gradwire.ModelInfo:
+        """
+        Raises:
+            gradwire.UnknownModelError: when the server does not hold the model.
+        """
+        models = {model.name: model for model in await self.service.list_models()}
+        if name not in models:
+            raise gradwire.UnknownModelError(
+                f"the training server does not hold {name!r}; it has {', '.join(models) or 'none'}"
+            )
+        return models[name]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

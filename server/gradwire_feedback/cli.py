@@ -40,7 +40,7 @@ DatabaseUrl = Annotated[
 
 @app.command()
 def serve(
-    base_model: Annotated[str, typer.Option(help="Model that the first version of an agent starts from.")],
+    base_model: Annotated[str, typer.Option(help="What training starts from: a Hugging Face name, a folder, or NAME=FOLDER.")],
     address: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free one.")] = "127.0.0.1:8000",
     database: DatabaseUrl = DATABASE,
     models_dir: Annotated[Path, typer.Option(help="Where trained versions are written.")] = Path("models"),
@@ -59,10 +59,12 @@ def serve(
 ) -> None:
     """Serves the API and the pages."""
     host, port = _host_and_port(address)
-    folder = models_dir.expanduser().resolve()
+    folder = models_dir.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
+    name, _, path = base_model.partition("=")
     settings = Settings(
-        host=host, port=port, database_url=database, models_dir=folder, base_model=base_model,
+        host=host, port=port, database_url=database, models_dir=folder, base_model=name,
+        embedded_model=f"{name}={Path(path or name).resolve()}" if Path(path or name).is_dir() else base_model,
         service=service or None, service_ca_cert=service_ca_cert, raters_per_item=raters_per_item,
         server_args=tuple(server_arg or ()),
     )  # fmt: skip

@@ -33,7 +33,8 @@ class Settings:
         port: its port; 0 picks a free one.
         database_url: SQLAlchemy URL of SQLite or PostgreSQL.
         models_dir: folder of the trained versions, and of the embedded server's state.
-        base_model: model that the first version of an agent starts from.
+        base_model: model that the first version of an agent starts from, as the training server names it.
+        embedded_model: that model as an argument of the embedded server: its name, or ``NAME=FOLDER``.
         service: address of the gradwire server; None starts an embedded one.
         service_ca_cert: PEM file with the authority that signed that server's certificate.
         raters_per_item: raters who see each generated answer on the rating page.
@@ -45,6 +46,7 @@ class Settings:
     database_url: str
     models_dir: Path
     base_model: str
+    embedded_model: str
     service: str | None = None
     service_ca_cert: Path | None = None
     raters_per_item: int = 1

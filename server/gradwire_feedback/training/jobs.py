@@ -206,7 +206,7 @@ class Jobs:
         report = _Reporter(self._database, job_id, self._stopping)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                train(Plan(**job.request), feedbacks, folder, self._server, report)
+                asyncio.run(train(Plan(**job.request), feedbacks, folder, self._server, report))
                 return
             except (gradwire.ConnectionLostError, gradwire.EngineUnavailableError) as error:
                 if self.stopping:

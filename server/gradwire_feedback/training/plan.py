@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.rlhf import RLHFTrainer, TrainingConfig, TrainingProgress, TrainingResult
+from gradwire.rlhf import RewardModelConfig, RLHFTrainer, TrainingConfig, TrainingProgress, TrainingResult
 
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.names import BASE
@@ -27,13 +27,13 @@ class Plan:
     Attributes:
         config: all settings of a :class:`gradwire.rlhf.TrainingConfig`.
         start_from: version that training goes on from; ``base`` for the base model.
-        start_checkpoint: where the training server has that version; None for the base model.
+        start_path: folder of that version's policy; None for the base model.
         reward_model_path: folder of a reward model to use again; None trains one.
     """
 
     config: dict[str, Any]
     start_from: str
-    start_checkpoint: str | None
+    start_path: str | None
     reward_model_path: str | None
 
 
@@ -58,6 +58,7 @@ def make_plan(
         gradwire.InvalidArgumentError: for settings that cannot be.
     """
     config = TrainingConfig(**({"base_model": settings.base_model} | {k: v for k, v in given.items() if v is not None}))
+    check_server_settings(config)
     with database.read() as session:
         count = len(scores_of(session, agent_id))
         if count < MINIMUM_FEEDBACK:
@@ -75,5 +76,39 @@ def make_plan(
             reward_model_path = parent.reward_model_path
         else:
             reward_model_path = deployments.policy_of(session, agent_id, reward_model).reward_model_path
-    checkpoint = parent.checkpoint if parent is not None else None
-    return Plan(asdict(config), start, checkpoint, reward_model_path)
+    return Plan(asdict(config), start, parent.model_path if parent else None, reward_model_path)
+
+
+def check_server_settings(config: TrainingConfig) -> None:
+    """
+    Raises:
+        UnprocessableError: for settings that only the training server has.
+    """
+    for name, option in (("device", "--device"), ("mixed_precision", "--dtype")):
+        if getattr(config, name) is not None:
+            raise UnprocessableError(
+                f"{name} is the training server's: set it there, with `gradwire serve {option}` or, for the embedded "
+                f"one, `gradwire feedback serve --server-arg={option}=…`"
+            )
+
+
+async def train(
+    plan: Plan,
+    feedbacks: Sequence[Mapping[str, Any]],
+    folder: Path,
+    server: TrainingServer,
+    on_progress: Callable[[TrainingProgress], None],
+) -> TrainingResult:
+    """Carries out a plan, going on where an earlier attempt in the same folder was.
+
+    Raises:
+        gradwire.GradwireError: of the training server.
+    """
+    config = TrainingConfig(**plan.config)
+    rewards = RewardModelConfig.of(config)
+    policy = config if plan.start_path is None else replace(config, base_model=plan.start_path)
+    async with server.connection() as service:
+        trainer = RLHFTrainer(policy, reward_config=rewards, service=service)
+        return await trainer.train_async(
+            feedbacks, folder, plan.reward_model_path, on_progress=on_progress, progress_bar=False
+        )

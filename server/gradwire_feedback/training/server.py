@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
+from pathlib import Path
 
 import gradwire
 from gradwire.embedded import EmbeddedServer
+from gradwire.rlhf import discard_training
 
 from gradwire_feedback.settings import Settings
 
@@ -43,13 +44,11 @@ class TrainingServer:
             self.address = f"127.0.0.1:{_free_port()}"  # kept, so that whoever waits for a lost server finds it again
             await self._embed()
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
-        self._service = await gradwire.connect(
-            self.address, ca_cert=self._settings.service_ca_cert, reconnect_timeout=RECONNECT_TIMEOUT_S
-        )
+        self._service = await self.connection()
 
     async def _embed(self) -> None:
         self._embedded = EmbeddedServer(
-            [self._settings.base_model],
+            [self._settings.embedded_model],
             self._settings.models_dir / ".gradwire-state",
             ["--address", self.address, *self._settings.server_args],
         )
@@ -85,10 +84,11 @@ class TrainingServer:
         assert self._service is not None, "the service was not started"
         return self._service
 
-    @property
-    def api_key(self) -> str | None:
-        """The key of the gradwire server, from the environment."""
-        return os.environ.get("GRADWIRE_API_KEY")
+    def connection(self) -> gradwire.Connection:
+        """A connection of one's own, for another event loop; the key is the environment's GRADWIRE_API_KEY."""
+        return gradwire.connect(
+            self.address, ca_cert=self._settings.service_ca_cert, reconnect_timeout=RECONNECT_TIMEOUT_S
+        )
 
     async def complete(
         self, model: str, prompt: str, *, max_tokens: int, temperature: float, top_k: int, top_p: float
@@ -110,6 +110,11 @@ class TrainingServer:
         if text is None:
             raise gradwire.UnsupportedError(f"{model} has no tokenizer: the service needs a model that reads text")
         return text.replace("\0", "")
+
+    async def discard(self, folder: Path) -> None:
+        """Deletes what a training in this folder left on the server."""
+        async with self.connection() as service:
+            await discard_training(service, folder)
 
     async def model_info(self, name: str) -> gradwire.ModelInfo:
         """

@@ -40,12 +40,15 @@ DatabaseUrl = Annotated[
 
 @app.command()
 def serve(
-    base_model: Annotated[str, typer.Option(help="What training starts from: a Hugging Face name, a folder, or NAME=FOLDER.")],
+    base_model: Annotated[
+        str, typer.Option(help="What training starts from: a Hugging Face name, a folder, or NAME=FOLDER.")
+    ],
     address: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free one.")] = "127.0.0.1:8000",
     database: DatabaseUrl = DATABASE,
     models_dir: Annotated[Path, typer.Option(help="Where trained versions are written.")] = Path("models"),
     service: Annotated[
-        str, typer.Option(help="Address of a gradwire server; an embedded one when absent. GRADWIRE_API_KEY is its key.")
+        str,
+        typer.Option(help="Address of a gradwire server; an embedded one when absent. GRADWIRE_API_KEY is its key."),
     ] = "",
     service_ca_cert: Annotated[
         Path | None, typer.Option(help="PEM file with the authority that signed the gradwire server's certificate.")
@@ -158,15 +161,10 @@ def _fail(message: str) -> None:
     raise typer.Exit(2)
 
 
-def serve_main(arguments: Sequence[str]) -> None:
-    """`gradwire feedback serve …`."""
-    app(["serve", *arguments], prog_name="gradwire feedback")
-
-
-def keys_main(arguments: Sequence[str]) -> None:
-    """`gradwire feedback keys …`."""
-    app(["keys", *arguments], prog_name="gradwire feedback")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`gradwire feedback …`."""
+    app(arguments, prog_name="gradwire feedback")
 
 
 if __name__ == "__main__":
-    app(prog_name="gradwire feedback")
+    main()

@@ -56,9 +56,9 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
     try:
         if not await _unless(stopping, server.start()):
             return True
-        jobs.start()
+        await asyncio.to_thread(jobs.start)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        while not http.started and not serving.done():
+        while not http.started and not serving.done():  # noqa: ASYNC110  uvicorn sets no event
             await asyncio.sleep(STARTED_POLL_S)
         host, port = listener.getsockname()[:2]
         print(f"gradwire feedback: listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)

@@ -9,6 +9,7 @@ from gradwire.rlhf.datasets import MIN_FEEDBACK, Feedback, FeedbackDataset, PPOD
 from gradwire.rlhf.results import CalibrationBin, RewardModelReport, TrainingProgress, TrainingResult
 from gradwire.rlhf.reward_model import RewardModel, RewardModelDetails
 from gradwire.rlhf.reward_training import train_reward_model, train_reward_model_async
+from gradwire.rlhf.state import discard_training
 from gradwire.rlhf.trainer import RLHFTrainer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TrainingConfig",
     "TrainingProgress",
     "TrainingResult",
+    "discard_training",
     "train_reward_model",
     "train_reward_model_async",
 ]

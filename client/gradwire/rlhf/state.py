@@ -71,6 +71,24 @@ class TrainingState:
         aside.replace(self._path)
 
 
+OWN_FOLDER = ".gradwire"
+STATE_FILE = "state.json"
+
+
+async def discard_training(service: ServiceClient, output_dir: str | Path) -> None:
+    """Deletes the runs on the server of a training that nobody wants any more; its folder is the caller's."""
+    job = _job_of(Path(output_dir))
+    for run in await service.list_runs() if job else ():
+        if run.name.startswith(f"rlhf {job} "):
+            await service.delete_run(run.run_id)
+
+
+def _job_of(output_dir: Path) -> str:
+    """The name of a folder's training on the server; empty where there is none."""
+    file = output_dir.expanduser() / OWN_FOLDER / STATE_FILE
+    return str(json.loads(file.read_text(encoding="utf-8"))["job"]) if file.exists() else ""
+
+
 async def find_run(service: ServiceClient, name: str) -> TrainingClient | None:
     """The run of this name, the newest where there are several."""
     named = [run for run in await service.list_runs() if run.name == name]

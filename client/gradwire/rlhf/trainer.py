@@ -25,14 +25,13 @@ from gradwire.rlhf.ppo import FeedbackPPO
 from gradwire.rlhf.results import RESULTS_FILE, TrainingProgress, TrainingResult
 from gradwire.rlhf.reward_model import RewardModel
 from gradwire.rlhf.reward_training import train_reward_model_async
-from gradwire.rlhf.state import Checkpoints, TrainingState, find_run, fingerprint
+from gradwire.rlhf.state import OWN_FOLDER, STATE_FILE, Checkpoints, TrainingState, find_run, fingerprint
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
 
 logger = logging.getLogger("gradwire.rlhf")
 
 POLICY, REWARD_MODEL = "policy", "reward_model"
-OWN_FOLDER = ".gradwire"
 METRICS_FILE = "metrics.jsonl"
 SECTION = "policy"
 
@@ -154,7 +153,7 @@ class RLHFTrainer:
         inputs = fingerprint(
             asdict(self.config), asdict(self.reward_config), [asdict(item) for item in dataset], str(given)
         )
-        state = TrainingState(output / OWN_FOLDER / "state.json", inputs)
+        state = TrainingState(output / OWN_FOLDER / STATE_FILE, inputs)
         if state.resumed and (output / RESULTS_FILE).exists():
             logger.info("%s holds the result of this very training", output)
             return TrainingResult.load(output)

@@ -155,9 +155,7 @@ def _rows(content: Any, word: str) -> list[FeedbackIn]:
     return rows
 
 
-def _store(
-    context: Context, agent_id: str, rows: list[FeedbackIn], single: bool, caller: str, key: str | None
-) -> Any:
+def _store(context: Context, agent_id: str, rows: list[FeedbackIn], single: bool, caller: str, key: str | None) -> Any:
     digest = feedback.request_digest([row.model_dump() for row in rows]) if key else ""
     for last in (False, True):
         try:
@@ -166,9 +164,9 @@ def _store(
                     return earlier
                 scores = [feedback.Score(**row.model_dump()) for row in rows]
                 stored = [
-                    FeedbackOut(
-                        id=row.id, agent_id=agent_id, score=row.score, created_at=row.created_at
-                    ).model_dump(mode="json", by_alias=True)
+                    FeedbackOut(id=row.id, agent_id=agent_id, score=row.score, created_at=row.created_at).model_dump(
+                        mode="json", by_alias=True
+                    )
                     for row in feedback.add_feedback(session, agent_id, scores)
                 ]
                 answer = stored[0] if single else stored

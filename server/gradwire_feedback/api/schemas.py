@@ -31,20 +31,17 @@ def _agent_id(text: str) -> str:
     return text
 
 
-def _text(longest: int, shortest: int = 0) -> Any:
-    return Annotated[str, StringConstraints(min_length=shortest, max_length=longest), AfterValidator(_no_nul)]
-
-
 AgentId = Annotated[
     str,
     Path(alias="agent_id", pattern=AGENT_ID, description="Letters, digits, '.', '_' and '-', 100 at most."),
     AfterValidator(_agent_id),
 ]
 JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="As of the answer to train_policy.")]
-Prompt = _text(LIMITS.prompt_chars, 1)
-Response = _text(LIMITS.response_chars)
-Notes = _text(LIMITS.notes_chars)
-RunId = _text(LIMITS.run_id_chars, 1)
+Text = Annotated[str, AfterValidator(_no_nul)]
+Prompt = Annotated[Text, StringConstraints(min_length=1, max_length=LIMITS.prompt_chars)]
+Response = Annotated[Text, StringConstraints(max_length=LIMITS.response_chars)]
+Notes = Annotated[Text, StringConstraints(max_length=LIMITS.notes_chars)]
+RunId = Annotated[Text, StringConstraints(min_length=1, max_length=LIMITS.run_id_chars)]
 ScoreValue = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
 
 

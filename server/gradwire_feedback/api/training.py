@@ -58,8 +58,7 @@ def _setting(name: str, kind: Any, default: Any) -> Any:
     """A field of TrainingConfig; the library itself checks its range."""
     if name == "base_model":
         return (str | None, Field(default=None, max_length=500, description="The service's --base-model when absent."))
-    bounded = {"le": LARGEST_NUMBER} if kind in (int, float) else {}
-    return (kind, Field(default=default, **bounded))
+    return (kind, Field(default=default, le=LARGEST_NUMBER if kind in (int, float) else None))
 
 
 _hints = typing.get_type_hints(TrainingConfig)

@@ -60,7 +60,8 @@ def intervals(comparison: ComparisonOut) -> dict[str, Any]:
                 "data": [each.interval[0] for each in rows],
             },
             {
-                "type": "bar", "stack": "interval", "barWidth": 14, "itemStyle": {"color": "#9cc3ea", "borderRadius": 7},
+                "type": "bar", "stack": "interval", "barWidth": 14,
+                "itemStyle": {"color": "#9cc3ea", "borderRadius": 7},
                 "data": [each.interval[1] - each.interval[0] for each in rows],
             },
             {

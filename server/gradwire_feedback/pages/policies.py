@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import RedirectResponse
-from nicegui import run, ui
+from nicegui import ui
+from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages import charts
@@ -37,7 +38,7 @@ class _Policies:
         self._shown: Overview | None = None
 
     async def show(self) -> None:
-        self._shown = await run.io_bound(load, self._context, self._agent_id)
+        self._shown = await run_in_threadpool(load, self._context, self._agent_id)
         with ui.column().classes("page q-pa-md gap-3"):
             with ui.row().classes("full-width items-baseline justify-between"):
                 ui.label(f"Policies of {self._agent_id}").classes("text-h5")
@@ -51,7 +52,7 @@ class _Policies:
 
         async def refresh() -> None:
             await training.refresh()
-            found = await run.io_bound(load, self._context, self._agent_id)
+            found = await run_in_threadpool(load, self._context, self._agent_id)
             if found != self._shown:  # the charts and what somebody is typing stay as long as nothing changed
                 self._shown = found
                 for part in (self._scores, self._versions, self._deployment, self._comparison):
@@ -169,7 +170,9 @@ class _Policies:
             ratio = found.sample_ratio
             if ratio is not None:
                 drawn = ", ".join(f"{version} {count}" for version, count in ratio.observed.items())
-                ui.label(f"Drawn: {drawn}; sample ratio {'as deployed' if ratio.ok else 'WRONG'} (p = {ratio.p_value:.2g})")
+                ui.label(
+                    f"Drawn: {drawn}; sample ratio {'as deployed' if ratio.ok else 'WRONG'} (p = {ratio.p_value:.2g})"
+                )
             ui.label("The intervals stay valid however often you look: stop when it is settled.").classes("quiet")
 
     async def _act(self, work: Callable[[], Any], done: str, role: Role = "train") -> bool:
@@ -179,11 +182,11 @@ class _Policies:
             ui.navigate.to(f"/login?next=/policies/{self._agent_id}")
             return False
         try:
-            await run.io_bound(work)
+            await run_in_threadpool(work)
         except ProblemError as error:
             ui.notify(str(error), type="negative")
             return False
-        self._shown = await run.io_bound(load, self._context, self._agent_id)
+        self._shown = await run_in_threadpool(load, self._context, self._agent_id)
         for part in (self._deployment, self._versions, self._comparison):
             part.refresh()
         ui.notify(done, type="positive")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi.responses import RedirectResponse
-from nicegui import events, run, ui
+from nicegui import events, ui
+from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import Item
@@ -58,7 +60,7 @@ class _Rating:
                 item = rating.reserve(session, self._agent_id, self._rater)
                 return item, rating.open_items(session, self._agent_id)
 
-        self._place(*await run.io_bound(reserve))
+        self._place(*await run_in_threadpool(reserve))
 
     def _place(self, item: Item | None, waiting: int) -> None:
         self._state = _State(item, waiting, grades=(None,) * (len(item.answers) if item else 0))
@@ -108,7 +110,7 @@ class _Rating:
                         f"no-caps dense {'unelevated' if chosen else 'outline'}"
                     ).classes("q-px-sm")
 
-    def _keep_note(self, event: events.ValueChangeEventArguments[str]) -> None:
+    def _keep_note(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         self._state.notes = event.value or ""
 
     def _grade(self, position: int, key: str) -> None:
@@ -148,13 +150,13 @@ class _Rating:
 
         await self._carry_out(store)
 
-    async def _carry_out(self, store: object) -> None:
+    async def _carry_out(self, store: Callable[[], None]) -> None:
         """Stores, and goes on; a key that is pressed twice counts once."""
         if self._busy or not self._allowed():
             return
         self._busy = True
         try:
-            await run.io_bound(store)  # type: ignore[arg-type]
+            await run_in_threadpool(store)
         except ConflictError as error:
             ui.notify(str(error), type="warning")
         finally:
@@ -170,7 +172,7 @@ class _Rating:
                 item = rating.undo(session, self._agent_id, self._rater)
                 return item, rating.open_items(session, self._agent_id)
 
-        item, waiting = await run.io_bound(take_back)
+        item, waiting = await run_in_threadpool(take_back)
         if item is None:
             ui.notify("There is nothing to undo.")
             return

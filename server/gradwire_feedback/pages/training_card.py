@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import gradwire
-from nicegui import run, ui
+from nicegui import ui
+from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.tables import Job
@@ -53,7 +54,7 @@ class TrainingCard:
             with self._context.database.read() as session:
                 return store.newest_job(session, self._agent_id)
 
-        before, self._job = self._job, await run.io_bound(newest)
+        before, self._job = self._job, await run_in_threadpool(newest)
         if _signature(before) != _signature(self._job):
             self._state.refresh()
 
@@ -73,17 +74,18 @@ class TrainingCard:
             return
         progress = job.progress or {"stage": "", "step": 0, "total": 1, "metrics": {}}
         stage = STAGES.get(progress["stage"], "waiting for its turn" if job.status == "queued" else "starting")
-        numbers = ", ".join(
-            f"{name} {value:.3g}" for name, value in progress["metrics"].items() if value is not None
+        numbers = ", ".join(f"{name} {value:.3g}" for name, value in progress["metrics"].items() if value is not None)
+        ui.label(f"{job.version or 'A new version'}: {stage}, step {progress['step']} of {progress['total']}").mark(
+            "job"
         )
-        ui.label(f"{job.version or 'A new version'}: {stage}, step {progress['step']} of {progress['total']}").mark("job")
         ui.linear_progress(progress["step"] / max(progress["total"], 1), show_value=False).classes("full-width")
         with ui.row().classes("items-center"):
             ui.label(numbers).classes("quiet")
             if self._may_train:
                 job_id = job.id
                 ui.button(
-                    "Cancel", on_click=lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon.")
+                    "Cancel",
+                    on_click=lambda: self._act(lambda: self._context.jobs.cancel(job_id), "It will stop soon."),
                 ).props("no-caps flat dense")
 
     def _plan(self) -> Plan:
@@ -95,7 +97,7 @@ class TrainingCard:
     async def _dry_run(self) -> None:
         notice = ui.notification("Measuring a training step…", spinner=True, timeout=None)
         try:
-            plan = await run.io_bound(self._plan)
+            plan = await run_in_threadpool(self._plan)
             found = await estimate(
                 self._context.database, self._context.server, self._context.settings, self._agent_id, plan
             )

@@ -136,7 +136,7 @@ def observe(session: Session, agent_id: str) -> Observed | None:
         .order_by(Feedback.created_at, Feedback.id)
     )
     for answer, version, score in rows:
-        if answer not in seen:
+        if answer not in seen and version is not None:
             seen.add(answer)
             scores[version].append(score)
     drawn = session.execute(
@@ -145,7 +145,7 @@ def observe(session: Session, agent_id: str) -> Observed | None:
         .where(*answered, Item.created_at >= history[last].created_at)
         .group_by(Answer.version)
     )
-    counts = {version: count for version, count in drawn}
+    counts: dict[str | None, int] = dict(drawn.tuples().all())
     units = {version: counts.get(version, 0) for version in versions}
     return Observed(since, dict(history[last].weights), scores, units)
 

@@ -94,7 +94,9 @@ def earlier_answer(session: Session, caller: str, agent_id: str, key: str, diges
     if earlier is None:
         return None
     if earlier.digest != digest:
-        raise UnprocessableError("this Idempotency-Key came with another content before: use a new key for new feedback")
+        raise UnprocessableError(
+            "this Idempotency-Key came with another content before: use a new key for new feedback"
+        )
     return earlier.answer["body"]
 
 

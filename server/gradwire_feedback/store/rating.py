@@ -192,7 +192,9 @@ def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
     for _, answer, _ in rows:
         counts[answer] = counts.get(answer, 0) + 1
     shared = {answer: column for column, answer in enumerate(sorted(a for a, count in counts.items() if count > 1))}
-    raters = {rater: row for row, rater in enumerate(sorted({rater for rater, answer, _ in rows if answer in shared}))}
+    raters = {
+        rater: row for row, rater in enumerate(sorted({str(rater) for rater, answer, _ in rows if answer in shared}))
+    }
     table = np.full((len(raters), len(shared)), np.nan)
     for rater, answer, score in rows:
         if answer in shared:

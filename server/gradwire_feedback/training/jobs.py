@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,11 @@ WAIT_POLL_S = 0.3
 PROGRESS_EVERY_S = 0.2
 STOP_PATIENCE_S = 10.0
 ATTEMPTS = 5
+SHOWN_METRICS = {
+    "mse": "meanSquaredError", "correlation": "correlation", "rewards/score": "reward", "train/kl": "kl",
+    "train/loss": "loss", "train/value_error": "valueError",
+}  # fmt: skip
+"""What progress shows of the trainer's metrics, and under which name."""
 RETRY_AFTER_S = 2.0
 
 
@@ -50,8 +56,8 @@ class JobCancelledError(Exception):
     """Somebody asked for the job to end."""
 
 
-class ServiceStopping(BaseException):  # noqa: N818  no error: it leaves the workflow unfinished, for the next start
-    """The service stops in the middle of a job."""
+class ServiceStopping(BaseException):
+    """The service stops in the middle of a job. No Exception, so that DBOS leaves the workflow for the next start."""
 
 
 class Jobs:
@@ -87,12 +93,15 @@ class Jobs:
                 log_level="WARNING",
             )
         )
-        self._workflow = DBOS.workflow(name="train")(self._run)
+
+        @DBOS.workflow(name="train")
+        def workflow(job_id: str) -> None:
+            self._run(job_id)
+
+        self._workflow = workflow
         DBOS.launch()
         self._launched = True
-        DBOS.register_queue(
-            QUEUE, worker_concurrency=1, polling_interval_sec=QUEUE_POLL_S, on_conflict="always_update"
-        )
+        DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=QUEUE_POLL_S, on_conflict="always_update")
         with self._database.read() as session:
             left = [job.id for job in store.active_jobs(session)]
         for job_id in left:  # known to DBOS already, unless the service died before it said so
@@ -230,8 +239,8 @@ class Jobs:
                         version=job.version,
                         parent=plan.start_from,
                         job_id=job_id,
-                        model_path=result.model_path,
-                        reward_model_path=result.reward_model_path or "",
+                        model_path=str(folder / "policy"),
+                        reward_model_path=plan.reward_model_path or str(folder / "reward_model"),
                         checkpoint=result.policy_checkpoint,
                         feedback_count=result.feedback_count,
                         training_steps=result.training_steps,
@@ -249,7 +258,12 @@ class Jobs:
         """Ends a job without a version, and removes what it wrote."""
         job = self.get(job_id)
         if job.version is not None:
-            rmtree(version_folder(self._settings.models_dir, job.agent_id, job.version), ignore_errors=True)
+            folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
+            try:
+                asyncio.run(self._server.discard(folder))
+            except gradwire.GradwireError as trouble:
+                log.warning("what job %s left on the training server stays there: %s", job_id, trouble)
+            rmtree(folder, ignore_errors=True)
         self._snapshot_file(job).unlink(missing_ok=True)
         with self._database.write() as session:
             store.finish(session, job_id, status, error)
@@ -278,8 +292,12 @@ class _Reporter:
 
 
 def progress_json(progress: TrainingProgress) -> dict[str, Any]:
-    """JSON of a progress; numbers that are none as null."""
-    metrics = {name: value if abs(value) < float("inf") else None for name, value in progress.metrics.items()}
+    """JSON of a progress, with the figures that people watch; those that are no numbers as null."""
+    metrics = {
+        shown: value if math.isfinite(value) else None
+        for name, shown in SHOWN_METRICS.items()
+        if (value := progress.metrics.get(name)) is not None
+    }
     return {"stage": progress.stage, "step": progress.step, "total": progress.total, "metrics": metrics}
 
 

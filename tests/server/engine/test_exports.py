@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 from peft import PeftModel
 from safetensors import safe_open
@@ -73,6 +74,30 @@ def test_a_folder_loads_and_gives_the_same_logprobs(
     assert np.array_equal(engine.logprobs("run-a", BATCH), expected)
     again = engine.do("run-a", export=pb.ExportModel(name="out", format=asked)).proto.export
     assert again.size_bytes == export.size_bytes
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_a_run_on_an_exported_folder_starts_with_its_head(
+    engine: LocalEngine, tiny_model_path: Path, tmp_path: Path, lora: int | None
+) -> None:
+    engine.create("run-a", lora=lora, head="reward")
+    rated = {**BATCH, "scores": Column(np.array([0.9, 0.1, 0.5], np.float32), ())}
+    before = head_outputs(engine, "run-a", "rewards")
+    engine.do("run-a", rated, forward_backward=pb.LossCall(loss_fn="reward_regression"))
+    engine.do("run-a", optim_step=pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8))
+    expected = head_outputs(engine, "run-a", "rewards")
+    assert not np.allclose(before, expected, atol=1e-3)
+    engine.do("run-a", export=pb.ExportModel(name="out", format="hf"))
+    folder = tmp_path / "runs" / "run-a" / "exports" / "out"
+    other = LocalEngine({"tiny": tiny_model_path, "judge": folder}, tmp_path / "other")
+    other.create("run-b", base_model="judge", lora=2, head="reward", seed=7)
+    assert np.allclose(head_outputs(other, "run-b", "rewards"), expected, atol=1e-5)
+    other.create("run-c", base_model="judge", head="value")
+    assert not head_outputs(other, "run-c", "values").any()
+
+
+def head_outputs(engine: LocalEngine, run_id: str, name: str) -> np.ndarray:
+    return engine.do(run_id, BATCH, forward=pb.LossCall(outputs=[name])).columns[name].values
 
 
 def test_a_full_run_has_no_adapter_to_export(engine: LocalEngine) -> None:

@@ -5,15 +5,19 @@ Legend: ``H`` hidden size, ``N`` places, ``C`` classes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
 from gradwire_proto.v1 import training_pb2
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
 
 HeadKind = Literal["value", "reward", "classification"]
+HEAD_FILE = "gradwire_head.safetensors"
 HEAD_KINDS: tuple[str, ...] = ("", "value", "reward", "classification")
 
 
@@ -53,8 +57,20 @@ class Head(nn.Module):
         return outputs if self.kind == "classification" else outputs.squeeze(-1)
 
 
-def make_head(config: training_pb2.RunConfig, hidden_size: int, device: torch.device) -> Head | None:
+def save_head(head: Head, folder: Path) -> None:
+    """Writes a head beside a model's weights, where :func:`make_head` finds it."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
+
+
+def make_head(
+    config: training_pb2.RunConfig, hidden_size: int, device: torch.device, *, model_path: str = ""
+) -> Head | None:
     """The head that a run's configuration asks for.
+
+    Args:
+        model_path: folder of the base model. Where an export wrote a head of this kind and shape there, its weights are
+            what the head starts with.
 
     Raises:
         OperationError: INVALID_ARGUMENT, with the field.
@@ -75,4 +91,16 @@ def make_head(config: training_pb2.RunConfig, hidden_size: int, device: torch.de
         )
     if not config.head:
         return None
-    return Head(cast(HeadKind, config.head), hidden_size, config.seed, device, num_labels=config.num_labels)
+    head = Head(cast(HeadKind, config.head), hidden_size, config.seed, device, num_labels=config.num_labels)
+    _load_exported(head, Path(model_path) / HEAD_FILE)
+    return head
+
+
+def _load_exported(head: Head, file: Path) -> None:
+    if not file.is_file():
+        return
+    with safe_open(file, "pt") as stored:
+        same_kind = (stored.metadata() or {}).get("kind") == head.kind
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()} if same_kind else {}  # noqa: SIM118
+    if {name: each.shape for name, each in tensors.items()} == {n: each.shape for n, each in head.state_dict().items()}:
+        head.load_state_dict(tensors)

@@ -279,7 +279,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     facts = pool.facts(config.base_model)
     if config.HasField("lora"):
         split_model = pool.get(config.base_model)
-        head = make_head(config, facts.hidden_size, split_model.device)
+        head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
         return LoraPolicy(
             split_model,
             run_id,
@@ -289,7 +289,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
             gradient_checkpointing=config.gradient_checkpointing,
         )
     split_model = pool.load(config.base_model)
-    head = make_head(config, facts.hidden_size, split_model.device)
+    head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
     return FullPolicy(split_model, head=head, gradient_checkpointing=config.gradient_checkpointing)
 
 

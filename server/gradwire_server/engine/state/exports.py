@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
-from gradwire_server.engine.model.heads import Head
+from gradwire_server.engine.model.heads import save_head
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
@@ -20,7 +20,6 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.folders import replacing
 
 FORMATS = ("auto", "hf", "peft", "merged")
-HEAD_FILE = "gradwire_head.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,7 +59,7 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
             policy.model.save_pretrained(folder)
         _copy_tokenizer(policy.facts, folder)
         if policy.head is not None:
-            _save_head(policy.head, folder)
+            save_head(policy.head, folder)
     return "peft" if as_adapter else "hf"
 
 
@@ -91,11 +90,6 @@ def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
 
 def _without_head(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in policy.state_tensors().items() if not name.startswith(HEAD_PREFIX)}
-
-
-def _save_head(head: Head, folder: Path) -> None:
-    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
 
 
 def _copy_tokenizer(facts: ModelFacts, folder: Path) -> None:

@@ -93,7 +93,7 @@ class FeedbackPPO(PPOAlgorithm):
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
-            context_tokens=context_tokens - settings.max_new_tokens - 1,
+            context_tokens=context_tokens - settings.max_new_tokens,
             num_parallel=settings.batch_size,
             seed=settings.seed,
             checkpoint_dir=folder,

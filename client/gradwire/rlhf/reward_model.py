@@ -25,6 +25,7 @@ from gradwire.training import TrainingClient
 Scores = npt.NDArray[np.float32]
 T = TypeVar("T")
 
+ENCODED_AT_ONCE = 256
 DETAILS_FILE = "gradwire_reward_model.json"
 
 
@@ -224,9 +225,19 @@ async def encode_pairs(
     codec: TextCodec, prompts: Sequence[str], responses: Sequence[str]
 ) -> list[npt.NDArray[np.int64]]:
     """Token ids of each prompt followed by its response."""
-    before = await codec.encode(prompts)
-    after = await codec.encode(responses, add_special_tokens=False)
+    before = await encoded(codec, prompts)
+    after = await encoded(codec, responses, add_special_tokens=False)
     return [np.concatenate([first, second]) for first, second in zip(before, after)]
+
+
+async def encoded(
+    codec: TextCodec, texts: Sequence[str], *, add_special_tokens: bool = True
+) -> list[npt.NDArray[np.int64]]:
+    """Token ids of texts, asked for in portions that a server takes."""
+    rows: list[npt.NDArray[np.int64]] = []
+    for start in range(0, len(texts), ENCODED_AT_ONCE):
+        rows += await codec.encode(texts[start : start + ENCODED_AT_ONCE], add_special_tokens=add_special_tokens)
+    return rows
 
 
 def padded(rows: Sequence[npt.NDArray[np.int64]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -7,11 +7,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import NotFoundError
+from gradwire.errors import NotFoundError, UnsupportedError
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
 
@@ -98,16 +98,17 @@ async def find_run(service: ServiceClient, name: str) -> TrainingClient | None:
 
 
 class Checkpoints:
-    """Saves a run now and then, for at most a tenth of the time, and keeps the newest.
+    """Saves a run now and then, for at most a tenth of the time, and deletes what is older than the newest.
 
     Args:
         run: what is saved.
-        names: what its checkpoints are called, before their number.
-        keep: paths that are not deleted.
+        prefix: what its checkpoints are called, before their number.
+        last: the newest that there is.
     """
 
-    def __init__(self, run: TrainingClient, names: str, *, last: str = "") -> None:
-        self._run, self._names, self._last = run, names, last
+    def __init__(self, run: TrainingClient, prefix: str, *, last: str = "") -> None:
+        self._run, self._prefix = run, prefix
+        self._old = [last] if last else []
         self._cost_s, self._saved_at = 0.0, time.monotonic()
 
     @property
@@ -116,21 +117,21 @@ class Checkpoints:
         return time.monotonic() - self._saved_at >= self._cost_s / CHECKPOINT_SHARE
 
     async def save(self, number: int, state: TrainingState, section: str, values: Mapping[str, Any]) -> None:
-        """Saves the run, then writes the values and the checkpoint's path into the state; then the old one goes."""
+        """Saves the run, then writes the values and the checkpoint's path into the state."""
         started = time.monotonic()
-        checkpoint = await self._run.save_checkpoint(f"{self._names}-{number}", overwrite=True)
+        checkpoint = await self._run.save_checkpoint(f"{self._prefix}-{number}", overwrite=True)
         state.write(section, {**values, "checkpoint": checkpoint.path})
-        if self._last and self._last != checkpoint.path:
-            await forget_checkpoints(self._run, [self._last])
-        self._last = checkpoint.path
+        self._old = [path for path in self._old if path != checkpoint.path and not await self._deleted(path)]
+        self._old.append(checkpoint.path)
         self._saved_at = time.monotonic()
         self._cost_s = self._saved_at - started
 
-
-async def forget_checkpoints(run: TrainingClient, paths: Sequence[str]) -> None:
-    """Deletes those that are there."""
-    for path in paths:
+    async def _deleted(self, path: str) -> bool:
+        """Whether it is gone. The server keeps one that a restored run would load, until there are newer ones."""
         try:
-            await run.delete_checkpoint(path)
+            await self._run.delete_checkpoint(path)
         except NotFoundError:
-            continue
+            return True
+        except UnsupportedError:
+            return False
+        return True

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+import gradwire
 from gradwire import sync
-from gradwire.connection import connect
 from gradwire.errors import InvalidArgumentError
 from gradwire.rl.loggers import read_jsonl
 from gradwire.rl.progress import Progress
@@ -23,7 +23,7 @@ from gradwire.rlhf.datasets import MIN_FEEDBACK, FeedbackDataset, PPODataset
 from gradwire.rlhf.origins import POLICY_FILE, Origin, export_run, find_origin, served_models, start_run
 from gradwire.rlhf.ppo import FeedbackPPO
 from gradwire.rlhf.results import RESULTS_FILE, TrainingProgress, TrainingResult
-from gradwire.rlhf.reward_model import RewardModel
+from gradwire.rlhf.reward_model import RewardModel, encoded, text_codec
 from gradwire.rlhf.reward_training import train_reward_model_async
 from gradwire.rlhf.state import OWN_FOLDER, STATE_FILE, Checkpoints, TrainingState, find_run, fingerprint
 from gradwire.service import ServiceClient
@@ -178,7 +178,7 @@ class RLHFTrainer:
             yield self._service
             return
         if self._address is not None:
-            async with connect(self._address, api_key=self._api_key) as service:
+            async with gradwire.connect(self._address, api_key=self._api_key) as service:
                 yield service
             return
         models = [self.config.base_model, *([str(reward_model)] if reward_model else [self.reward_config.base_model])]
@@ -187,7 +187,9 @@ class RLHFTrainer:
         if self.config.mixed_precision == "fp16":
             logger.warning("mixed_precision 'fp16' computes in bfloat16: as small, and without loss scaling")
         state_dir = output / OWN_FOLDER / "server"
-        async with connect(models=served_models(models), state_dir=state_dir, server_args=arguments) as service:
+        async with gradwire.connect(
+            models=served_models(models), state_dir=state_dir, server_args=arguments
+        ) as service:
             yield service
 
 
@@ -212,14 +214,21 @@ class _Training:
 
     async def run(self, reward_model_path: Path | None) -> TrainingResult:
         origin = await find_origin(self._service, self._config.base_model)
-        room = origin.context_tokens - self._config.max_new_tokens - 1
+        room = origin.context_tokens - self._config.max_new_tokens
         if room < 1:
             raise InvalidArgumentError(
                 f"max_new_tokens is {self._config.max_new_tokens}, and {origin.model} reads {origin.context_tokens} "
                 "tokens, prompt and answer together",
                 field="max_new_tokens",
-                rule=f"at most {origin.context_tokens - 2}",
+                rule=f"at most {origin.context_tokens - 1}",
             )
+        prompts = list(PPODataset(self._dataset))
+        rows = await encoded(text_codec(self._service, origin.model, self._tokenizer), prompts)
+        if long := sum(len(row) > room for row in rows):
+            logger.warning(
+                "%d of %d prompts are longer than %d tokens (the model's context less max_new_tokens) and lose their "
+                "beginning", long, len(prompts), room,
+            )  # fmt: skip
         model, reward_model_folder = await self._reward_model(reward_model_path)
         run, ppo = await self._open_policy(origin, model)
         await self._practise(run, ppo)

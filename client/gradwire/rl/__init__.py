@@ -16,11 +16,13 @@ from gradwire.rl.algorithms import (
     HICRAAlgorithm,
     PPOAlgorithm,
     REINFORCEAlgorithm,
+    RolloutsFailedError,
 )
 from gradwire.rl.curricula import Curriculum, ShuffledCurriculum, StagedCurriculum, SuccessCurriculum
 from gradwire.rl.environments import (
     BaseEnvironment,
     ConversationEnvironment,
+    GroupBuilder,
     GymnasiumEnvironment,
     SimpleTextEnvironment,
     StepResult,
@@ -32,9 +34,12 @@ from gradwire.rl.environments import (
 from gradwire.rl.hicra import HICRACreditAssigner, build_hicra_from_dict
 from gradwire.rl.inference import InferenceModule, LocalInference, OpenAIInference, RunInference, SamplingParams
 from gradwire.rl.loggers import JsonlLogger, PrometheusLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import (
+    LengthPenalty,
+    OverlongPenalty,
     ParetoRewardComputer,
     RewardComputer,
     RewardModel,
@@ -76,16 +81,21 @@ __all__ = [
     "GRPOAlgorithm",
     "GiGPOAlgorithm",
     "GramCluster",
+    "GroupBuilder",
     "GymnasiumEnvironment",
     "HICRAAlgorithm",
     "HICRACreditAssigner",
     "InferenceModule",
     "JsonlLogger",
+    "LengthPenalty",
     "LocalInference",
     "Message",
+    "Mixture",
     "OpenAIInference",
+    "OverlongPenalty",
     "PPOAlgorithm",
     "ParetoRewardComputer",
+    "Part",
     "PrometheusLogger",
     "Prompt",
     "REINFORCEAlgorithm",
@@ -95,6 +105,7 @@ __all__ = [
     "RewardModel",
     "RolloutManager",
     "Rollouts",
+    "RolloutsFailedError",
     "RunInference",
     "SVRLEnvironment",
     "SVRLRewardComputer",

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Iterable
 
 from gradwire.rl.batching import GenerationBatcher, derive_seed
+from gradwire.rl.collection import Collection, Planned
 from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.generation import InferenceModule, SamplingParams
-from gradwire.rl.progress import Progress
 from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
-from gradwire.rl.rollout_statistics import Rollouts, summarised
-from gradwire.rl.types import AnyTask, Task, Trajectory
+from gradwire.rl.rollout_statistics import Rollouts
+from gradwire.rl.types import AnyTask, Task
 from gradwire.rl.worker import RLRolloutWorker
 
 
@@ -27,7 +25,7 @@ class RolloutManager:
 
     Args:
         inference: the sampler.
-        environment: the world.
+        environment: the world; or a :class:`~gradwire.rl.environments.GroupBuilder`, which makes one a member.
         num_parallel: episodes under way at once.
         max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
         group_size: episodes a task.
@@ -50,7 +48,7 @@ class RolloutManager:
     def __init__(
         self,
         inference: InferenceModule,
-        environment: BaseEnvironment,
+        environment: BaseEnvironment | GroupBuilder,
         *,
         num_parallel: int = 64,
         max_steps_per_rollout: int = 16,
@@ -98,6 +96,7 @@ class RolloutManager:
         params: SamplingParams | None = None,
         seed: int | None = None,
         first_group: int = 0,
+        batcher: GenerationBatcher | None = None,
     ) -> Rollouts:
         """Episodes of these tasks.
 
@@ -106,165 +105,51 @@ class RolloutManager:
             group_size, params: in place of the manager's own.
             seed: of this collection; by default the manager's own and how many collections came before.
             first_group: number of the first group; numbers and seeds of groups count on from it.
+            batcher: what sends prompts to the sampler, where several collections are under way at once and share one
+                (:meth:`batcher`); by default one of this collection's own.
         """
         size = group_size or self.group_size
         seed = derive_seed(self.seed, "collection", self._collections) if seed is None else seed
         self._collections += 1
         plan = [
-            _Planned(Task.of(task), group, member, derive_seed(seed, "group", group))
+            Planned(Task.of(task), group, member, derive_seed(seed, "group", group))
             for group, task in enumerate(tasks, first_group)
             for member in range(size)
         ]
-        collection = _Collection(
+        collection = Collection(
             plan,
             size,
-            self.worker(params or self.params),
-            self._batcher(derive_seed(seed, "sampling", first_group)),
-            num_parallel=self._num_parallel,
+            self.environment,
+            functools.partial(self.worker, params=params or self.params),
+            batcher or self.batcher(derive_seed(seed, "sampling", first_group)),
+            shared=batcher is not None,
+            num_parallel=max(self._num_parallel, size) if self._interactive else self._num_parallel,
             wave=len(plan) if self._maintain else self._num_parallel,
             enough=self._min_trajectories,
             show=self._progress_bar,
         )
         return await collection.run()
 
-    def worker(self, params: SamplingParams) -> RLRolloutWorker:
-        """What runs the episodes."""
-        stop = tuple(dict.fromkeys((*params.stop, *self.environment.stop)))
+    @property
+    def _interactive(self) -> bool:
+        return isinstance(self.environment, GroupBuilder) and self.environment.interactive
+
+    def worker(self, environment: BaseEnvironment, params: SamplingParams) -> RLRolloutWorker:
+        """What runs the episodes of an environment."""
         template = self._template or chat_template(self.inference.codec)
 
         def new_history() -> TokenHistory:
             return TokenHistory(self.inference.codec, template, context_tokens=self._context_tokens)
 
-        sampling = replace(params, stop=stop)
-        return RLRolloutWorker(
-            self.environment, sampling, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s
-        )
+        return RLRolloutWorker(environment, params, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s)
 
-    def _batcher(self, seed: int) -> GenerationBatcher:
+    def batcher(self, seed: int, *, deterministic: bool = True) -> GenerationBatcher:
+        """What sends the prompts of episodes to the sampler together."""
         return GenerationBatcher(
             self.inference,
             seed=seed,
-            deterministic=self._deterministic,
+            deterministic=deterministic and self._deterministic and not self._interactive,
             max_batch=self._max_batch,
             patience_s=self._patience_s,
             straggler_s=self._straggler_s,
         )
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """An episode to come; ``seed`` is its environment's."""
-
-    task: Task
-    group: int
-    member: int
-    seed: int
-
-
-class _Collection:
-    """One call of :meth:`RolloutManager.collect`.
-
-    Args:
-        plan: all episodes, group by group.
-        group_size: episodes a group.
-        num_parallel: episodes under way at once.
-        wave: episodes after whose last the next may begin.
-        enough: trajectories, in whole groups, that end the collection.
-        show: a progress bar.
-    """
-
-    def __init__(
-        self,
-        plan: list[_Planned],
-        group_size: int,
-        worker: RLRolloutWorker,
-        batcher: GenerationBatcher,
-        *,
-        num_parallel: int,
-        wave: int,
-        enough: int | None,
-        show: bool,
-    ) -> None:
-        self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
-        self._num_parallel, self._wave_size, self._enough = num_parallel, wave, enough
-        self._done: dict[int, Trajectory] = {}
-        self._members: dict[int, int] = {}
-        self._complete = self._steps = self._failed = 0
-        self._progress = Progress("rollouts", len(plan), show=show)
-        self._started = time.monotonic()
-
-    async def run(self) -> Rollouts:
-        try:
-            with self._progress:
-                for start in range(0, len(self._plan), max(self._wave_size, 1)):
-                    stop = min(start + self._wave_size, len(self._plan))
-                    if not await self._wave(iter(range(start, stop)), min(self._num_parallel, stop - start)):
-                        break
-        finally:
-            await self._batcher.close()
-        return self._result()
-
-    async def _wave(self, indices: Iterator[int], places: int) -> bool:
-        """Runs these episodes; False when enough trajectories are there before they all ended."""
-        enough = asyncio.Event()
-        # All places are taken before any episode runs, lest the first believe itself alone.
-        first = [next(indices) for _ in range(places)]
-        for index in first:
-            self._batcher.enter(index)
-        tasks = [asyncio.create_task(self._place(index, indices, enough)) for index in first]
-        stop = asyncio.create_task(enough.wait())
-        try:
-            pending: set[asyncio.Task[Any]] = set(tasks)
-            while pending and not enough.is_set():
-                done, _ = await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {stop}:
-                    task.result()
-                pending -= done
-        finally:
-            for task in (*tasks, stop):
-                task.cancel()
-            await asyncio.gather(*tasks, stop, return_exceptions=True)
-        return not enough.is_set()
-
-    async def _place(self, index: int | None, indices: Iterator[int], enough: asyncio.Event) -> None:
-        while index is not None:
-            await self._episode(index)
-            if self._enough is not None and self._complete >= self._enough:
-                enough.set()
-            # The next one enters before the last one leaves: the place is never empty between them.
-            following = next(indices, None)
-            if following is not None:
-                self._batcher.enter(following)
-            self._batcher.leave(index)
-            index = following
-
-    async def _episode(self, index: int) -> None:
-        planned = self._plan[index]
-        group = planned.group
-        trajectory = await self._worker.run(
-            planned.task,
-            lambda prompt, params: self._batcher.generate(index, prompt, params),
-            group=group,
-            member=planned.member,
-            seed=planned.seed,
-        )
-        self._done[index] = trajectory
-        self._steps += len(trajectory.steps)
-        self._failed += trajectory.status in ("failed", "timeout")
-        self._members[group] = self._members.get(group, 0) + 1
-        if self._members[group] == self._size:
-            self._complete += self._size
-        self._progress.update(len(self._done), self._live())
-
-    def _live(self) -> dict[str, float]:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        return {
-            "tokens/s": self._batcher.statistics.tokens / seconds,
-            "steps": self._steps / len(self._done),
-            "failed": float(self._failed),
-        }
-
-    def _result(self) -> Rollouts:
-        kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i].group] == self._size]
-        seconds = time.monotonic() - self._started
-        return summarised(kept, len(self._plan) - len(kept), seconds, self._batcher.statistics)

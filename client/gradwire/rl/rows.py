@@ -118,20 +118,32 @@ def grouped_columns(
     rows: Sequence[Row],
     trajectories: Sequence[Trajectory],
     fields: Callable[[Row], dict[str, Any]],
+    trained_logprobs: Sequence[FloatArray] | None = None,
 ) -> dict[str, list[Any]]:
     """Columns of the layout ``groups``.
 
     A group whose trajectories are one row each, from one prompt, is one row of samples. Otherwise every row is a group
     of its own, and the batch has to bring its advantages.
+
+    Args:
+        rows, trajectories: as of :func:`rows_of`.
+        fields: more columns of a row.
+        trained_logprobs: of each row, ``[tokens]``, under the policy that is about to be trained. They are then what
+            ratios are taken to (``old_log_probs``), and the sampler's own go along as ``sampler_log_probs``, for
+            ``sampler_correction``. None: ratios are taken to the sampler's.
     """
     columns: dict[str, list[Any]] = {}
+    trained = {id(row): logprobs for row, logprobs in zip(rows, trained_logprobs or ())}
     for group in _groups(rows, trajectories):
         members: dict[str, list[Any]] = {
             "response_ids": [row.ids[row.prompt_length :] for row in group],
             "response_masks": [row.written[row.prompt_length :] for row in group],
-            "old_log_probs": [row.logprobs[row.prompt_length :] for row in group],
+            "old_log_probs": [trained.get(id(row), row.logprobs)[row.prompt_length :] for row in group],
             "rewards": [trajectories[row.trajectory].reward for row in group],
+            "truncated": [was_cut(trajectories[row.trajectory]) for row in group],
         }
+        if trained:
+            members["sampler_log_probs"] = [row.logprobs[row.prompt_length :] for row in group]
         for row in group:
             for name, value in fields(row).items():
                 members.setdefault(name, []).append(value)
@@ -139,6 +151,11 @@ def grouped_columns(
         for name, values in members.items():
             columns.setdefault(name, []).append(values)
     return columns
+
+
+def was_cut(trajectory: Trajectory) -> bool:
+    """Whether a limit cut off the episode or its last response (``max_tokens``): see the losses' ``mask_truncated``."""
+    return trajectory.status == "truncated" or (bool(trajectory.steps) and trajectory.steps[-1].stop_reason == "length")
 
 
 OF_GROUPS = ("zero_spread_groups", "group_reward_std", "group_reward_mean")

@@ -218,6 +218,7 @@ class Trajectory:
             off by another limit, such as ``max_steps_per_rollout``; more could have come. ``failed`` and ``timeout``
             ones carry ``error`` and train nothing.
         error: what went wrong.
+        traceback: where, when that was an exception of the environment or the sampler.
         state: the last state.
         seconds: it took.
         reward: of the whole; filled by rewards.
@@ -232,6 +233,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     status: Status = "completed"
     error: str = ""
+    traceback: str = ""
     state: State | None = None
     seconds: float = 0.0
     reward: float = 0.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
 from gradwire.rl.generation import Generation, SamplingParams
@@ -16,7 +18,6 @@ from gradwire.rl.types import IntArray, State, StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
-T = TypeVar("T")
 Generate = Callable[[IntArray, SamplingParams], Awaitable[Generation]]
 
 
@@ -41,7 +42,7 @@ class RLRolloutWorker:
         timeout_s: float | None = None,
     ) -> None:
         self._environment = environment
-        self._params = params
+        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *environment.stop))))
         self._new_history = new_history
         self._max_steps = max_steps
         self._timeout_s = timeout_s
@@ -51,40 +52,52 @@ class RLRolloutWorker:
     ) -> Trajectory:
         """One episode. Never raises for what the environment or the sampler does; see ``status`` and ``error``."""
         trajectory, started = Trajectory(task, group, member, seed), time.monotonic()
+        episode = _Episode(self._environment, self._new_history(), generate, self._params)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._episode(trajectory, generate)
+                await episode.play(trajectory, self._max_steps)
         except TimeoutError as error:
             late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
             trajectory.status = "timeout" if late else "failed"
             trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
         except (Exception, SystemExit) as error:  # the user's environment may do anything, and that costs one episode
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
+            trajectory.traceback = traceback.format_exc()
             logger.debug("episode %d.%d failed", group, member, exc_info=True)
         finally:
             trajectory.seconds = time.monotonic() - started
             if trajectory.state is not None:
-                await self._close(trajectory)
+                episode.close(trajectory)
         return trajectory
 
-    async def _episode(self, trajectory: Trajectory, generate: Generate) -> None:
-        environment, history = self._environment, self._new_history()
+
+@dataclass(frozen=True)
+class _Episode:
+    """An episode under way."""
+
+    environment: BaseEnvironment
+    history: TokenHistory
+    generate: Generate
+    params: SamplingParams
+
+    async def play(self, trajectory: Trajectory, max_steps: int) -> None:
+        environment = self.environment
         state: State = await self._call(environment.reset, trajectory.task, trajectory.seed)
         trajectory.state, trajectory.messages = state, state.messages
         while not environment.is_terminal(state):
-            if state.step >= self._max_steps:
+            if state.step >= max_steps:
                 state = state.having(truncated=True)
                 break
-            state = await self._step(trajectory, state, history, generate)
+            state = await self._step(trajectory, state)
         trajectory.state = state
         trajectory.status = "truncated" if state.truncated and not state.terminated else "completed"
 
-    async def _step(self, trajectory: Trajectory, state: State, history: TokenHistory, generate: Generate) -> State:
-        environment = self._environment
+    async def _step(self, trajectory: Trajectory, state: State) -> State:
+        environment = self.environment
         observation, key = environment.observation(state), environment.state_key(state)
-        prompt_ids = await history.prompt_ids(environment.build_prompt(state))
-        generation = await generate(prompt_ids, self._params)
-        history.wrote(generation)
+        prompt_ids = await self.history.prompt_ids(environment.build_prompt(state))
+        generation = await self.generate(prompt_ids, self.params)
+        self.history.wrote(generation)
         action = environment.parse_action(state, generation.text)
         step = StepData(
             index=len(trajectory.steps),
@@ -105,12 +118,12 @@ class RLRolloutWorker:
         return state
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return await called(method, *args, blocking=self._environment.blocking)
+        return await called(method, *args, blocking=self.environment.blocking)
 
-    async def _close(self, trajectory: Trajectory) -> None:
+    def close(self, trajectory: Trajectory) -> None:
         assert trajectory.state is not None
         try:
-            self._environment.close(trajectory.state)
+            self.environment.close(trajectory.state)
         except Exception as error:  # the episode is over: its data stands, the leak is reported
             logger.warning(
                 "closing episode %d.%d: %s: %s", trajectory.group, trajectory.member, type(error).__name__, error

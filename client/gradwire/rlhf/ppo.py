@@ -97,6 +97,7 @@ class FeedbackPPO(PPOAlgorithm):
             num_parallel=settings.batch_size,
             seed=settings.seed,
             checkpoint_dir=folder,
+            on_failure="warn",  # such a step ends the training here, with an error of this package
             loss_kwargs={
                 "gamma": settings.gamma,
                 "gae_lambda": settings.lam,
@@ -148,7 +149,7 @@ class FeedbackPPO(PPOAlgorithm):
         }
         return replace(batch, metrics={**batch.metrics, **figures})
 
-    async def _iteration(self, iteration: int, trajectories: list[Trajectory]) -> Metrics:
+    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> Metrics:
         if not any(each.ok for each in trajectories):
             first = trajectories[0]
             unscored = first.evaluation.error if first.evaluation is not None else ""
@@ -156,4 +157,4 @@ class FeedbackPPO(PPOAlgorithm):
                 f"step {iteration + 1}: none of {len(trajectories)} answers can be learned from: "
                 f"{first.error or unscored or 'the policy wrote nothing'}"
             )
-        return await super()._iteration(iteration, trajectories)
+        return await super()._learn(iteration, trajectories, minibatches)

@@ -182,7 +182,7 @@ async def test_batches_are_what_the_losses_take(name: str, forget: bool, rule_in
 
 
 async def _collected(algorithm: Algorithm) -> Trajectory:
-    return (await algorithm._collect(7)).trajectories[0]
+    return (await (await algorithm._ready()).iteration(7)).trajectories[0]
 
 
 def steps(*keys: str, rewards: tuple[float, ...]) -> list[StepData]:
@@ -213,7 +213,7 @@ async def test_gigpo_sends_a_steps_advantage_with_its_tokens(rule_inference: Cal
     algorithm = GiGPOAlgorithm(
         None, CheckingRun(), ["a"], arrived, config(), environment=Doors(), inference=rule_inference(walk), omega=0.7
     )
-    collected = (await algorithm._collect(0)).trajectories
+    collected = (await (await algorithm._ready()).iteration(0)).trajectories
     batch = await algorithm.training_batch(collected)
     flat = [
         (m, a) for ms, as_ in zip(batch.columns["response_masks"], batch.columns["advantages"]) for m, a in zip(ms, as_)
@@ -282,7 +282,7 @@ async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
         None, CheckingRun("value"), ["a"], arrived, config(max_steps_per_rollout=4), environment=Counting(own),
         inference=rule_inference(walk),
     )  # fmt: skip
-    trajectories = (await algorithm._collect(0)).trajectories
+    trajectories = (await (await algorithm._ready()).iteration(0)).trajectories
     assert {(each.status, len(each.steps)) for each in trajectories} == {(status, steps_taken)}
     batch = await algorithm.training_batch(trajectories)
     last = [values[-1] for values in batch.columns["old_values"]]
@@ -380,8 +380,8 @@ async def test_what_cannot_be_trained_on_is_left_out(rule_inference: Callable[..
     assert metrics["rewards/not_scored"] == 8 - metrics["train/trajectories"]
 
     never = GRPOAlgorithm(
-        None, run, ["a"], reward_function(sandboxed=False)(lambda response: None), config(), environment=Doors(),
-        inference=rule_inference(walk),
+        None, run, ["a"], reward_function(sandboxed=False)(lambda response: None), config(on_failure="warn"),
+        environment=Doors(), inference=rule_inference(walk),
     )  # fmt: skip
     (metrics,) = await never.train(1, progress_bar=False)
     assert metrics["train/trajectories"] == 0
@@ -402,7 +402,9 @@ async def test_failures_are_logged_once_and_shown(
         return "very good"
 
     scorer = reward_function(sandboxed=False)(wordy)
-    algorithm = GRPOAlgorithm(None, CheckingRun(), ["a"], scorer, config(), inference=rule_inference(walk))
+    algorithm = GRPOAlgorithm(
+        None, CheckingRun(), ["a"], scorer, config(on_failure="warn"), inference=rule_inference(walk)
+    )
     await algorithm.train(1)
     assert [record.getMessage() for record in caplog.records if record.name == "gradwire.rl"] == [
         "iteration 0: 8 of 8 trajectories: wordy: returned str; a reward is a number or an EvaluateResult",
@@ -562,6 +564,7 @@ def test_curricula() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1; this is 0"),
         ({"max_staleness": -1}, "max_staleness must not be negative"),
         ({"save_every": 1}, "save_every needs a checkpoint_dir"),
+        ({"on_failure": "ignore"}, 'on_failure must be "stop" or "warn"; this is .ignore.'),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"reference_ema": 2.0}, "from 0 to 1; this is 2.0"),
     ],

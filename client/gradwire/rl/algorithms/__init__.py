@@ -7,6 +7,7 @@ from gradwire.rl.algorithms.grpo import GRPOAlgorithm
 from gradwire.rl.algorithms.hicra import HICRAAlgorithm
 from gradwire.rl.algorithms.ppo import PPOAlgorithm
 from gradwire.rl.algorithms.reinforce import REINFORCEAlgorithm
+from gradwire.rl.algorithms.reporting import RolloutsFailedError
 
 __all__ = [
     "Algorithm",
@@ -17,5 +18,6 @@ __all__ = [
     "HICRAAlgorithm",
     "PPOAlgorithm",
     "REINFORCEAlgorithm",
+    "RolloutsFailedError",
     "gigpo_credit",
 ]

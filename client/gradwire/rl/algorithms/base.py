@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from gradwire.rl.algorithms.collecting import Ahead, Collected, Metrics, collect_scored
+from gradwire.rl.algorithms.collecting import Manager, Metrics, Source, merged
+from gradwire.rl.algorithms.collector import Collector
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
+from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown
 from gradwire.rl.algorithms.state import AlgorithmState
 from gradwire.rl.algorithms.update import update
 from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum, as_tasks
 from gradwire.rl.environments import BaseEnvironment, SimpleTextEnvironment
+from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.inference import InferenceModule, RunInference
-from gradwire.rl.loggers import JsonlLogger, MetricLogger
+from gradwire.rl.loggers import MetricLogger
 from gradwire.rl.progress import Progress
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
-from gradwire.rl.rows import TrainingBatch
-from gradwire.rl.types import Trajectory
+from gradwire.rl.rows import Row, TrainingBatch
+from gradwire.rl.types import FloatArray, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
@@ -44,7 +45,11 @@ class Algorithm(ABC):
         tasks: prompts, rows or tasks; or a :class:`~gradwire.rl.curricula.Curriculum`.
         reward: a reward function, any scorer, or a :class:`~gradwire.rl.rewards.RewardComputer`.
         config: settings; the defaults otherwise.
-        environment: the world; by default one prompt and one response.
+        environment: the world, or a :class:`~gradwire.rl.environments.GroupBuilder`; by default one prompt and one
+            response.
+        rollout_manager: what collects trajectories, in place of a ``RolloutManager`` as the config describes it; the
+            world, and what samples, are then its own (``inference`` may name what is given the weights, where that is
+            not ``rollout_manager.inference``). ``group_size`` and how to sample stay the config's.
         inference: what samples; by default the run itself. Anything else is given the run's weights after each
             iteration, by its ``update_weights``.
         allow_stale: take an ``inference`` that cannot be given them: its samples stay the first policy's.
@@ -57,12 +62,14 @@ class Algorithm(ABC):
     Attributes:
         needs_head: the head that the run has to have.
         replays: whether the loss can learn from trajectories of earlier policies.
+        corrects: whether the loss can weigh stale samples by truncated importance.
         history: the metrics of each iteration of this object.
         version: optimizer steps that the run has taken, those that are only submitted included.
     """
 
     needs_head: str | None = None
     replays: bool = False
+    corrects: bool = False
 
     def __init__(
         self,
@@ -72,7 +79,8 @@ class Algorithm(ABC):
         reward: Reward,
         config: AlgorithmConfig | None = None,
         *,
-        environment: BaseEnvironment | None = None,
+        environment: BaseEnvironment | GroupBuilder | None = None,
+        rollout_manager: Manager | None = None,
         inference: InferenceModule | None = None,
         allow_stale: bool = False,
         eval_tasks: Tasks = (),
@@ -88,30 +96,31 @@ class Algorithm(ABC):
             raise TypeError(
                 f"run is {type(run).__name__}; it must be a TrainingClient, as `await service.create_run(...)` gives"
             )
-        if service is None and inference is None:
+        if rollout_manager is not None:
+            if environment is not None:
+                raise ValueError("a rollout manager has its environment: give environment to it, and not here")
+            environment, inference = (
+                getattr(rollout_manager, "environment", None),
+                inference or getattr(rollout_manager, "inference", None),
+            )
+        if service is None and inference is None and rollout_manager is None:
             raise ValueError("give a service, or an inference module")
-        if inference is not None and not allow_stale:
-            check_updatable(inference, run)
+        if not allow_stale and (inference is not None or rollout_manager is not None):
+            check_updatable(inference or rollout_manager, run)
         self.run = run
         self.environment = environment or SimpleTextEnvironment()
         self.reward = as_computer(reward)
         self.eval_tasks = as_tasks(eval_tasks) if eval_tasks else []
         if self.config.eval_every and not self.eval_tasks:
             raise ValueError("eval_every needs eval_tasks=[...], which are held out")
-        self.history: list[Metrics] = []
         self.state = AlgorithmState()
         self.replay = replay or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
         self.curriculum = as_curriculum(tasks, self.config.seed)
         self._service, self._tokenizer, self._inference = service, tokenizer, inference
-        self._loggers = list(loggers)
-        folder = self.config.folder
-        self._loggers.insert(0, JsonlLogger((folder or Path("runs") / run.run_id) / "metrics.jsonl"))
-        self._recorder = recorder
-        if recorder is None and folder is not None and self.config.record_every:
-            self._recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=self.config.record_every)
-        self._rollouts: RolloutManager | None = None
+        self._reporter = Reporter(self.config, run.run_id, loggers, recorder)
+        self._rollout_manager = rollout_manager
+        self._collector: Collector | None = None
         self.version = 0
-        self._warned: set[str] = set()
 
     # ---------------------------------------------------------------- what an algorithm says of itself
 
@@ -121,61 +130,101 @@ class Algorithm(ABC):
 
     # ---------------------------------------------------------------- training
 
-    async def train(self, num_iterations: int, progress_bar: bool = True) -> list[Metrics]:
+    async def train(
+        self,
+        num_iterations: int,
+        progress_bar: bool = True,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        max_staleness: int | None = None,
+    ) -> list[Metrics]:
         """Trains for so many iterations more, and returns their metrics.
 
         What fails in a rollout or in a reward costs its trajectory and is in the metrics and the log.
 
+        Args:
+            num_iterations: how many.
+            progress_bar: show a line with live numbers.
+            mode: ``sync``: rollouts of whole iterations, up to ``config.max_staleness`` of them ahead. ``async``:
+                generation goes on while the policy trains, and each minibatch is trained on as soon as its groups are
+                there. Episodes under way go on with the newer policy. Timing plays a part in the results.
+            max_staleness: of ``async``: optimizer steps that a group's oldest token may be behind; older groups are
+                dropped or corrected for, as ``config.on_stale`` says. By default 1, or ``config.max_staleness`` if
+                that is more.
+
         Raises:
+            RolloutsFailedError: when every episode or every reward of an iteration failed, unless
+                ``config.on_failure`` is ``"warn"``.
             GradwireError: the service's, once all operations of the iteration have ended. The iteration does not count;
                 minibatches before the one that failed have been trained on.
         """
-        await self._ready()
+        collector = await self._ready()
         first, last = self.state.iteration, self.state.iteration + num_iterations
         history = []
-        with Progress(type(self).__name__.removesuffix("Algorithm"), num_iterations, show=progress_bar) as progress:
-            async with Ahead(self._collect, range(first, last), self.config.max_staleness) as rollouts:
+        label = type(self).__name__.removesuffix("Algorithm")
+        with Progress(label, num_iterations, show=progress_bar) as progress:
+            async with self._source(collector, mode, max_staleness, range(first, last)) as source:
                 for iteration in range(first, last):
                     started = time.monotonic()
-                    collected = await rollouts.take(iteration)
-                    metrics = collected.metrics | {"time/waited_for_rollouts_s": time.monotonic() - started}
-                    metrics |= await self._iteration(iteration, collected.trajectories)
+                    metrics = await self._iteration(iteration, source)
                     metrics |= await self._after(iteration)
                     metrics["time/iteration_s"] = time.monotonic() - started
-                    self._log(iteration, metrics)
+                    self._reporter.log(iteration, metrics)
                     history.append(metrics)
-                    progress.update(iteration - first + 1, _shown(metrics))
+                    progress.update(iteration - first + 1, shown(metrics))
         return history
 
-    async def _iteration(self, iteration: int, trajectories: list[Trajectory]) -> Metrics:
+    def _source(self, collector: Collector, mode: str, max_staleness: int | None, iterations: range) -> Source:
+        if mode == "sync":
+            if max_staleness is not None:
+                raise ValueError('max_staleness is of mode="async"; for mode="sync" set it in the config')
+            return collector.ahead(iterations)
+        if mode != "async":
+            raise ValueError(f'mode must be "sync" or "async"; this is {mode!r}')
+        if self.config.on_stale == "correct" and not self.corrects:
+            raise ValueError(f'the loss of {type(self).__name__} has no correction for stale samples: on_stale="drop"')
+        stale = max(1, self.config.max_staleness) if max_staleness is None else max_staleness
+        return collector.stream(iterations.start, stale, lambda: self.version)
+
+    async def _iteration(self, iteration: int, source: Source) -> Metrics:
+        """Collects and trains, part by part."""
+        trained: list[Trajectory] = []
+        metrics: list[Metrics] = []
+        waited = time.monotonic()
+        async for part in source.parts(iteration):
+            found = {"time/waited_for_rollouts_s": time.monotonic() - waited} | part.metrics
+            self.curriculum.update([*part.trajectories, *part.set_aside])
+            if self.config.on_failure == "stop":
+                check_failures(iteration, [*part.trajectories, *part.set_aside])
+            minibatches = 1 if source.streaming else self.config.num_minibatches
+            metrics.append(found | await self._learn(iteration, part.trajectories, minibatches))
+            trained += part.trajectories
+            waited = time.monotonic()
+        if self.config.reference_ema is not None:
+            await self.run.update_reference(ema=self.config.reference_ema)
+        await self._reporter.record(iteration, trained, self._inference.codec if self._inference is not None else None)
+        self.state = replace(self.state, iteration=iteration + 1)
+        return merged(metrics)
+
+    async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> Metrics:
         """Trains on these."""
         usable = [each for each in trajectories if each.ok]
         replayed = self._replayed(iteration)
-        self.curriculum.update(trajectories)
         if self.config.replay_fraction:
             self.replay.add(usable)
         metrics: Metrics = {"train/trajectories": float(len(usable)), "train/replayed": float(len(replayed))}
-        if usable or replayed:
-            batch = await self.training_batch([*usable, *replayed])
-            metrics |= {f"train/{name}": value for name, value in batch.metrics.items()}
-            metrics |= staleness(usable, self.version)
-            if batch.num_rows:
-                metrics |= await self._update(iteration, batch)
-                await self._update_weights()
-        else:
+        if not usable and not replayed:
             logger.warning("iteration %d: no trajectory can be trained on; the policy stays as it is", iteration)
-        if self.config.reference_ema is not None:
-            await self.run.update_reference(ema=self.config.reference_ema)
-        if self._recorder is not None:
-            assert self._inference is not None
-            await self._recorder.record(iteration, trajectories, self._inference.codec)
-        self.state = replace(self.state, iteration=iteration + 1)
+            return metrics
+        batch = await self.training_batch([*usable, *replayed])
+        metrics |= {f"train/{name}": value for name, value in batch.metrics.items()}
+        metrics |= staleness(usable, self.version)
+        if batch.num_rows:
+            found, warnings = await update(self.run, batch, self.config, iteration, self._stepped, minibatches)
+            self._reporter.pass_on(iteration, warnings, batch.meaningless)
+            metrics |= {f"train/{name}": value for name, value in found.items()}
+            await self._update_weights()
         return metrics
-
-    async def _update(self, iteration: int, batch: TrainingBatch) -> Metrics:
-        metrics, warnings = await update(self.run, batch, self.config, iteration, self._stepped)
-        self._warn(iteration, warnings, batch)
-        return {f"train/{name}": value for name, value in metrics.items()}
 
     def _stepped(self) -> None:
         self.version += 1
@@ -184,17 +233,8 @@ class Algorithm(ABC):
 
     async def _update_weights(self) -> None:
         """Brings the run's weights to what samples, where that can be."""
-        assert self._inference is not None
-        if can_update(self._inference, self.run):
+        if self._inference is not None and can_update(self._inference, self.run):
             await self._inference.update_weights(self.run, self.version)
-
-    def _warn(self, iteration: int, warnings: Sequence[str], batch: TrainingBatch) -> None:
-        """Passes the service's warnings on, each kind once; not those that this batch's layout makes meaningless."""
-        for warning in warnings:
-            name = warning.split(" ", 1)[0]
-            if name not in self._warned and name not in batch.meaningless:
-                self._warned.add(name)
-                logger.warning("iteration %d: %s", iteration, warning)
 
     async def _after(self, iteration: int) -> Metrics:
         """Evaluation and checkpoints, where they are due."""
@@ -209,11 +249,15 @@ class Algorithm(ABC):
             await self.save_checkpoint()
         return metrics
 
+    @property
+    def history(self) -> list[Metrics]:
+        return self._reporter.history
+
     # ---------------------------------------------------------------- evaluation
 
     async def evaluate(self, tasks: Tasks | None = None) -> Metrics:
         """Mean score, share of successes and length over held-out tasks, always with the same seeds."""
-        manager = await self._ready()
+        manager = (await self._ready()).manager
         return await evaluate(manager, self.reward, as_tasks(self.eval_tasks if tasks is None else tasks), self.config)
 
     # ---------------------------------------------------------------- checkpoints
@@ -255,10 +299,7 @@ class Algorithm(ABC):
     def close(self) -> None:
         """Ends loggers and sandboxes."""
         self.reward.close()
-        for each in self._loggers:
-            each.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._reporter.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -268,44 +309,53 @@ class Algorithm(ABC):
 
     # ---------------------------------------------------------------- parts
 
-    async def _ready(self) -> RolloutManager:
-        """The rollouts, made at the first need: that takes asking the server."""
-        if self._rollouts is not None:
-            return self._rollouts
-        if self.needs_head is not None:
-            head = (await self.run.info()).head
-            if head != self.needs_head:
-                raise ValueError(
-                    f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this one '
-                    f"has {head or 'no head'}"
-                )
-        if self._inference is None:
+    async def _ready(self) -> Collector:
+        """What collects, made at the first need: that takes asking the server."""
+        if self._collector is not None:
+            return self._collector
+        info = await self.run.info()
+        if self.needs_head is not None and info.head != self.needs_head:
+            raise ValueError(
+                f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this one has '
+                f"{info.head or 'no head'}"
+            )
+        if self._inference is None and self._rollout_manager is None:
             self._inference = await RunInference.of(self._service, self.run, self._tokenizer)
-        self.version = (await self.run.info()).step
+        manager = self._rollout_manager or self._manager()
+        self.version = info.step
         await self._update_weights()
+        self._collector = Collector(manager, self.reward, self.curriculum, self.config)
+        return self._collector
+
+    def _manager(self) -> RolloutManager:
+        assert self._inference is not None and self.environment is not None
         config = self.config
-        self._rollouts = RolloutManager(
+        return RolloutManager(
             self._inference,
             self.environment,
             num_parallel=config.num_parallel,
             max_steps_per_rollout=config.max_steps_per_rollout,
             group_size=config.group_size,
-            params=config.sampling,
             timeout_s=config.rollout_timeout_s,
             context_tokens=config.context_tokens,
             seed=config.seed,
         )
-        return self._rollouts
 
-    async def _collect(self, iteration: int) -> Collected:
-        return await collect_scored(
-            await self._ready(),
-            self.reward,
-            self.curriculum.select(iteration, self.config.batch_size),
-            f"iteration {iteration}",
-            seed=derive_seed(self.config.seed, "rollouts", iteration),
-            first_group=iteration * self.config.batch_size,
-        )
+    async def _trained_logprobs(self, rows: Sequence[Row], kwargs: Mapping[str, Any]) -> list[FloatArray] | None:
+        """Of each row, ``[tokens]``, under the policy as it is now, where the loss corrects for the sampler's."""
+        if not kwargs.get("sampler_correction") or not rows:
+            return None
+        batch = {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
+        scored = await self.run.compute_logprobs(batch, temperature=self.config.temperature)
+        result = [np.zeros(len(row.ids), np.float32) for row in rows]
+        for logprobs, row, found in zip(result, rows, scored):
+            logprobs[row.written] = found
+        return result
+
+    def _loss_kwargs(self) -> dict[str, Any]:
+        """What every group loss takes: KL, the correction for stale samples, and the user's own."""
+        correction = {"sampler_correction": "token_truncate"} if self.config.on_stale == "correct" else {}
+        return {**self.config.kl_kwargs(), **correction, **self.config.loss_kwargs}
 
     def _replayed(self, iteration: int) -> list[Trajectory]:
         groups = round(self.config.replay_fraction * self.config.batch_size)
@@ -313,24 +363,3 @@ class Algorithm(ABC):
             return []
         rng = np.random.default_rng(derive_seed(self.config.seed, "replay", iteration))
         return self.replay.sample(groups, rng, version=self.version)
-
-    def _log(self, iteration: int, metrics: Metrics) -> None:
-        self.history.append(metrics)
-        for each in self._loggers:
-            each.log(iteration, metrics)
-
-
-SHOWN = (
-    "rewards/reward",
-    "eval/success",
-    "train/kl_divergence",
-    "train/entropy",
-    "rollouts/avg_trajectory_length",
-    "rewards/not_scored",
-)
-
-
-def _shown(metrics: Mapping[str, float]) -> Metrics:
-    """What the progress bar has room for: what is known, and what went wrong if anything did."""
-    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
-    return {name.split("/")[1]: value for name, value in known.items() if value or name != "rewards/not_scored"}

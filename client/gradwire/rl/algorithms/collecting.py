@@ -1,32 +1,62 @@
-"""An iteration's rollouts with their rewards, collected ahead of the training as far as staleness allows."""
+"""Scored rollouts for the iterations, one after the other or some of them ahead."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
+import numpy as np
+
+from gradwire.rl.generation import SamplingParams
 from gradwire.rl.rewards import RewardComputer
-from gradwire.rl.rollouts import RolloutManager
-from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.rewards.computer import by_group
+from gradwire.rl.rollout_statistics import Rollouts
+from gradwire.rl.types import AnyTask, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
 Metrics = dict[str, float]
+SUMMED = (
+    "rollouts/trajectories", "rollouts/completed", "rollouts/truncated", "rollouts/failed", "rollouts/timeout",
+    "rollouts/dropped", "rollouts/too_stale", "rollouts/without_spread", "rewards/not_scored", "train/trajectories",
+    "train/replayed", "train/rows", "train/tokens", "train/skipped_steps", "train/bootstrapped",
+)  # fmt: skip
+
+
+class Manager(Protocol):
+    """What collects trajectories: a ``RolloutManager``, a ``RayRolloutManager``, or the user's own."""
+
+    async def collect(
+        self,
+        tasks: Iterable[AnyTask],
+        *,
+        group_size: int | None = None,
+        params: SamplingParams | None = None,
+        seed: int | None = None,
+        first_group: int = 0,
+    ) -> Rollouts: ...
 
 
 @dataclass(frozen=True)
 class Collected:
-    """Trajectories with their rewards, and what was found on the way."""
+    """Trajectories with their rewards, and what was found on the way.
+
+    Attributes:
+        trajectories: to train on.
+        metrics: of all that were collected.
+        set_aside: scored, and not to be trained on: groups without spread, and groups that are too old.
+    """
 
     trajectories: list[Trajectory]
     metrics: Metrics
+    set_aside: list[Trajectory] = field(default_factory=list)
 
 
 async def collect_scored(
-    manager: RolloutManager, reward: RewardComputer, tasks: Sequence[Task], what: str, **settings: Any
+    manager: Manager, reward: RewardComputer, tasks: Sequence[Task], what: str, **settings: Any
 ) -> Collected:
     """Episodes of these tasks, scored. Each kind of failure is logged once, with how many it cost.
 
@@ -41,8 +71,60 @@ async def collect_scored(
     return Collected(rollouts.trajectories, {**rollouts.statistics.metrics(), **report.metrics})
 
 
+def has_spread(group: Sequence[Trajectory]) -> bool:
+    """Whether the rewards of a group differ: else it teaches a method that compares them nothing."""
+    return len({each.reward for each in group if each.ok}) > 1
+
+
+def with_spread(collected: Collected) -> Collected:
+    """Only the groups whose rewards differ; the others are set aside. (Dynamic sampling of Yu et al. 2025, DAPO.)"""
+    groups = by_group(collected.trajectories)
+    kept = [each for group in groups if has_spread(group) for each in group]
+    aside = [each for group in groups if not has_spread(group) for each in group]
+    metrics = {**collected.metrics, "rollouts/without_spread": float(len(groups) - len(by_group(kept)))}
+    return Collected(kept, metrics, [*collected.set_aside, *aside])
+
+
+def joined(parts: Sequence[Collected]) -> Collected:
+    """Several collections as one."""
+    return Collected(
+        [each for part in parts for each in part.trajectories],
+        merged([part.metrics for part in parts]),
+        [each for part in parts for each in part.set_aside],
+    )
+
+
+def merged(parts: Sequence[Metrics]) -> Metrics:
+    """Metrics of parts as those of the whole: counts are added, maxima taken, the others averaged."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: float(sum(of) if name in SUMMED else max(of) if "max" in name else np.mean(of))
+        for name, of in values.items()
+    }
+
+
+class Source(Protocol):
+    """Where the trajectories of an iteration come from, in one part or in minibatches that are trained on as they come.
+
+    The next part is asked for when the last has been trained on.
+    """
+
+    streaming: bool
+
+    def parts(self, iteration: int) -> AsyncIterator[Collected]: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
 class Ahead:
     """Runs ``collect`` for one iteration after the other, up to ``staleness`` of them before they are asked for."""
+
+    streaming = False
 
     def __init__(
         self, collect: Callable[[int], Coroutine[Any, Any, Collected]], iterations: range, staleness: int
@@ -50,12 +132,12 @@ class Ahead:
         self._collect, self._iterations, self._staleness = collect, iterations, staleness
         self._under_way: dict[int, asyncio.Task[Collected]] = {}
 
-    async def take(self, iteration: int) -> Collected:
-        """This iteration's; those that may be collected meanwhile are begun."""
+    async def parts(self, iteration: int) -> AsyncIterator[Collected]:
+        """This iteration's, in one part; those that may be collected meanwhile are begun."""
         for number in range(iteration, min(iteration + self._staleness + 1, self._iterations.stop)):
             if number not in self._under_way:
                 self._under_way[number] = asyncio.create_task(self._collect(number))
-        return await self._under_way.pop(iteration)
+        yield await self._under_way.pop(iteration)
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradwire.rl.generation import SamplingParams
 
@@ -34,6 +34,15 @@ class AlgorithmConfig:
         max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
         rollout_timeout_s: of an episode.
         context_tokens: longest prompt.
+        on_stale: what becomes of groups that are older than ``train(mode="async", max_staleness=)`` allows. ``drop``:
+            they are replaced by new ones. ``correct``: they are trained on, and each token is weighed by the truncated
+            ratio of its probability under the policy that is trained to that under the one that wrote it (losses that
+            have ``sampler_correction``, or weigh by importance anyway).
+        dynamic_sampling: groups whose rewards are all equal are dropped, and other tasks are sampled in their place
+            (Yu et al. 2025, DAPO).
+        max_resampling: rounds of resampling an iteration, after which it goes on with what there is.
+        on_failure: ``stop``: an iteration in which every episode or every reward failed ends the training, with the
+            first failure and its place. ``warn``: it is skipped, with a warning.
         max_staleness: iterations that rollouts may be behind the policy that trains on them. 0: each waits for the
             other. 1: the next rollouts are collected while this iteration trains. Whatever it is, log-probabilities
             of the sampler are what the ratios are taken to, which corrects for it.
@@ -71,6 +80,10 @@ class AlgorithmConfig:
     rollout_timeout_s: float | None = None
     context_tokens: int | None = None
     max_staleness: int = 0
+    on_stale: Literal["drop", "correct"] = "drop"
+    dynamic_sampling: bool = False
+    max_resampling: int = 10
+    on_failure: Literal["stop", "warn"] = "stop"
     replay_fraction: float = 0.0
     seed: int = 0
     eval_every: int = 0
@@ -84,7 +97,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         counts = (
             "batch_size", "group_size", "ppo_epochs", "num_minibatches", "gradient_accumulation_steps", "max_tokens",
-            "num_parallel", "max_steps_per_rollout", "eval_trajectories",
+            "num_parallel", "max_steps_per_rollout", "eval_trajectories", "max_resampling",
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
@@ -99,6 +112,9 @@ class AlgorithmConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative; this is {getattr(self, name)}")
+        for name, choices in (("on_stale", ("drop", "correct")), ("on_failure", ("stop", "warn"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f'{name} must be "{choices[0]}" or "{choices[1]}"; this is {getattr(self, name)!r}')
         if self.save_every and self.checkpoint_dir is None:
             raise ValueError("save_every needs a checkpoint_dir")
         if self.record_every and self.checkpoint_dir is None:

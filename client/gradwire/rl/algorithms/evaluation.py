@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import comb
 
 import numpy as np
+import numpy.typing as npt
 
-from gradwire.rl.algorithms.collecting import Metrics, collect_scored
+from gradwire.rl.algorithms.collecting import Manager, Metrics, collect_scored
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.rewards import RewardComputer
-from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import Task
 
 
-async def evaluate(
-    manager: RolloutManager, reward: RewardComputer, tasks: Sequence[Task], config: AlgorithmConfig
-) -> Metrics:
-    """``eval/`` score, success, steps, tokens and failed. A trajectory that failed, or was not scored, scores 0."""
+async def evaluate(manager: Manager, reward: RewardComputer, tasks: Sequence[Task], config: AlgorithmConfig) -> Metrics:
+    """``eval/`` score, success, steps, tokens and failed. A trajectory that failed, or was not scored, scores 0.
+
+    With several trajectories a task also ``eval/pass@k``.
+    """
     collected = await collect_scored(
         manager,
         reward,
@@ -36,4 +38,17 @@ async def evaluate(
         "eval/steps": collected.metrics["rollouts/avg_trajectory_length"],
         "eval/tokens": collected.metrics["rollouts/avg_tokens"],
         "eval/failed": float(sum(not each.ok for each in trajectories)),
+        **pass_at_k(scores.reshape(-1, config.eval_trajectories) >= config.success_threshold),
     }
+
+
+def pass_at_k(solved: npt.NDArray[np.bool_]) -> Metrics:
+    """``[tasks, trajectories] -> eval/pass@k`` for k of 1, 2, 4, ... and all; nothing for one trajectory a task.
+
+    The unbiased estimate of the share of tasks that one of k trajectories solves, ``1 - C(n - c, k) / C(n, k)`` with c
+    of n solved (Chen et al. 2021, arXiv 2107.03374).
+    """
+    n = solved.shape[1]
+    sizes = sorted({n, *(2**power for power in range(n.bit_length()) if 2**power <= n)}) if n > 1 else []
+    right = [int(each) for each in solved.sum(axis=1)]
+    return {f"eval/pass@{k}": float(np.mean([1 - comb(n - c, k) / comb(n, k) for c in right])) for k in sizes}

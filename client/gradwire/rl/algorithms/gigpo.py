@@ -121,6 +121,8 @@ class GiGPOAlgorithm(Algorithm):
         args, options: of :class:`Algorithm`.
     """
 
+    corrects = True
+
     def __init__(
         self,
         service: Any,
@@ -143,7 +145,7 @@ class GiGPOAlgorithm(Algorithm):
             self.reward.default_step_reward = default_step_reward
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        kwargs = {**self.config.kl_kwargs(), "reduction": "token_mean", **self.config.loss_kwargs}
+        kwargs = {"reduction": "token_mean", **self._loss_kwargs()}
         credit = gigpo_credit(
             trajectories,
             gamma=self.gamma,
@@ -166,5 +168,5 @@ class GiGPOAlgorithm(Algorithm):
             "step_advantage_std": float(np.std(credit.step)),
         }
         shared = share_prompts(rows, trajectories)
-        columns = grouped_columns(rows, trajectories, fields)
+        columns = grouped_columns(rows, trajectories, fields, await self._trained_logprobs(rows, kwargs))
         return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -41,9 +41,10 @@ class GRPOAlgorithm(Algorithm):
     """
 
     loss_fn = "grpo"
+    corrects = True
 
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        kwargs = {**self.config.kl_kwargs(), **self.config.loss_kwargs}
+        kwargs = self._loss_kwargs()
         advantages = write_group_advantages(trajectories, scale=bool(kwargs.get("scale_rewards", True)))
         rows = rows_of(trajectories)
         shared = share_prompts(rows, trajectories)
@@ -51,6 +52,6 @@ class GRPOAlgorithm(Algorithm):
         def fields(row: Any) -> dict[str, Any]:
             return {} if shared else {"advantages": float(advantages[row.trajectory])}
 
-        columns = grouped_columns(rows, trajectories, fields)
+        columns = grouped_columns(rows, trajectories, fields, await self._trained_logprobs(rows, kwargs))
         metrics = {"rows": float(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

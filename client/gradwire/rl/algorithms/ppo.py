@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.rows import Row, TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
-
-logger = logging.getLogger("gradwire.rl")
 
 
 def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
@@ -77,18 +74,13 @@ class PPOAlgorithm(Algorithm):
             index for index, row in enumerate(rows) if row.last and trajectories[row.trajectory].status == "truncated"
         ]
         if cut and kwargs["gamma"] == 1.0:
-            self._say_that_cut_episodes_are_worth_more(len(cut), len(trajectories))
+            self._reporter.warn_once(
+                "bootstrapped",
+                "%d of %d episodes were cut off (max_steps_per_rollout is %d) and count on as if they had gone on, "
+                "without a discount (gamma is 1). If that many turns are the task's own limit, set the environment's "
+                "max_steps to it, and running out of turns is a failure",
+                len(cut), len(trajectories), self.config.max_steps_per_rollout,
+            )  # fmt: skip
         metrics = {"rows": float(len(rows)), "bootstrapped": float(len(cut))}
         metrics |= {"bootstrap_value": float(bootstrap[cut].mean())} if cut else {}
         return TrainingBatch("enhanced_ppo", kwargs, columns, metrics)
-
-    def _say_that_cut_episodes_are_worth_more(self, cut: int, of: int) -> None:
-        if "bootstrapped" in self._warned:
-            return
-        self._warned.add("bootstrapped")
-        logger.warning(
-            "%d of %d episodes were cut off (max_steps_per_rollout is %d) and count on as if they had gone on, without "
-            "a discount (gamma is 1). If that many turns are the task's own limit, set the environment's max_steps to "
-            "it, and running out of turns is a failure",
-            cut, of, self.config.max_steps_per_rollout,
-        )  # fmt: skip

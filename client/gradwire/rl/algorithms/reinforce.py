@@ -31,6 +31,7 @@ class REINFORCEAlgorithm(Algorithm):
     """
 
     replays = True
+    corrects = True  # its ratios are truncated anyway
 
     def __init__(
         self,

@@ -14,13 +14,19 @@ from gradwire.rl.rows import TrainingBatch
 
 
 async def update(
-    run: Any, batch: TrainingBatch, config: AlgorithmConfig, iteration: int, stepped: Callable[[], None]
+    run: Any,
+    batch: TrainingBatch,
+    config: AlgorithmConfig,
+    iteration: int,
+    stepped: Callable[[], None],
+    num_minibatches: int,
 ) -> tuple[dict[str, float], list[str]]:
     """Trains on a batch: all passes over it are submitted at once, and their results awaited behind them.
 
     Args:
         run: a ``TrainingClient``.
         stepped: called for each optimizer step that is submitted.
+        num_minibatches: optimizer steps a pass.
 
     Returns:
         Means of the losses' and steps' metrics, and the losses' warnings. A metric of a name that the batch brought a
@@ -31,11 +37,11 @@ async def update(
     """
     results, steps = [], []
     rate = config.rate(iteration)
-    parts_left = config.ppo_epochs * min(config.num_minibatches, batch.num_rows)
+    parts_left = config.ppo_epochs * min(num_minibatches, batch.num_rows)
     for epoch in range(config.ppo_epochs):
         rng = np.random.default_rng(derive_seed(config.seed, "minibatches", iteration, epoch))
-        order = rng.permutation(batch.num_rows) if config.num_minibatches > 1 else np.arange(batch.num_rows)
-        for part in np.array_split(order, min(config.num_minibatches, batch.num_rows)):
+        order = rng.permutation(batch.num_rows) if num_minibatches > 1 else np.arange(batch.num_rows)
+        for part in np.array_split(order, min(num_minibatches, batch.num_rows)):
             results.append(run.forward_backward(batch.take(part), batch.loss_fn, batch.loss_kwargs))
             parts_left -= 1
             if parts_left and len(results) % config.gradient_accumulation_steps:
@@ -50,9 +56,13 @@ async def update(
             )
             stepped()
     losses, taken, failure = [], [], None
-    for result, step in zip(results, steps):
+    for result in results:
         try:
             losses.append(await result)
+        except GradwireError as error:
+            failure = failure or error
+    for step in steps:
+        try:
             taken.append(await step)
         except GradwireError as error:
             failure = failure or error

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.rl.generation import InferenceModule
 from gradwire.rl.types import Trajectory
 
 
@@ -16,7 +15,7 @@ def can_update(inference: Any, run: Any) -> bool:
     return bool(getattr(inference, "can_update", lambda run: False)(run))
 
 
-def check_updatable(inference: InferenceModule, run: Any) -> None:
+def check_updatable(inference: Any, run: Any) -> None:
     """Refuses a sampler whose weights would stay as they are.
 
     Raises:

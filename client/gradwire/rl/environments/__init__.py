@@ -2,6 +2,7 @@
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
 from gradwire.rl.environments.conversation import ConversationEnvironment
+from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.environments.gymnasium import GymnasiumEnvironment
 from gradwire.rl.environments.svrl import SVRLEnvironment
 from gradwire.rl.environments.text import SimpleTextEnvironment
@@ -11,6 +12,7 @@ from gradwire.rl.environments.verifiers import VerifiersEnvironment, verifiers_t
 __all__ = [
     "BaseEnvironment",
     "ConversationEnvironment",
+    "GroupBuilder",
     "GymnasiumEnvironment",
     "SVRLEnvironment",
     "SimpleTextEnvironment",

@@ -14,6 +14,7 @@ from gradwire.rl.rewards.computer import (
     pareto_fronts,
 )
 from gradwire.rl.rewards.functions import RewardFunction, Scorer, reward_function
+from gradwire.rl.rewards.length import LengthPenalty, OverlongPenalty
 from gradwire.rl.rewards.model import EnvironmentReward, RewardModel, environment_reward
 from gradwire.rl.rewards.portable import NotPortableError
 from gradwire.rl.rewards.sandbox import Outcome, Sandbox, SandboxLimits
@@ -22,8 +23,10 @@ from gradwire.rl.rewards.verifiable import code_passes, find_last_number, json_s
 __all__ = [
     "EnvironmentReward",
     "IsolationError",
+    "LengthPenalty",
     "NotPortableError",
     "Outcome",
+    "OverlongPenalty",
     "ParetoRewardComputer",
     "PolicyProgram",
     "ProgramError",

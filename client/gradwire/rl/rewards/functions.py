@@ -6,6 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
@@ -32,6 +33,7 @@ def view_of(trajectory: Trajectory) -> dict[str, Any]:
                 for r in step.tool_results
             ],
             "stop_reason": step.stop_reason,
+            "num_tokens": len(step.response_ids),
         }
         for step in trajectory.steps
     ]
@@ -44,10 +46,11 @@ def view_of(trajectory: Trajectory) -> dict[str, Any]:
         "task_id": trajectory.task.task_id,
         "data": dict(trajectory.task.data),
         "status": trajectory.status,
+        "num_tokens": trajectory.num_tokens,
     }
 
 
-PARAMETERS = ("messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status")
+PARAMETERS = ("messages", "ground_truth", "response", "prompt", "steps", "task_id", "data", "status", "num_tokens")
 
 
 class RewardFunction:
@@ -138,7 +141,14 @@ class RewardFunction:
         except TimeoutError:
             return Outcome(error=f"took more than {self.limits.time_s:g} s")
         except Exception as error:  # the user's function may raise anything, and that costs one evaluation
-            return Outcome(error=f"{type(error).__name__}: {error}")
+            return Outcome(error=f"{type(error).__name__}: {error}{_line(error, self.__reward_function__)}")
+
+
+def _line(error: BaseException, function: Callable[..., Any]) -> str:
+    """The line of the function's own file that it was raised in, as the sandbox tells it."""
+    own = getattr(getattr(function, "__code__", None), "co_filename", None)
+    where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    return f" (line {where[-1].lineno})" if where else ""
 
 
 def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
@@ -226,7 +236,7 @@ def reward_function(
     """Makes a reward function of a function.
 
     It takes, by the names of its parameters, any of ``messages``, ``ground_truth``, ``response`` (what the policy wrote
-    last), ``prompt``, ``steps``, ``task_id``, ``data``, ``status``, and returns an
+    last), ``prompt``, ``steps``, ``task_id``, ``data``, ``status``, ``num_tokens`` (that it wrote), and returns an
     :class:`~gradwire.rl.types.EvaluateResult` or a number. See ``docs/reward_functions.md``.
 
     Args:

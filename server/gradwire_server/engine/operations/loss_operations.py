@@ -84,7 +84,6 @@ def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns
         teacher=_teacher(engine, run, config),
         outputs=call.outputs,
         budget=engine.budget,
-        dropout_seed=run.dropout_seed,
     )
 
 
@@ -106,9 +105,7 @@ def trained(
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
         return _left_out(run, training.loss, training.batch, error)
-    loss = training.loss
-    hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
-    return _evaluated(engine, run, replace(found, warnings=[*found.warnings, *hints]))
+    return _evaluated(engine, run, found)
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -151,7 +148,6 @@ def _kept_forward(
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
         budget=engine.budget,
-        dropout_seed=run.dropout_seed,
     )
     return _evaluated(engine, run, found)
 

@@ -1,0 +1,115 @@
+"""What a training tells: metrics to loggers, trajectories to a recorder, warnings once, failures with their place."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.rl.algorithms.config import AlgorithmConfig
+from gradwire.rl.loggers import JsonlLogger, MetricLogger
+from gradwire.rl.recording import TrajectoryRecorder
+from gradwire.rl.types import Trajectory
+
+logger = logging.getLogger("gradwire.rl")
+
+SHOWN = (
+    "rewards/reward",
+    "eval/success",
+    "train/kl_divergence",
+    "train/entropy",
+    "rollouts/avg_trajectory_length",
+    "rewards/not_scored",
+)
+
+
+class RolloutsFailedError(RuntimeError):
+    """Nothing of an iteration can be trained on: every episode, or every reward, failed."""
+
+
+class Reporter:
+    """The loggers and the recorder of an algorithm.
+
+    Args:
+        config: says where files go.
+        run_id: names the folder of the log where the config has none.
+        loggers: beside the JSONL file.
+        recorder: of trajectories; by default as ``config.record_every`` says.
+    """
+
+    def __init__(
+        self, config: AlgorithmConfig, run_id: str, loggers: Sequence[MetricLogger], recorder: TrajectoryRecorder | None
+    ) -> None:
+        folder = config.folder
+        self.loggers = [JsonlLogger((folder or Path("runs") / run_id) / "metrics.jsonl"), *loggers]
+        self.recorder = recorder
+        if recorder is None and folder is not None and config.record_every:
+            self.recorder = TrajectoryRecorder(folder / "trajectories.jsonl", every=config.record_every)
+        self.history: list[dict[str, float]] = []
+        self._warned: set[str] = set()
+
+    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.history.append(metrics)
+        for each in self.loggers:
+            each.log(iteration, metrics)
+
+    async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: Any) -> None:
+        if self.recorder is not None:
+            await self.recorder.record(iteration, trajectories, codec)
+
+    def warn_once(self, kind: str, message: str, *args: Any) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning(message, *args)
+
+    def pass_on(self, iteration: int, warnings: Sequence[str], meaningless: Sequence[str]) -> None:
+        """The service's warnings, each kind once; not those that this batch's layout makes meaningless."""
+        for warning in warnings:
+            kind = warning.split(" ", 1)[0]
+            if kind not in meaningless:
+                self.warn_once(kind, "iteration %d: %s", iteration, warning)
+
+    def close(self) -> None:
+        for each in self.loggers:
+            each.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the progress bar has room for: what is known, and what went wrong if anything did."""
+    known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
+    return {name.split("/")[1]: value for name, value in known.items() if value or name != "rewards/not_scored"}
+
+
+def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
+    """Refuses an iteration in which everything failed.
+
+    Raises:
+        RolloutsFailedError: with the first failure, its traceback and its line.
+    """
+    if not trajectories:
+        return
+    failed = [each for each in trajectories if each.error]
+    unscored = [each for each in trajectories if each.evaluation is not None and each.evaluation.error]
+    if len(failed) + len(unscored) < len(trajectories):
+        return
+    if failed:
+        first = failed[0]
+        told = f"{first.error}{_place(first.traceback)}\n{first.traceback}"
+        what = f"{len(failed)} of {len(trajectories)} episodes failed, and none can be trained on"
+    else:
+        assert unscored[0].evaluation is not None
+        told = unscored[0].evaluation.error
+        what = f"none of the {len(trajectories)} trajectories could be scored"
+    raise RolloutsFailedError(
+        f'iteration {iteration}: {what} (on_failure="warn" goes on all the same). The first: {told.strip()}'
+    )
+
+
+def _place(traceback: str) -> str:
+    """The last line of a traceback that names a file, which is where it happened."""
+    lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
+    return f" ({lines[-1]})" if lines else ""

@@ -1,0 +1,173 @@
+"""One collection of episodes: places, groups, and when there are enough."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.rl.batching import GenerationBatcher, SamplerStatistics
+from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.groups import GroupBuilder
+from gradwire.rl.progress import Progress
+from gradwire.rl.rollout_statistics import Rollouts, summarised
+from gradwire.rl.threads import called
+from gradwire.rl.types import Task, Trajectory
+from gradwire.rl.worker import RLRolloutWorker
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An episode to come; ``seed`` is its environment's."""
+
+    task: Task
+    group: int
+    member: int
+    seed: int
+
+
+class Collection:
+    """One call of :meth:`RolloutManager.collect`.
+
+    Args:
+        plan: all episodes, group by group.
+        group_size: episodes a group.
+        environment: of all, or what makes those of a group.
+        worker: makes what runs the episodes of an environment.
+        shared: the batcher is not this collection's alone.
+        num_parallel: episodes under way at once.
+        wave: episodes after whose last the next may begin.
+        enough: trajectories, in whole groups, that end the collection.
+        show: a progress bar.
+    """
+
+    def __init__(
+        self,
+        plan: list[Planned],
+        group_size: int,
+        environment: BaseEnvironment | GroupBuilder,
+        worker: Callable[[BaseEnvironment], RLRolloutWorker],
+        batcher: GenerationBatcher,
+        *,
+        shared: bool,
+        num_parallel: int,
+        wave: int,
+        enough: int | None,
+        show: bool,
+    ) -> None:
+        self._plan, self._size, self._worker, self._batcher = plan, group_size, worker, batcher
+        self._environment, self._shared = environment, shared
+        self._built: dict[int, asyncio.Task[Sequence[BaseEnvironment]]] = {}
+        self._num_parallel, self._wave_size, self._enough = num_parallel, wave, enough
+        self._done: dict[int, Trajectory] = {}
+        self._members: dict[int, int] = {}
+        self._complete = self._steps = self._failed = 0
+        self._progress = Progress("rollouts", len(plan), show=show)
+        self._started = time.monotonic()
+
+    async def run(self) -> Rollouts:
+        try:
+            with self._progress:
+                for start in range(0, len(self._plan), max(self._wave_size, 1)):
+                    stop = min(start + self._wave_size, len(self._plan))
+                    if not await self._wave(iter(range(start, stop)), min(self._num_parallel, stop - start)):
+                        break
+        finally:
+            if not self._shared:
+                await self._batcher.close()
+        return self._result()
+
+    async def _wave(self, indices: Iterator[int], places: int) -> bool:
+        """Runs these episodes; False when enough trajectories are there before they all ended."""
+        enough = asyncio.Event()
+        # All places are taken before any episode runs, lest the first believe itself alone.
+        first = [next(indices) for _ in range(places)]
+        for index in first:
+            self._batcher.enter(self._place_of(index))
+        tasks = [asyncio.create_task(self._place(index, indices, enough)) for index in first]
+        stop = asyncio.create_task(enough.wait())
+        try:
+            pending: set[asyncio.Task[Any]] = set(tasks)
+            while pending and not enough.is_set():
+                done, _ = await asyncio.wait({*pending, stop}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stop}:
+                    task.result()
+                pending -= done
+        finally:
+            for task in (*tasks, stop):
+                task.cancel()
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
+        return not enough.is_set()
+
+    async def _place(self, index: int | None, indices: Iterator[int], enough: asyncio.Event) -> None:
+        while index is not None:
+            await self._episode(index)
+            if self._enough is not None and self._complete >= self._enough:
+                enough.set()
+            # The next one enters before the last one leaves: the place is never empty between them.
+            following = next(indices, None)
+            if following is not None:
+                self._batcher.enter(self._place_of(following))
+            self._batcher.leave(self._place_of(index))
+            index = following
+
+    async def _episode(self, index: int) -> None:
+        planned = self._plan[index]
+        group = planned.group
+        place = self._place_of(index)
+        try:
+            environment = await self._environment_of(planned)
+        except Exception as error:  # the user's builder may raise anything, and that costs the group
+            trajectory = Trajectory(planned.task, group, planned.member, planned.seed, status="failed")
+            trajectory.error, trajectory.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
+        else:
+            trajectory = await self._worker(environment).run(
+                planned.task,
+                lambda prompt, params: self._batcher.generate(place, prompt, params),
+                group=group,
+                member=planned.member,
+                seed=planned.seed,
+            )
+        self._done[index] = trajectory
+        self._steps += len(trajectory.steps)
+        self._failed += trajectory.status in ("failed", "timeout")
+        self._members[group] = self._members.get(group, 0) + 1
+        if self._members[group] == self._size:
+            self._complete += self._size
+        self._progress.update(len(self._done), self._live())
+
+    def _place_of(self, index: int) -> int:
+        """The batcher's number for an episode: not another one's, whoever else collects."""
+        return self._plan[index].group * self._size + self._plan[index].member
+
+    async def _environment_of(self, planned: Planned) -> BaseEnvironment:
+        if not isinstance(self._environment, GroupBuilder):
+            return self._environment
+        if planned.group not in self._built:
+            self._built[planned.group] = asyncio.create_task(self._build(self._environment, planned))
+        return (await self._built[planned.group])[planned.member]
+
+    async def _build(self, builder: GroupBuilder, planned: Planned) -> Sequence[BaseEnvironment]:
+        made: Sequence[BaseEnvironment] = await called(builder.environments, planned.task, self._size, planned.seed)
+        if len(made) != self._size:
+            raise ValueError(f"{type(builder).__name__} made {len(made)} environments for a group of {self._size}")
+        return made
+
+    def _live(self) -> dict[str, float]:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return {
+            "tokens/s": self._batcher.statistics.tokens / seconds,
+            "steps": self._steps / len(self._done),
+            "failed": float(self._failed),
+        }
+
+    def _result(self) -> Rollouts:
+        kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i].group] == self._size]
+        seconds = time.monotonic() - self._started
+        sampler = self._batcher.statistics
+        if self._shared:  # which counts all that share it
+            sampler = SamplerStatistics(tokens=sum(each.num_tokens for each in kept))
+        return summarised(kept, len(self._plan) - len(kept), seconds, sampler)

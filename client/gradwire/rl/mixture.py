@@ -1,0 +1,144 @@
+"""Several kinds of tasks in one training: each with its environment and its reward, in given shares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.batching import derive_seed
+from gradwire.rl.curricula import Curriculum, Tasks, as_curriculum
+from gradwire.rl.environments.base import BaseEnvironment
+from gradwire.rl.environments.groups import GroupBuilder
+from gradwire.rl.environments.text import SimpleTextEnvironment
+from gradwire.rl.rewards.computer import Reward, as_computer
+from gradwire.rl.threads import called
+from gradwire.rl.types import EvaluateResult, Task, Trajectory
+
+KIND = "mixture"
+"""The key of a task's ``data`` that names its part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of tasks.
+
+    Attributes:
+        tasks: a set, or a curriculum.
+        reward: what scores them: a function or a scorer, in absolute terms.
+        environment: their world, or what makes one a member.
+        weight: their share of the tasks is this over the sum of all weights.
+    """
+
+    tasks: Tasks | Curriculum
+    reward: Reward
+    environment: BaseEnvironment | GroupBuilder = field(default_factory=SimpleTextEnvironment)
+    weight: float = 1.0
+
+
+class Mixture:
+    """Parts, by name, as what an algorithm takes: :attr:`curriculum`, :attr:`environment` and :attr:`reward`.
+
+    ``GRPOAlgorithm(service, run, mixture.curriculum, mixture.reward, environment=mixture.environment)``. The metrics
+    ``rewards/NAME`` are the parts' mean scores.
+
+    Args:
+        parts: by name.
+        seed: of the choice between them.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], *, seed: int = 0) -> None:
+        if not parts:
+            raise ValueError("a mixture has no parts; name at least one")
+        for name, part in parts.items():
+            if not part.weight > 0:
+                raise ValueError(f"the weight of {name} must be above 0; this is {part.weight}")
+        self.curriculum = _MixedCurriculum(
+            {name: as_curriculum(part.tasks, derive_seed(seed, name)) for name, part in parts.items()},
+            [part.weight for part in parts.values()],
+            seed,
+        )
+        self.environment = _MixedEnvironment({name: part.environment for name, part in parts.items()})
+        self.reward = _MixedReward({name: part.reward for name, part in parts.items()})
+
+
+class _MixedCurriculum:
+    def __init__(self, parts: Mapping[str, Curriculum], weights: Sequence[float], seed: int) -> None:
+        self._parts, self._seed = parts, seed
+        self._shares = np.array(weights, np.float64) / sum(weights)
+
+    def select(self, iteration: int, count: int) -> list[Task]:
+        names = list(self._parts)
+        rng = np.random.default_rng(derive_seed(self._seed, "mixture", iteration))
+        chosen = rng.choice(len(names), count, p=self._shares)
+        # Each part gives as many as are asked of an iteration in all, so that none comes back before its epoch ends.
+        left = {name: iter(part.select(iteration, count)) for name, part in self._parts.items()}
+        return [_named(next(left[names[place]]), names[place]) for place in chosen]
+
+    def update(self, trajectories: Sequence[Trajectory]) -> None:
+        for name, part in self._parts.items():
+            part.update([_as_of_part(each) for each in trajectories if each.task.data.get(KIND) == name])
+
+    def state(self) -> dict[str, Any]:
+        return {name: part.state() for name, part in self._parts.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load(state[name])
+
+
+def _named(task: Task, name: str) -> Task:
+    return replace(task, task_id=f"{name}/{task.key}", data={**task.data, KIND: name})
+
+
+def _as_of_part(trajectory: Trajectory) -> Trajectory:
+    """With the task as its part knows it."""
+    key = trajectory.task.task_id.partition("/")[2]
+    return replace(trajectory, task=replace(trajectory.task, task_id=key))
+
+
+class _MixedEnvironment(GroupBuilder):
+    def __init__(self, parts: Mapping[str, BaseEnvironment | GroupBuilder]) -> None:
+        self._parts = parts
+        self.interactive = any(isinstance(part, GroupBuilder) and part.interactive for part in parts.values())
+
+    async def environments(self, task: Task, size: int, seed: int) -> Sequence[BaseEnvironment]:
+        part = self._parts[_kind(task, self._parts)]
+        if not isinstance(part, GroupBuilder):
+            return [part] * size
+        made: Sequence[BaseEnvironment] = await called(part.environments, task, size, seed)
+        return made
+
+
+class _MixedReward:
+    def __init__(self, parts: Mapping[str, Reward]) -> None:
+        self._parts = {name: as_computer(part) for name, part in parts.items()}
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        results: dict[int, EvaluateResult] = {}
+
+        async def score(name: str) -> None:
+            at = [index for index, each in enumerate(trajectories) if _kind(each.task, self._parts) == name]
+            verdicts = await self._parts[name].scorer.evaluate([trajectories[index] for index in at]) if at else []
+            for index, verdict in zip(at, verdicts, strict=True):
+                results[index] = replace(verdict, metrics={**verdict.metrics, name: verdict.score})
+
+        await asyncio.gather(*map(score, self._parts))
+        return [results[index] for index in range(len(trajectories))]
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
+
+
+def _kind(task: Task, parts: Mapping[str, Any]) -> str:
+    name = task.data.get(KIND)
+    if name not in parts:
+        raise ValueError(
+            f"the task {task.key!r:.100} is of no part of the mixture ({', '.join(parts)}): its data has no "
+            f'"{KIND}". Held-out tasks need it too: Task(..., data={{"{KIND}": "{next(iter(parts))}"}})'
+        )
+    return str(name)

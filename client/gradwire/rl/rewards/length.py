@@ -1,0 +1,90 @@
+"""Scores that take into account how long a trajectory is: overlong responses, and shorter ones preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gradwire.rl.rewards.computer import as_computer, by_group, close_scorer
+from gradwire.rl.rewards.functions import Scorer
+from gradwire.rl.types import EvaluateResult, Trajectory
+
+
+class OverlongPenalty:
+    """Takes away from the score of responses that come near the limit of tokens (Yu et al. 2025, DAPO, eq. 13).
+
+    Nothing up to ``max_tokens - buffer_tokens``, ``penalty`` at ``max_tokens`` and beyond, in proportion between.
+
+    Args:
+        scorer: a reward function, or any scorer.
+        max_tokens: that the policy may write in a trajectory.
+        buffer_tokens: before the limit, over which the penalty grows.
+        penalty: at the limit.
+    """
+
+    def __init__(
+        self, scorer: Scorer | Callable[..., Any], *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
+    ) -> None:
+        if not 0 < buffer_tokens <= max_tokens:
+            raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}); this is {buffer_tokens}")
+        self._scorer = as_computer(scorer).scorer
+        self._max, self._buffer, self._penalty = max_tokens, buffer_tokens, penalty
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        results = await self._scorer.evaluate(trajectories)
+        return [self._with_penalty(each, result) for each, result in zip(trajectories, results)]
+
+    def _with_penalty(self, trajectory: Trajectory, result: EvaluateResult) -> EvaluateResult:
+        over = (trajectory.num_tokens - (self._max - self._buffer)) / self._buffer
+        penalty = self._penalty * min(1.0, max(0.0, over))
+        return _changed(result, -penalty, {"overlong_penalty": penalty})
+
+    def close(self) -> None:
+        close_scorer(self._scorer)
+
+
+class LengthPenalty:
+    """Prefers the shorter of a group's responses (Kimi Team 2025, Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+
+    With ``l = 1/2 - (tokens - shortest) / (longest - shortest)``, a response that is right (a score of at least
+    ``success_threshold``) gets ``weight * l`` more, another ``weight * min(0, l)``. Where all are of one
+    length, nothing changes.
+
+    Args:
+        scorer: a reward function, or any scorer.
+        weight: of the length.
+        success_threshold: of the score.
+    """
+
+    def __init__(
+        self, scorer: Scorer | Callable[..., Any], *, weight: float = 0.1, success_threshold: float = 1.0
+    ) -> None:
+        self._scorer = as_computer(scorer).scorer
+        self._weight, self._threshold = weight, success_threshold
+
+    async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
+        results = await self._scorer.evaluate(trajectories)
+        changed = {id(each): result for each, result in zip(trajectories, results)}
+        for group in by_group(trajectories):
+            lengths = np.array([each.num_tokens for each in group], np.float64)
+            shortest, spread = lengths.min(), np.ptp(lengths)
+            for each, length in zip(group, lengths):
+                result = changed[id(each)]
+                share = 0.5 - (length - shortest) / spread if spread else 0.0
+                bonus = self._weight * (share if result.score >= self._threshold else min(0.0, share))
+                changed[id(each)] = _changed(result, bonus, {"length_bonus": bonus})
+        return [changed[id(each)] for each in trajectories]
+
+    def close(self) -> None:
+        close_scorer(self._scorer)
+
+
+def _changed(result: EvaluateResult, by: float, metrics: dict[str, float]) -> EvaluateResult:
+    """The result with another score; its own stays among the metrics as ``unshaped``."""
+    if result.error:
+        return result
+    shaped = {**result.metrics, "unshaped": result.score, **metrics}
+    return replace(result, score=result.score + by, metrics=shaped)

@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import math
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -71,6 +70,7 @@ class Setting:
         train, held_out: tasks.
         environment: the world.
         config: settings that differ between the tasks.
+        characters: of the model's vocabulary.
         ppo: settings of PPO alone.
         iterations: of training.
     """
@@ -80,6 +80,7 @@ class Setting:
     held_out: Sequence[Task]
     environment: BaseEnvironment
     config: dict[str, Any]
+    characters: str = ARITHMETIC_CHARACTERS + "abcd?-"
     ppo: dict[str, Any] = field(default_factory=dict)
     iterations: int = 24
 
@@ -163,7 +164,7 @@ def guess(seed: int) -> Setting:
         turns = "".join(rng.choice("0123456") + rng.choice("<>") for _ in range(rng.randrange(3)))
         demonstrations.append((f"?{turns}", rng.choice("0123456")))
     config = {"max_tokens": 1, "learning_rate": 3e-3, "eval_trajectories": 16}
-    return Setting(demonstrations, tasks, tasks, Guess(), config, iterations=72)
+    return Setting(demonstrations, tasks, tasks, Guess(), config, characters="0123456?<>", iterations=72)
 
 
 SETTINGS = {"sums": sums, "boxes": boxes, "guess": guess}
@@ -210,16 +211,35 @@ async def train(
 async def compare(args: argparse.Namespace) -> list[Training]:
     trainings = []
     with tempfile.TemporaryDirectory(prefix="gradwire-example-") as folder:
-        letters = ARITHMETIC_CHARACTERS + BOXES + "?-<>"
-        path = small_model(Path(folder) / "small", characters=letters, context_length=64)
-        async with gradwire.connect(models=[f"small={path}"]) as service:
+        models = {
+            task: small_model(Path(folder) / task, characters=SETTINGS[task](0).characters, context_length=64)
+            for task in args.tasks
+        }
+        async with gradwire.connect(models=[f"{task}={path}" for task, path in models.items()]) as service:
             for task, seed in itertools.product(args.tasks, range(args.seeds)):
                 setting = SETTINGS[task](seed)
-                start = await imitate(service, "small", setting, seed)
+                start = await imitate(service, task, setting, seed)
                 for name in ALGORITHMS:
                     trainings.append(await train(service, start, name, task, seed, setting, args))
                     print(f"{name} on {task}, seed {seed}: {trainings[-1]}", flush=True)
     return trainings
+
+
+def write_docs(trainings: Sequence[Training], tasks: Sequence[str]) -> None:
+    """Puts the lines of these tasks into the page's table, others stay, and draws a picture of each task."""
+    for task in tasks:
+        draw([each for each in trainings if each.task == task], DOCS / f"rl_curves_{task}.svg")
+    before, begin, rest = (DOCS / "rl_results.md").read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    head, *lines = table(trainings).splitlines()
+    kept = [
+        line
+        for line in old.splitlines()
+        if line.startswith(tuple(f"| {task} |" for task in set(SETTINGS) - set(tasks)))
+    ]
+    order = list(SETTINGS)
+    rows = sorted([*kept, *lines[1:]], key=lambda line: order.index(line.split(" ")[1]))
+    (DOCS / "rl_results.md").write_text("\n".join([f"{before}{begin}", head, lines[0], *rows, f"{end}{after}"]))
 
 
 def main() -> int:
@@ -235,10 +255,7 @@ def main() -> int:
     draw(trainings, args.output / "curves.svg")
     print("", table(trainings), sep="\n")
     if args.write_docs:
-        shutil.copy(args.output / "curves.svg", DOCS / "rl_curves.svg")
-        page = (DOCS / "rl_results.md").read_text()
-        before, begin, rest = page.partition(BEGIN)
-        (DOCS / "rl_results.md").write_text(f"{before}{begin}\n{table(trainings)}\n{END}{rest.partition(END)[2]}")
+        write_docs(trainings, args.tasks)
     return 0 if all(each.after > each.before for each in trainings) else 1
 
 

@@ -49,6 +49,8 @@ from gradwire.rl.rewards import (
     code_passes,
     json_schema,
     last_number,
+    math_answer,
+    multiple_choice,
     regex_match,
     reward_function,
 )
@@ -137,6 +139,8 @@ __all__ = [
     "find_strategic_grams",
     "json_schema",
     "last_number",
+    "math_answer",
+    "multiple_choice",
     "regex_match",
     "reward_function",
 ]

@@ -2,6 +2,7 @@
 
 from gradwire.rl.rewards._sandbox.program import IsolationError, PolicyProgram, ProgramError
 from gradwire.rl.rewards.aligner import StepAlignmentError, align, align_batch
+from gradwire.rl.rewards.answers import find_choice, math_answer, multiple_choice
 from gradwire.rl.rewards.computer import (
     ParetoRewardComputer,
     Reward,
@@ -46,9 +47,12 @@ __all__ = [
     "code_passes",
     "crowding_distances",
     "environment_reward",
+    "find_choice",
     "find_last_number",
     "json_schema",
     "last_number",
+    "math_answer",
+    "multiple_choice",
     "normalised_ranks",
     "pareto_fronts",
     "regex_match",

@@ -1,0 +1,212 @@
+"""Tasks from data sets: mathematics, multiple choice and code, from JSONL, from ``datasets``, or from rows.
+
+A source is the path of a JSONL file, the name of a data set for ``datasets.load_dataset`` (needs
+``gradwire[datasets]``), or an iterable of rows. Each loader goes with a grader of ``gradwire.rl.rewards``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.rl.extras import require
+from gradwire.rl.types import Task
+
+Row = Mapping[str, Any]
+Source = str | Path | Iterable[Row]
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_FINAL = re.compile(r"####\s*(.+)")
+
+
+def rows(source: Source, *, split: str = "train", **options: Any) -> Iterator[tuple[str, Row]]:
+    """The rows of a source, each with where it is, for errors.
+
+    Args:
+        source: see the module.
+        split: of a named data set.
+        options: of ``datasets.load_dataset``, such as ``name``.
+    """
+    if not isinstance(source, str | Path):
+        yield from ((f"row {number}", row) for number, row in enumerate(source))
+        return
+    path = Path(source)
+    if path.suffix in (".jsonl", ".json") or path.is_file():
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
+        return
+    dataset = require("datasets", "datasets", f"the data set {source!r}").load_dataset(
+        str(source), split=split, **options
+    )
+    yield from ((f"{source}/{split}, row {number}", row) for number, row in enumerate(dataset))
+
+
+def _object(line: str, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: this is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a row is a JSON object; this is {type(row).__name__}")
+    return row
+
+
+def math_tasks(
+    source: Source,
+    *,
+    question: str = "",
+    answer: str = "",
+    template: str = "{question}",
+    split: str = "train",
+    limit: int | None = None,
+    **options: Any,
+) -> list[Task]:
+    """Problems whose ground truth is a number or an expression.
+
+    Of a worked solution the answer is what stands behind ``####`` (GSM8K) or in the last ``\\\\boxed{}`` (MATH). Grade
+    numbers with :func:`~gradwire.rl.rewards.last_number`, the rest with :func:`~gradwire.rl.rewards.math_answer`.
+
+    Args:
+        source, split, options: see :func:`rows`.
+        question, answer: names of the fields; by default the first there is of ``question``, ``problem``, ``prompt``
+            and of ``answer``, ``final_answer``, ``solution``.
+        template: how a question is put to the policy.
+        limit: tasks at most.
+    """
+    tasks = []
+    for where, row in itertools.islice(rows(source, split=split, **options), limit):
+        asked = _text(row, where, question, "question", "problem", "prompt")
+        told = _text(row, where, answer, "answer", "final_answer", "solution")
+        tasks.append(Task(template.replace("{question}", asked), final_answer(told)))
+    return _some(tasks, source)
+
+
+def final_answer(solution: str) -> str:
+    """What a worked solution ends with: behind ``####``, in its last ``\\\\boxed{}``, or all of it."""
+    marked = _FINAL.findall(solution)
+    if marked:
+        return str(marked[-1]).strip().replace(",", "")
+    start = solution.rfind("\\boxed{")
+    if start < 0:
+        return solution.strip()
+    depth, begin = 0, start + len("\\boxed")
+    for at in range(begin, len(solution)):
+        depth += (solution[at] == "{") - (solution[at] == "}")
+        if not depth:
+            return solution[begin + 1 : at].strip()
+    return solution[begin + 1 :].strip()
+
+
+def choice_tasks(
+    source: Source,
+    *,
+    question: str = "",
+    choices: str = "",
+    answer: str = "",
+    template: str = "{question}\n\n{options}\n\nAnswer with the letter of the right option.",
+    split: str = "train",
+    limit: int | None = None,
+    **options: Any,
+) -> list[Task]:
+    """Questions with options, whose ground truth is a letter; grade with :func:`~gradwire.rl.rewards.multiple_choice`.
+
+    Options are a list, or ``{"text": [...], "label": [...]}`` (ARC); the answer is an index from 0, a label, or an
+    option's text.
+
+    Args:
+        source, split, options: see :func:`rows`.
+        question, choices, answer: names of the fields; by default the first there is of ``question``, ``prompt``, of
+            ``choices``, ``options``, ``endings``, and of ``answer``, ``answerKey``, ``label``.
+        template: how a question is put to the policy.
+        limit: tasks at most.
+    """
+    tasks = []
+    for where, row in itertools.islice(rows(source, split=split, **options), limit):
+        asked = _text(row, where, question, "question", "prompt")
+        given = _field(row, where, choices, "choices", "options", "endings")
+        texts = list(given["text"]) if isinstance(given, Mapping) else list(given)
+        labels = list(given["label"]) if isinstance(given, Mapping) else []
+        right = _place(_field(row, where, answer, "answer", "answerKey", "label"), texts, labels, where)
+        if len(texts) > len(LETTERS):
+            raise ValueError(f"{where}: {len(texts)} options; {len(LETTERS)} have letters")
+        listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts))
+        prompt = template.replace("{question}", asked).replace("{options}", listed)
+        tasks.append(Task(prompt, LETTERS[right], data={"options": texts}))
+    return _some(tasks, source)
+
+
+def _place(answer: Any, texts: list[Any], labels: list[Any], where: str) -> int:
+    """The right option's place among the texts."""
+    if isinstance(answer, int) and 0 <= answer < len(texts):
+        return answer
+    for known in (labels, list(LETTERS[: len(texts)]), texts, [str(number) for number in range(len(texts))]):
+        if answer in known:
+            return known.index(answer)
+    raise ValueError(f"{where}: the answer {answer!r} is none of the {len(texts)} options")
+
+
+def code_tasks(
+    source: Source,
+    *,
+    prompt: str = "",
+    tests: str = "",
+    template: str = "{prompt}",
+    split: str = "train",
+    limit: int | None = None,
+    **options: Any,
+) -> list[Task]:
+    """Programming problems, whose ground truth is a list of tests; grade with :func:`~gradwire.rl.rewards.code_passes`.
+
+    Tests are statements (``assert add(1, 2) == 3``, MBPP's ``test_list``), or pairs of input and output of a program,
+    as a list of ``{"input": ..., "output": ...}`` or as two lists under ``inputs`` and ``outputs`` (APPS), also
+    written as JSON.
+
+    Args:
+        source, split, options: see :func:`rows`.
+        prompt, tests: names of the fields; by default the first there is of ``prompt``, ``text``, ``question``, and of
+            ``test_list``, ``tests``, ``input_output``.
+        template: how a problem is put to the policy.
+        limit: tasks at most.
+    """
+    tasks = []
+    for where, row in itertools.islice(rows(source, split=split, **options), limit):
+        asked = _text(row, where, prompt, "prompt", "text", "question")
+        found = _tests(_field(row, where, tests, "test_list", "tests", "input_output"), where)
+        tasks.append(Task(template.replace("{prompt}", asked), found))
+    return _some(tasks, source)
+
+
+def _tests(found: Any, where: str) -> list[Any]:
+    if isinstance(found, str) and found.lstrip().startswith(("{", "[")):
+        found = json.loads(found)
+    if isinstance(found, Mapping) and {"inputs", "outputs"} <= set(found):
+        pairs = zip(found["inputs"], found["outputs"], strict=True)
+        found = [{"input": given, "output": expected} for given, expected in pairs]
+    listed = [found] if isinstance(found, str) else list(found)
+    if not listed:
+        raise ValueError(f"{where}: there are no tests")
+    return listed
+
+
+def _field(row: Row, where: str, name: str, *usual: str) -> Any:
+    for each in (name,) if name else usual:
+        if row.get(each) is not None:
+            return row[each]
+    asked = f"the field {name!r}" if name else f"any of {', '.join(usual)}"
+    raise ValueError(f"{where}: a row has not {asked}; it has {', '.join(row) or 'nothing'}. Name its fields")
+
+
+def _text(row: Row, where: str, name: str, *usual: str) -> str:
+    return str(_field(row, where, name, *usual))
+
+
+def _some(tasks: list[Task], source: Source) -> list[Task]:
+    if not tasks:
+        raise ValueError(f"{source if isinstance(source, str | Path) else 'the source'} has no rows")
+    return tasks

@@ -176,13 +176,12 @@ class Transport:
         # A cancelled `await call` inside an anyio cancel scope leaks CancelledError (grpc bug 43502): the call is
         # awaited in a task of its own, and cancelled by its own method.
         task = asyncio.create_task(outcome())
+        task.add_done_callback(_retrieved)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             call.cancel()
             await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()
             raise
         if task.cancelled():
             raise ServiceClosedError("the service was closed during the call")
@@ -268,6 +267,12 @@ def _submit_frames(operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> It
             together = pb.SubmitFrame(chunk=payload[start : start + CHUNK_BYTES])
     if size:
         yield together
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """Whoever waited may be gone, cancelled a second time meanwhile: an error that nobody fetches is no fault."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _frames(call: AsyncCall[F], address: str) -> AsyncGenerator[F]:

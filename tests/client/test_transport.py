@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import gradwire
+import grpc
 import pytest
 from gradwire.transport import Backoff
 from gradwire_proto.v1 import training_pb2 as pb
@@ -52,6 +54,35 @@ async def test_closing_during_a_call() -> None:
         await service.close()
         with pytest.raises(gradwire.ServiceClosedError):
             await call
+
+
+async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault() -> None:
+    """The second cancellation comes while the first one waits for the call to end."""
+    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    refused = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    class Call:
+        def cancel(self) -> None:
+            """Too late."""
+
+        def __await__(self) -> Any:
+            return answer.__await__()
+
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    async with scripted_server(Script()) as (address, _), gradwire.connect(address) as service:
+        method: Any = lambda stub: lambda *_, **__: Call()  # noqa: E731
+        call = asyncio.create_task(service._transport.unary(method, None))
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        answer.set_exception(refused)
+        await asyncio.sleep(0.01)
+    del call
+    gc.collect()
+    assert not faults
 
 
 async def test_backoff_waits_longer_gives_up_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

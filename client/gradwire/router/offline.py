@@ -195,7 +195,8 @@ def target_probabilities(policy: LinearPolicy, x: Floats, greedy: bool) -> Float
     logprobs = policy.logprobs(x)
     if not greedy:
         return np.exp(logprobs)
-    return np.eye(len(policy.modes))[logprobs.argmax(axis=1)]
+    taken: Floats = np.eye(len(policy.modes))[logprobs.argmax(axis=1)]
+    return taken
 
 
 def effective_sample_size(weights: Floats) -> float:

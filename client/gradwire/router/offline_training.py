@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from gradwire.router.features import FeatureSpace, Floats
 from gradwire.router.logs import Log, decisions_of
@@ -77,7 +78,7 @@ def _doubly_robust_scores(data: LoggedArrays, num_modes: int, max_weight: float)
 
 def _rescaled(policy: LinearPolicy, mean: Floats, scale: Floats) -> LinearPolicy:
     """The same policy on features ``(x - mean) / scale``."""
-    changed = dict(policy.parameters)
+    changed: dict[str, npt.ArrayLike] = {}
     for head in ("policy", "value"):
         weight, bias = policy.parameters[f"{head}_weight"], policy.parameters[f"{head}_bias"]
         changed[f"{head}_weight"] = weight * (scale[:, None] if weight.ndim == 2 else scale)

@@ -8,7 +8,7 @@ HICRA's grams are found in the start's own right answers; the random ones are cl
 they mark as many tokens.
 
 Prints the grams and a table, writes the curves as `curves.svg` and each training's numbers as JSONL under --output.
---write-docs puts table and curves into docs/hicra_results.md.
+--write-docs puts table and curves into docs/hicra.md.
 """
 
 from __future__ import annotations
@@ -225,9 +225,9 @@ def main() -> int:
     print("", results, sep="\n")
     if args.write_docs:
         shutil.copy(args.output / "curves.svg", DOCS / "hicra_curves.svg")
-        page = (DOCS / "hicra_results.md").read_text()
+        page = (DOCS / "hicra.md").read_text()
         before, begin, rest = page.partition(BEGIN)
-        (DOCS / "hicra_results.md").write_text(f"{before}{begin}\n{results}\n{END}{rest.partition(END)[2]}")
+        (DOCS / "hicra.md").write_text(f"{before}{begin}\n{results}\n{END}{rest.partition(END)[2]}")
     return 0
 
 

@@ -93,3 +93,32 @@ def test_the_demo_improves_every_figure(root: Path, tmp_path: Path) -> None:
     done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path, timeout=900)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_language_model_routes_requests(root: Path) -> None:
+    few = ["--iterations", "1", "--batch-size", "4", "--imitation-steps", "40", "--held-out", "20"]
+    done = execute(root, root / "examples" / "router_language_model.py", *few)
+    assert done.returncode == 0, done.stderr
+    assert "strategic in" in done.stdout
+    earned = {
+        line[:34].strip(): float(line[34:].split()[0])
+        for line in done.stdout.rpartition("router  ")[2].splitlines()[1:]
+    }
+    assert {"as it started", "language model, GRPO", "language model, HICRA", "oracle"} <= set(earned)
+    assert max(earned.values()) == earned["oracle"] > earned["linear policy, PPO's defaults"] > earned["random"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hicra_beside_grpo_and_random_grams(root: Path, tmp_path: Path) -> None:
+    few = ["--seeds", "1", "--iterations", "2", "--imitation-steps", "200", "--output", tmp_path]
+    done = execute(root, root / "examples" / "hicra_language_model.py", *few, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"are strategic and mark \d+% of tokens; \d+ random clusters mark", done.stdout)
+    for arm in ("GRPO", "HICRA", "random grams"):
+        assert re.search(rf"^\| plan and calculate \| {arm} \| 0\.\d\d → 0\.\d\d", done.stdout, re.MULTILINE)
+        [*lines] = (tmp_path / f"{arm.replace(' ', '-')}-0" / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 2
+        fraction = json.loads(lines[0])["train/planning_fraction"]
+        assert (fraction is None) if arm == "GRPO" else 0.1 < fraction < 0.9
+    assert (tmp_path / "curves.svg").exists()

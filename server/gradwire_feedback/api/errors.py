@@ -63,8 +63,8 @@ def install(app: FastAPI) -> None:
         errors = fields_of(error.errors())
         return problem(422, sentence(errors), errors)
 
-    @app.exception_handler(gradwire.InvalidArgumentError)
-    async def impossible(_request: Request, error: gradwire.InvalidArgumentError) -> JSONResponse:
+    @app.exception_handler(gradwire.InvalidRequestError)
+    async def impossible(_request: Request, error: gradwire.InvalidRequestError) -> JSONResponse:
         return problem(422, str(error))
 
     @app.exception_handler(gradwire.GradwireError)

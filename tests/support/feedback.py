@@ -95,8 +95,10 @@ def postgres(folder: Path) -> Iterator[str]:
         [programs / "initdb", "-D", data, "-U", "gradwire", "-A", "trust", "--no-sync", "-E", "UTF8"],
         check=True, **quiet,
     )  # fmt: skip
+    log = (folder / "log").open("w")
     server = subprocess.Popen(
-        [programs / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder], **quiet
+        [programs / "postgres", "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder],
+        **(quiet | {"stderr": log}),
     )
     try:
         ready = [programs / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-t", "30"]
@@ -106,3 +108,4 @@ def postgres(folder: Path) -> Iterator[str]:
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(timeout=60)
+        log.close()

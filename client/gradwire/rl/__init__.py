@@ -54,6 +54,7 @@ from gradwire.rl.rewards import (
     regex_match,
     reward_function,
 )
+from gradwire.rl.reward_kit import RewardSandbox, align_rewards_with_step_data, calculate_advantages
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.strategic_grams import GramCluster, StrategicGrams, find_strategic_grams
@@ -105,6 +106,7 @@ __all__ = [
     "ReplayBuffer",
     "RewardComputer",
     "RewardModel",
+    "RewardSandbox",
     "RolloutManager",
     "Rollouts",
     "RolloutsFailedError",
@@ -135,6 +137,8 @@ __all__ = [
     "VerifiersEnvironment",
     "WandbLogger",
     "build_hicra_from_dict",
+    "align_rewards_with_step_data",
+    "calculate_advantages",
     "code_passes",
     "find_strategic_grams",
     "json_schema",

@@ -12,6 +12,7 @@ from gradwire.rl.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TopLogits
 from gradwire.rl.inference import InferenceModule as AsyncInferenceModule
 from gradwire.rl.inference import LocalInference, VLLMInference
+from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.primitives.background import wait_for
 from gradwire.rl.primitives.hosting import ServedModel
 from gradwire.rl.primitives.running import running_episode
@@ -102,7 +103,7 @@ class InferenceModule:
         if backend not in (None, "hf", "vllm", "server"):
             raise ValueError(f'backend must be "hf", "vllm" or "server"; this is {backend!r}')
         self.backend: AsyncInferenceModule
-        if isinstance(model, AsyncInferenceModule):
+        if hasattr(model, "codec"):
             self.backend = model
         elif backend == "server":
             self.served = ServedModel(model, **options)
@@ -204,14 +205,10 @@ class InferenceModule:
             The last response to each prompt, and the calls that were made on the way with their results.
         """
         params = SamplingParams(max_tokens=max_new_tokens or self.max_new_tokens, temperature=self.temperature)
-        with_tools: Any = self.backend
-        if not hasattr(with_tools, "batch_generate_with_tools"):
-            raise TypeError(f"{type(self.backend).__name__} does not generate with tools")
-        found = wait_for(
-            with_tools.batch_generate_with_tools(
-                list(prompts), tools_of(available_tools), params=params, max_turns=max_turns
-            )
+        generation = ToolGeneration.batch_generate_with_tools(
+            self.backend, list(prompts), tools_of(available_tools), params=params, max_turns=max_turns
         )
+        found = wait_for(generation)
         for each in found:
             if each.error:
                 raise RuntimeError(f"{each.task.prompt!r:.100}: {each.error}")

@@ -173,6 +173,10 @@ class EpisodeEnvironment(AsyncEnvironment):
         prompt: Prompt = state.data["prompt"]
         return prompt
 
+    def state_key(self, state: AsyncState) -> Hashable:
+        """The whole prompt."""
+        return repr(state.data["prompt"])
+
     async def step(self, state: AsyncState, action: Action) -> StepResult:
         episode: Episode = state.data["episode"]
         event = await episode.answer(action.raw)

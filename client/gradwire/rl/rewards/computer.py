@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from gradwire.rl.rewards.aligner import align_batch
 from gradwire.rl.rewards.functions import RewardFunction, Scorer
 from gradwire.rl.types import EvaluateResult, Trajectory
+
+logger = logging.getLogger("gradwire.rl")
 
 Mode = Literal["absolute", "relative"]
 Floats = npt.NDArray[np.float64]
@@ -61,6 +64,8 @@ class RewardComputer:
                 trajectory.reward = float(reward)
                 if trajectory.steps and trajectory.evaluation is not None and not trajectory.evaluation.step_outputs:
                     trajectory.steps[-1].reward = self.default_step_reward + trajectory.reward
+        for each in scored:
+            logger.debug("trajectory %d.%d: final score %.6g", each.group, each.member, each.reward)
         return _report(trajectories, scored)
 
     async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:

@@ -37,6 +37,7 @@ from gradwire.rl.loggers import JsonlLogger, PrometheusLogger, TensorBoardLogger
 from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
+from gradwire.rl.reward_kit import RewardSandbox, align_rewards_with_step_data, calculate_advantages
 from gradwire.rl.rewards import (
     LengthPenalty,
     OverlongPenalty,
@@ -54,7 +55,6 @@ from gradwire.rl.rewards import (
     regex_match,
     reward_function,
 )
-from gradwire.rl.reward_kit import RewardSandbox, align_rewards_with_step_data, calculate_advantages
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.strategic_grams import GramCluster, StrategicGrams, find_strategic_grams
@@ -136,8 +136,8 @@ __all__ = [
     "TrajectoryRecorder",
     "VerifiersEnvironment",
     "WandbLogger",
-    "build_hicra_from_dict",
     "align_rewards_with_step_data",
+    "build_hicra_from_dict",
     "calculate_advantages",
     "code_passes",
     "find_strategic_grams",

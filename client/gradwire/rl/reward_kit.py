@@ -31,8 +31,9 @@ class RewardSandbox:
     def __init__(
         self, function: Callable[..., Any], *, batch: bool = False, limits: SandboxLimits | None = None
     ) -> None:
-        made = isinstance(function, RewardFunction)
-        self._function = function if made else RewardFunction(function, batch=batch, limits=limits)
+        self._function = (
+            function if isinstance(function, RewardFunction) else RewardFunction(function, batch=batch, limits=limits)
+        )
 
     async def execute_user_reward_code(
         self, rollouts_messages: Sequence[Sequence[Message]], ground_truths: Sequence[Any]
@@ -49,17 +50,17 @@ class RewardSandbox:
             told(messages, truth, member)
             for member, (messages, truth) in enumerate(zip(rollouts_messages, ground_truths))
         ]
-        return await self._function.evaluate(rollouts)  # type: ignore[union-attr]
+        return await self._function.evaluate(rollouts)
 
     def close(self) -> None:
         """Ends the sandbox's processes."""
-        self._function.close()  # type: ignore[union-attr]
+        self._function.close()
 
 
 def told(messages: Sequence[Message], ground_truth: Any, member: int) -> Trajectory:
     """A trajectory of what a conversation tells: a step a turn of the assistant, without its tokens."""
     first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    steps = []
+    steps: list[StepData] = []
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
             seen = messages[at - 1]["content"] if at else ""
@@ -101,7 +102,9 @@ def align_rewards_with_step_data(
         if result.error:
             raise StepAlignmentError(f"rollout {number} has no reward: {result.error}")
         try:
-            align(Trajectory(Task(""), member=number, steps=list(steps)), result, default_step_reward=default_step_reward)
+            align(
+                Trajectory(Task(""), member=number, steps=list(steps)), result, default_step_reward=default_step_reward
+            )
         except StepAlignmentError as error:
             raise StepAlignmentError(f"rollout {number}: {error}") from None
     return [list(steps) for steps in rollouts]

@@ -189,5 +189,7 @@ def explain_step(trajectory: Trajectory, step: StepData) -> None:
     logger.debug("%s: log-probabilities %s", name, np.round(step.logprobs, 4).tolist())
     for result in step.tool_results:
         got = f"failed: {result.error}" if result.error else f"gave {result.content:.500}"
-        logger.debug("%s: tool %s(%s) %s, cost %g", name, result.call.name, dict(result.call.arguments), got, result.cost)
+        logger.debug(
+            "%s: tool %s(%s) %s, cost %g", name, result.call.name, dict(result.call.arguments), got, result.cost
+        )
     logger.debug("%s: messages now %.2000s", name, list(step.messages))

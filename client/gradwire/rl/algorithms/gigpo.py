@@ -108,8 +108,9 @@ def _explain(
         numbers = ", ".join(f"{value:.4g}" for value in credit.returns[members])
         logger.debug("G_k  %d: steps %s, returns [%s]", number, members.tolist(), numbers)
         logger.debug("A_S  %d: [%s]", number, ", ".join(f"{value:.4g}" for value in credit.step[members]))
-    for each, step in ((each, step) for each in trajectories for step in each.steps):
-        logger.debug("A_GiG  group %d member %d step %d: %.4g", each.group, each.member, step.index, step.advantage)
+    for each in trajectories:
+        for step in each.steps:
+            logger.debug("A_GiG  group %d member %d step %d: %.4g", each.group, each.member, step.index, step.advantage)
 
 
 class GiGPOAlgorithm(Algorithm):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gradwire
 import pytest
-from gradwire import rlhf, sync
+from gradwire import sync
 
 HERE = Path(__file__).parent
 FROZEN = HERE / "surface.txt"
@@ -23,7 +23,6 @@ def surface() -> str:
     for module, names in (
         ("gradwire", gradwire.__all__),
         ("gradwire.sync", ["ServiceClient", "TrainingClient", "connect"]),
-        ("gradwire.rlhf", rlhf.__all__),
     ):
         for name in sorted(names):
             value = getattr(importlib.import_module(module), name)
@@ -36,10 +35,8 @@ def surface() -> str:
                 if hasattr(value, "__dataclass_fields__"):
                     lines += [f"    {each.name}: {each.type}" for each in value.__dataclass_fields__.values()]
                 lines += members(value)
-            elif callable(value):
-                lines.append(f"{module}.{name}{inspect.signature(value)}")
             else:
-                lines.append(f"{module}.{name} = {value}")
+                lines.append(f"{module}.{name}{inspect.signature(value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -35,12 +35,19 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
 	touch $@
 
+# What the router's benchmark is held against, in an environment of its own.
+.venv-sb3/.installed: pyproject.toml
+	test -x .venv-sb3/bin/python || $(PYTHON) -m venv .venv-sb3
+	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[router,gymnasium]'
+	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt stable-baselines3==2.9.0
+	touch $@
+
 # Everything that is broken for real, long and short form, each saying what was tried and what was lost.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 
 # The table of docs/performance.md, a quarter of an hour on an idle machine; `make bench ARGS=--write-docs` writes it there.
-bench: setup .venv-parity/.installed
+bench: setup .venv-parity/.installed .venv-sb3/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup

@@ -21,7 +21,7 @@ from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
-QUICK = [row for row in ROWS if row not in ("against_trl", "rl_rollouts", "growth")]
+QUICK = [row for row in ROWS if row not in ("against_trl", "rl_rollouts", "growth", "router")]
 
 
 def run(module: str, *args: str) -> str:
@@ -51,6 +51,12 @@ def test_the_table_is_one_command(tmp_path: Path) -> None:
     assert not report["failures"]
     assert {"cpu", "cores", "threads", "torch", "load_average", "commit"} <= set(report["machine"])
     assert report["machine"]["torch"] in said
+
+
+def test_the_routers_throughput_is_counted() -> None:
+    (figure,) = importlib.import_module("benchmarks.router").measure(Size(1, smoke=True, only=("throughput",)))
+    assert figure.value > 0
+    assert figure.target == 200_000
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """The router's PPO: environment steps per second of one core, and stable-baselines3's PPO on the same world.
 
 Both learn from the same number of steps in the same environment, five seeds each; theirs at its defaults, and with
-settings tuned for this environment, which is told and not judged. Policies are judged greedily by the expected reward on the same held-out requests. Times are CPU seconds, of everything between the first step and the
-trained policy. stable-baselines3 2.9 needs an environment of its own: ``make .venv-sb3/.installed``.
+settings tuned for this environment, which is told and not judged. Policies are judged greedily by the expected reward
+on the same held-out requests. Times are CPU seconds, of everything between the first step and the trained policy.
+stable-baselines3 2.9 needs an environment of its own: ``make .venv-sb3/.installed``.
 """
 
 from __future__ import annotations

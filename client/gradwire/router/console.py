@@ -65,10 +65,9 @@ def show_report(console: Console, report: Report) -> None:
     title = f"{report.requests:,} held-out requests; expected outcomes"
     table = _table(title)
     table.add_column("router", no_wrap=True)
-    for name in ("reward", "of gap", "quality", "cost", "latency", "APGR"):
-        table.add_column(name, justify="right")
-    for target in CALL_TARGETS:
-        table.add_column(f"CPT {target:.0%}", justify="right")
+    names = ["reward", "of gap", "quality", "cost", "time", "APGR"]
+    for name in [*names, *(f"CPT {target:.0%}" for target in CALL_TARGETS)]:
+        table.add_column(name, justify="right", no_wrap=True)
     for router in report.routers:
         cpt = router.cpt or {}
         table.add_row(
@@ -83,7 +82,7 @@ def show_report(console: Console, report: Report) -> None:
         )
     console.print(table)
     console.print(
-        "of gap: share of the way in reward from the best single mode to the oracle. PGR: share of the way in quality "
+        "single: the best mode alone; of gap: share of the way in reward from it to the oracle. PGR: share of the way in quality "
         f"from {report.weak} to {report.strong} when only some requests may go to {report.strong}; APGR: its mean over "
         "those shares; CPT: the smallest such share that recovers so much."
     )

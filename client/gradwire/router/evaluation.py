@@ -119,7 +119,7 @@ class HeldOut:
         quality, noise = self.tables["quality"], np.random.default_rng(NEIGHBOUR_SEED).random(len(self.x))
         choices: list[tuple[str, Integers | None, Floats | None]] = [
             ("policy", logits.argmax(1), logits[:, strong] - logits[:, weak]),
-            (f"best single: {modes[single]}", np.full(len(self.x), single), None),
+            (f"single: {modes[single]}", np.full(len(self.x), single), None),
             ("oracle", best, quality[:, strong] - quality[:, weak]),
             ("random", None, noise),
             (f"{NEIGHBOURS} neighbours", neighbours.argmax(1), neighbours[:, strong] - neighbours[:, weak]),

@@ -31,7 +31,7 @@ def test_from_training_to_a_promoted_policy(capsys: pytest.CaptureFixture[str]) 
     main(["evaluate", *SETTINGS])
     said = capsys.readouterr().out
     assert all(
-        name in said for name in ("policy", "best single", "oracle", "random", "40 neighbours", "APGR", "CPT 80%")
+        name in said for name in ("policy", "single: large", "oracle", "random", "40 neighbours", "APGR", "CPT 80%")
     )
     main(["promote", *SETTINGS, "--to", "production.npz"])
     assert "promoted to production.npz" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_pgr_is_its_definition() -> None:
 
 def test_a_report_knows_its_bounds(held_out: HeldOut) -> None:
     report = held_out.report(constant("debate"))
-    policy, single, oracle, random, neighbours = report.routers
+    policy, single, oracle, random, _ = report.routers
     rewards = held_out.tables["reward"]
     assert policy.reward == pytest.approx(rewards[:, World().modes.index("debate")].mean())
     assert single.reward == pytest.approx(rewards.mean(0).max())
@@ -67,7 +67,7 @@ def test_only_a_better_candidate_is_promoted(held_out: HeldOut, tmp_path: Path) 
     target = tmp_path / "production/router.npz"
     for mode in ("small", "large", "review"):
         constant(mode).save(tmp_path / f"{mode}.npz")
-    with pytest.raises(NotBetterError, match="the best single mode .* nothing was promoted"):
+    with pytest.raises(NotBetterError, match=r"the best single mode .* nothing was promoted"):
         promote(tmp_path / "small.npz", target, held_out)
     assert not target.exists()
     promote(tmp_path / "small.npz", target, held_out, force=True)

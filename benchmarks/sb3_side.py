@@ -1,10 +1,11 @@
-"""stable-baselines3's PPO on the router's environment, in an environment of its own; prints its figures as JSON."""
+"""stable-baselines3's PPO on the router's environment, in an environment of its own; prints a JSON line a seed."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from benchmarks.router import HELD_OUT
 ENVIRONMENTS = 8
 
 
-def train(seed: int, steps: int) -> dict[str, float]:
-    """Its defaults (a network of two layers of 64), 8 environments and its 2,048 steps a rollout."""
+TUNED = {"learning_rate": 3e-3, "gamma": 1.0, "batch_size": 512, "n_epochs": 8, "ent_coef": 0.002}
+
+
+def train(seed: int, steps: int, settings: dict[str, Any]) -> dict[str, float]:
+    """A network of two layers of 64, 8 environments and 2,048 steps a rollout, its defaults where none is given."""
     environments = DummyVecEnv([RouterEnvironment] * ENVIRONMENTS)
-    model = PPO("MlpPolicy", environments, n_steps=2048 // ENVIRONMENTS, seed=seed, device="cpu")
+    model = PPO("MlpPolicy", environments, n_steps=2048 // ENVIRONMENTS, seed=seed, device="cpu", **settings)
     began = time.process_time()
     model.learn(steps)
     seconds = time.process_time() - began
@@ -36,9 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--tuned", action="store_true", help="settings for this environment in place of the defaults")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(json.dumps([train(seed, given.steps) for seed in given.seeds]))
+    settings = TUNED if given.tuned else {}
+    for seed in given.seeds:
+        print(json.dumps(train(seed, given.steps, settings)), flush=True)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def show_report(console: Console, report: Report) -> None:
     console.print(table)
     console.print(
         "single: the best mode alone; of gap: share of the way in reward from it to the oracle. "
-        f"PGR: share of the way in quality from {report.weak} to {report.strong} when only some requests may go to {report.strong}; APGR: its mean over "
-        "those shares; CPT: the smallest such share that recovers so much."
+        f"PGR: share of the way in quality from {report.weak} to {report.strong} when only some requests may go to "
+        f"{report.strong}; APGR: its mean over those shares; CPT: the smallest such share that recovers so much."
     )
     policy = report.routers[0]
     if policy.pgr:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class LinearPolicy:
     """
 
     def __init__(
-        self, features: FeatureSpace, modes: Sequence[str], parameters: dict[str, npt.ArrayLike] | None = None
+        self, features: FeatureSpace, modes: Sequence[str], parameters: Mapping[str, npt.ArrayLike] | None = None
     ) -> None:
         self.features, self.modes = features, tuple(modes)
         if not self.modes or len(set(self.modes)) != len(self.modes):
@@ -65,7 +65,7 @@ class LinearPolicy:
 
     def copy(self) -> LinearPolicy:
         """Another policy with the same numbers."""
-        return LinearPolicy(self.features, self.modes, dict(self.parameters))
+        return LinearPolicy(self.features, self.modes, self.parameters)
 
     def logits(self, x: Floats) -> Floats:
         """``[N, F] -> [N, M]``."""

@@ -31,6 +31,8 @@ TOGETHER_BYTES = 256 << 10
 SILENT_ATTEMPTS = 6
 """After so many in a row, about three seconds, whoever waits is told."""
 CLOSE_LINGER_S = 0.02
+CLOSE_LATE_TIMES = 10
+MAX_CLOSE_LINGER_S = 1.0
 SECURE_SCHEMES = ("https://", "grpcs://")
 
 logger = logging.getLogger("gradwire")
@@ -143,7 +145,11 @@ class Transport:
         await self._channel.close()
         # grpc.aio says of a cancelled call that it is over before its core has said so, and has no way to wait for
         # that: an event that comes when this loop is closed would be logged as an error in the program's next loop.
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         await asyncio.sleep(CLOSE_LINGER_S)
+        late_s = loop.time() - began - CLOSE_LINGER_S  # on a busy machine, and then the core's threads are late as well
+        await asyncio.sleep(min(CLOSE_LATE_TIMES * late_s, MAX_CLOSE_LINGER_S))
 
     def backoff(self) -> Backoff:
         return Backoff(self.patience_s)

@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-faults | bench | lint | docs | proto
+# make setup | demo | feedback-demo | test | test-slow | test-faults | bench | lint | docs | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo test test-slow test-faults parity bench lint docs proto
+.PHONY: setup demo feedback-demo test test-slow test-faults parity bench lint docs proto
 
 setup: .venv/.installed
 
@@ -17,6 +17,10 @@ setup: .venv/.installed
 
 demo: setup
 	$(BIN)/python examples/three_stage_rlhf.py
+
+# Two rounds of ratings, reward model, PPO and A/B through the feedback service.
+feedback-demo: setup
+	$(BIN)/python examples/feedback_loop.py
 
 test: setup
 	$(BIN)/python -m pytest

@@ -28,6 +28,9 @@ cut into calls: `"token_mean"`, the tokens; `"sequence_mean"`, the sequences, of
 `"sequence_mean_token_sum"`, the sequences, of the sum over each one's tokens; `"fixed"`, that and `reduction_divisor`;
 `"sum"`, nothing. What is not scored counts nowhere.
 
+{differences}
+## The losses
+
 | loss | in short | batch | head |
 | --- | --- | --- | --- |
 """
@@ -40,7 +43,8 @@ def reference() -> str:
     index = "".join(
         f"| [`{s.name}`](#{s.name}) | {_cell(s.summary)} | {s.layout} | {s.head or '–'} |\n" for s in losses
     )
-    return HEADER + index + "\n" + "\n".join(map(_section, losses))
+    differences = (Path(__file__).parent / "loss_differences.md").read_text()
+    return HEADER.replace("{differences}", differences) + index + "\n" + "\n".join(map(_section, losses))
 
 
 def _section(spec: LossSpec) -> str:

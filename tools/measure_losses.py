@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
                 spec, columns(spec, settings.tokens // LENGTH, settings.vocab_size), vocab_size=settings.vocab_size
             )
             reference = torch.full((batch.num_scored,), -9.0)
-            teacher, config = Policy(run.policy.hosted), config_of(spec)
+            teacher, config = Policy(run.policy.split_model), config_of(spec)
 
             step = partial(
                 one_step, run, batch, spec, config, reference=lambda *_, r=reference: r, teacher=teacher, budget=budget

@@ -6,10 +6,9 @@ papers' variants by name, which are this one with other defaults, are in ``grpo_
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from gradwire_losses.advantages import (
@@ -20,93 +19,16 @@ from gradwire_losses.advantages import (
     rloo_advantages,
     whiten,
 )
+from gradwire_losses.baselines import gpg_scale
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
-from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator, kl_estimate
-from gradwire_losses.outputs import LossOutput, Mean, Metric, Std, Term
-from gradwire_losses.policy import (
-    clipped_surrogate,
-    geometric_surrogate,
-    own_gradient_ratio,
-    probability_ratio,
-    sequence_log_ratio,
-    soft_surrogate,
-    weighted_surrogate,
-)
-from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
+from gradwire_losses.group_config import GRPOConfig
+from gradwire_losses.group_surrogates import Tokens, sampler_weights, surrogate_losses, token_ratios, uncertain_tokens
+from gradwire_losses.kl import kl_estimate
+from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Std, Term
+from gradwire_losses.reduction import reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
-from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
-
-STD_FLOOR = 1e-4
-
-
-class GRPOConfig(PolicyConfig, ReductionConfig):
-    """Arguments of ``grpo``."""
-
-    beta: float = Field(
-        0.01, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
-    )
-    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + it")
-    clip_epsilon_high: float | None = Field(None, gt=0, description="upper side; clip_epsilon when None")
-    dual_clip: float | None = Field(
-        None, gt=1, description="where the advantage is negative, the ratio counts at most so (two-sided clip: delta)"
-    )
-    baseline: Literal["mean", "leave_one_out", "length_weighted"] = Field(
-        "mean", description="what is taken from a reward: the group's mean, that of the others, or that by length"
-    )
-    scale_rewards: bool | Literal["batch"] = Field(
-        True, description="divide advantages by the group's standard deviation + 1e-4, or by the whole \"batch\"'s"
-    )
-    whiten_advantages: bool = Field(False, description="give the tokens' advantages mean 0 and variance 1 in the batch")
-    planning_alpha: float = Field(
-        0.2,
-        ge=0,
-        le=1,
-        description="with planning_mask: A becomes A + planning_alpha * |A| at planning tokens (HICRA), last of all",
-    )
-    importance: Literal["token", "sequence", "sequence_token", "trajectory"] = Field(
-        "token",
-        description="whose ratio a token has. sequence: the geometric mean of its response's ratios (GSPO); "
-        "sequence_token: that value with the token's own gradient; trajectory: their product",
-    )
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "reinforce"] = Field(
-        "clip",
-        description="clip: PPO's. cispo: the clipped ratio as a weight without gradient. sapo: a soft gate. gmpo: a "
-        "response's geometric mean of clipped ratios. reinforce: log-probability times advantage, no ratio",
-    )
-    ratio_min: float = Field(0.0, ge=0, description="for surrogate cispo: the weight is at least so")
-    ratio_max: float = Field(5.0, gt=0, description="for surrogate cispo: and at most so")
-    sapo_temperature_pos: float = Field(1.0, gt=0, description="for surrogate sapo: of the gate where A > 0")
-    sapo_temperature_neg: float = Field(1.05, gt=0, description="for surrogate sapo: of the gate elsewhere")
-    top_entropy_quantile: float = Field(
-        1.0, gt=0, le=1, description="only this share of the batch's tokens, of highest entropy, have a policy loss"
-    )
-    mask_truncated: bool = Field(False, description="responses marked truncated count nowhere but in their baseline")
-    mask_zero_spread: bool = Field(
-        False,
-        description="groups whose rewards are all equal count nowhere; advantages given with the batch are all used",
-    )
-    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
-        None,
-        description="weigh the policy loss by old_log_probs' probability over sampler_log_probs', of a token or of all "
-        "of a response's together, truncated to sampler_ratio_min and sampler_ratio_max or 0 outside them",
-    )
-    sampler_ratio_max: float = Field(3.0, gt=0, description="for sampler_correction: the largest weight")
-    sampler_ratio_min: float = Field(0.0, ge=0, description="for sampler_correction: the smallest weight")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
-    kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
-    kl_in_reward: bool = Field(
-        False,
-        description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward, and "
-        "have no KL term; advantages given with the batch have it in them then",
-    )
-    reduction: Reduction = Field("sequence_mean", description=ReductionConfig.model_fields["reduction"].description)
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 (for GMPO: below and above 0, of the log-ratio)."""
-        return self.clip_epsilon, self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high
-
+from gradwire_losses.registry import ScoreName, register_loss
 
 GRPO_METRICS = {
     "policy_loss": "the surrogate",
@@ -123,6 +45,8 @@ GRPO_METRICS = {
     "zero_spread_groups": "share of groups whose rewards are all equal: they teach nothing",
     "kept_fraction": "share of scored tokens that mask_truncated and mask_zero_spread leave",
     "sampler_ratio_mean": "mean weight of a token by sampler_correction; NaN without",
+    "sampler_kl": "mean KL of a token from the sampler to old_log_probs, by k3 (nats); NaN without sampler_log_probs",
+    "sampler_logprob_diff_max": "largest difference of a token's log-probability between the two",
     "planning_fraction": "share of scored tokens that planning_mask marks; NaN without",
 }
 
@@ -132,9 +56,15 @@ def grpo_scores(config: GRPOConfig, present: frozenset[str]) -> frozenset[ScoreN
     return frozenset(needed | {"ref_logprobs"} if computed_by_engine(config, present) else needed)
 
 
+def needs_whole_batch(config: GRPOConfig) -> bool:
+    """Whether the surrogate compares a token with all others of the batch."""
+    return config.top_entropy_quantile < 1 or config.surrogate in ("clip_cov", "kl_cov")
+
+
 def grpo_streams(config: GRPOConfig, present: frozenset[str]) -> bool:
     own = "advantages" not in present and (config.scale_rewards == "batch" or config.whiten_advantages)
-    return not own and config.top_entropy_quantile == 1
+    whole = config.advantage_scale is not None and "advantages" not in present
+    return not (own or whole or needs_whole_batch(config))
 
 
 @register_loss(
@@ -195,11 +125,18 @@ def reward_advantages(batch: Batch, scores: Scores, config: GRPOConfig) -> tuple
     else:
         advantages = group_advantages(rewards, sizes, scale=False)
     if config.scale_rewards == "batch":
-        advantages = advantages / ((rewards.std() if len(rewards) > 1 else 0.0) + STD_FLOOR)
+        advantages = _divided(advantages, rewards.std() if len(rewards) > 1 else rewards.new_zeros(()), config)
     elif config.scale_rewards:
-        advantages = advantages / (spread(group_spread(rewards, sizes)[1], sizes) + STD_FLOOR)
+        advantages = _divided(advantages, spread(group_spread(rewards, sizes)[1], sizes), config)
+    if config.advantage_scale is not None:
+        advantages = advantages * gpg_scale(rewards, sizes, count=config.advantage_scale)
     per_token = spread(advantages, lengths)
     return (whiten(per_token) if config.whiten_advantages else per_token), advantages
+
+
+def _divided(advantages: Tensor, deviation: Tensor, config: GRPOConfig) -> Tensor:
+    """0 where the deviation is: with ``scale_epsilon`` 0 as well."""
+    return advantages / torch.where(deviation > 0, deviation + config.scale_epsilon, 1.0)
 
 
 def group_objective(
@@ -214,11 +151,10 @@ def group_objective(
     if planning is not None:
         advantages = amplify_planning(advantages, planning, config.planning_alpha)
     lengths, reference, old = batch.row_lengths, reference_logprobs(batch, scores), old_logprobs(batch, scores)
-    uncertain = _uncertain(scores.entropy.detach(), config.top_entropy_quantile)
-    surrogate, clipped = _surrogate(scores.logprobs, old, advantages, lengths, uncertain, config)
-    weights = _sampler_weights(batch, old, config)
-    if weights is not None:
-        surrogate = surrogate * weights
+    uncertain = uncertain_tokens(scores.entropy.detach(), config.top_entropy_quantile)
+    weights = sampler_weights(batch, old, config)
+    tokens = Tokens(scores.logprobs, old, advantages, lengths, uncertain, weights)
+    surrogate, clipped = surrogate_losses(tokens, config)
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
 
     counting = _kept_sequences(batch, config)
@@ -226,7 +162,10 @@ def group_objective(
     policy = reduced(select(surrogate, kept), kept_lengths, config)
     terms: dict[str, Term] = {"policy": policy}
     if config.beta and reference is not None and not config.kl_in_reward:
-        terms["kl"] = reduced(select(kl, kept), kept_lengths, config).scaled(config.beta)
+        corrected = kl
+        if config.use_bias_correction_kl:
+            corrected = kl * token_ratios(scores.logprobs, old, lengths, config)
+        terms["kl"] = reduced(select(corrected, kept), kept_lengths, config).scaled(config.beta)
     if config.entropy_coef:
         terms["entropy"] = reduced(select(scores.entropy, kept), kept_lengths, config).scaled(-config.entropy_coef)
     return LossOutput(
@@ -242,9 +181,21 @@ def group_objective(
             **_reward_metrics(batch),
             "kept_fraction": Mean.of(kept),
             "sampler_ratio_mean": Mean(0.0, 0) if weights is None else Mean.of(weights),
+            **sampler_metrics(batch, old),
             "planning_fraction": Mean(0.0, 0) if planning is None else Mean.of(planning),
         },
     )
+
+
+def sampler_metrics(batch: Batch, old: Tensor) -> dict[str, Metric]:
+    """How far the sampler's log-probabilities are from the trainer's of the same policy; NaN without the sampler's."""
+    sampler = batch.get("sampler_log_probs")
+    if sampler is None:
+        return {"sampler_kl": Mean(0.0, 0), "sampler_logprob_diff_max": Max(-math.inf)}
+    return {
+        "sampler_kl": Mean.of(kl_estimate(sampler, old, "k3")),
+        "sampler_logprob_diff_max": Max.of((sampler - old).abs()),
+    }
 
 
 def _planning(batch: Batch, config: GRPOConfig) -> Tensor | None:
@@ -270,78 +221,6 @@ def _reward_metrics(batch: Batch) -> dict[str, Metric]:
         "group_reward_std": Mean.of(std),
         "zero_spread_groups": Mean.of(~differ),
     }
-
-
-def _uncertain(entropy: Tensor, share: float) -> Tensor:
-    """``[T]`` bool: the share of the batch's tokens that has the highest entropy.
-
-    Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939.
-    """
-    if share == 1 or not len(entropy):
-        return torch.ones_like(entropy, dtype=torch.bool)
-    return entropy >= torch.quantile(entropy, 1 - share)
-
-
-def _surrogate(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor, uncertain: Tensor, config: GRPOConfig
-) -> tuple[Tensor, Tensor]:
-    """``[T], [T] bool``: the loss of each token, 0 of those that are not uncertain, and whether a clip is active there.
-
-    GMPO's, of a whole response, is that of its uncertain tokens.
-    """
-    if config.surrogate == "gmpo":
-        return geometric_surrogate(logprobs - old, advantages, lengths, *config.clip_range, uncertain)
-    losses, clipped = _token_surrogate(logprobs, old, advantages, lengths, config)
-    return torch.where(uncertain, losses, 0.0), clipped
-
-
-def _token_surrogate(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, lengths: Tensor, config: GRPOConfig
-) -> tuple[Tensor, Tensor]:
-    nothing = torch.zeros_like(logprobs, dtype=torch.bool)
-    if config.surrogate == "reinforce":
-        return -advantages * logprobs, nothing
-    if config.importance == "sequence":
-        mean = sequence_log_ratio(logprobs, old, lengths)
-        ratio = probability_ratio(mean, torch.zeros_like(mean))
-    elif config.importance == "sequence_token":
-        ratio = own_gradient_ratio(logprobs, sequence_log_ratio(logprobs, old, lengths))
-    elif config.importance == "trajectory":
-        whole = spread(segment_sum(logprobs - old, lengths), lengths)
-        ratio = probability_ratio(whole, torch.zeros_like(whole))
-    else:
-        ratio = probability_ratio(logprobs, old)
-    if config.surrogate == "cispo":
-        return weighted_surrogate(ratio, logprobs, advantages, config.ratio_min, config.ratio_max)
-    if config.surrogate == "sapo":
-        return soft_surrogate(ratio, advantages, config.sapo_temperature_pos, config.sapo_temperature_neg), nothing
-    low, high = config.clip_range
-    return clipped_surrogate(ratio, advantages, 1 - low, 1 + high, config.dual_clip)
-
-
-def _sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | None:
-    """``[T]``: truncated or masked importance weights between the trainer's and the sampler's log-probabilities.
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
-    if config.sampler_correction is None:
-        return None
-    sampler = batch.get("sampler_log_probs")
-    if sampler is None:
-        raise BatchError(
-            "sampler_correction needs sampler_log_probs, the log-probabilities that the sampler gave with its tokens",
-            field="sampler_log_probs",
-            rule="given with sampler_correction",
-        )
-    level, action = config.sampler_correction.split("_")
-    difference = old - sampler
-    if level == "sequence":
-        difference = spread(segment_sum(difference, batch.row_lengths), batch.row_lengths)
-    weights = probability_ratio(difference, torch.zeros_like(difference))
-    low, high = config.sampler_ratio_min, config.sampler_ratio_max
-    if action == "truncate":
-        return weights.clamp(low, high)
-    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
 def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
-from gradwire_losses.grpo import GRPO_METRICS, GRPOConfig, grpo, grpo_scores, grpo_streams
+from gradwire_losses.group_config import GRPOConfig
+from gradwire_losses.grpo import GRPO_METRICS, grpo, grpo_scores, grpo_streams
 from gradwire_losses.outputs import LossOutput
 from gradwire_losses.registry import register_loss
 
@@ -206,8 +207,78 @@ def opo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
 def gpg(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     """Plain policy gradient over groups: no ratio, no clip, no KL; groups of equal rewards leave the mean.
 
-    Leaving them out of the count is the paper's factor alpha, which makes up for samples without gradient.
+    Leaving them out of the count is the paper's factor alpha, which makes up for samples without gradient. With
+    ``mask_zero_spread=False`` and ``advantage_scale="spread"`` the factor is applied to the advantages instead, counted
+    by responses; with ``"nonzero"`` it is verl's.
     """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "vespo",
+    config=with_defaults("VESPOConfig", surrogate="vespo", reduction="token_mean", beta=0.0),
+    reference="VESPO: Variational Sequence-Level Soft Policy Optimization 2026 (arXiv 2602.10693)",
+    formula="-1/T sum_t phi(w_i) A_i log p_t, phi(w) = e^lambda w^k e^(-lambda w), w_i = prod_t r_it",
+)
+def vespo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO with a smooth weight of a whole response's ratio in place of the clip: 1 on-policy, fading on both sides.
+
+    The weight has no gradient. With ``sampler_correction`` the ratio is to the sampler's probabilities.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "dppo_tv",
+    config=with_defaults("DPPOTVConfig", surrogate="dppo_tv", ratio_max=20.0, reduction="token_mean", beta=0.0),
+    reference="Rethinking the Trust Region in LLM Reinforcement Learning 2026 (arXiv 2602.04879)",
+    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where p_t - p_old,t is beyond clip_epsilon the "
+    "way A pushes it",
+)
+def dppo_tv(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO within a trust region of the probability itself: rare tokens are not clipped for a large ratio alone.
+
+    ``clip_epsilon`` bounds the difference of a token's probabilities, the total variation of token or not.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "dppo_kl",
+    config=with_defaults("DPPOKLConfig", surrogate="dppo_kl", ratio_max=20.0, reduction="token_mean", beta=0.0),
+    reference="Rethinking the Trust Region in LLM Reinforcement Learning 2026 (arXiv 2602.04879)",
+    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where KL(p_old,t || p_t) of token or not is "
+    "above clip_epsilon the way A pushes it",
+)
+def dppo_kl(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """As ``dppo_tv``, with the KL (nats) of token or not for the divergence."""
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "clip_cov",
+    config=with_defaults("ClipCovConfig", surrogate="clip_cov", reduction="token_mean", beta=0.0),
+    reference="Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617)",
+    formula="1/T sum_t m_t max(-r_t A, -clip(r_t) A), m_t = 0 for a share of the tokens whose "
+    "(A_t - mean A)(log p_t - mean log p) is within cov_min ... cov_max",
+)
+def clip_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO that keeps its entropy: some tokens whose probability and advantage covary strongly have no gradient.
+
+    Which of them is drawn with ``cov_seed``, so that the same batch gives the same loss.
+    """
+    return grpo(batch, scores, config)
+
+
+@variant(
+    "kl_cov",
+    config=with_defaults("KLCovConfig", surrogate="kl_cov", reduction="token_mean", beta=0.0),
+    reference="Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning (arXiv 2505.22617)",
+    formula="1/T sum_t [-r_t A + c_t |log r_t|], c_t = kl_cov_coef for the cov_share of tokens with the highest "
+    "(A_t - mean A)(log p_t - mean log p), else 0",
+)
+def kl_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
+    """GRPO without a clip that keeps its entropy by a penalty on the tokens that covary most with their advantage."""
     return grpo(batch, scores, config)
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gradwire_losses.outputs import Mean
 
-KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs"]
 KL_ESTIMATORS = (
-    "of the KL of a token, with d = log p - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d; k1+ and k3+ "
-    "have the value of k1 and k3 and the gradient of k2, which is the KL's own"
+    "of the KL of a token, with d = log p - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d, abs is |d|; "
+    "k1+ and k3+ have the value of k1 and k3 and the gradient of k2, which is the KL's own"
 )
 LINEAR_BEYOND = 20.0
 
@@ -32,13 +32,15 @@ def exp_minus_one(x: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Of each token: ``k1 = d``, ``k2 = d^2 / 2``, ``k3 = exp(-d) - 1 + d`` (unbiased as k1, never negative)."""
+    """Of each token: k1, d; k2, d^2 / 2; k3, exp(-d) - 1 + d (unbiased as k1, never below 0); abs, |d|."""
     difference = logprobs - ref_logprobs
     if estimator in ("k1+", "k3+"):
         k2 = 0.5 * difference.square()
         return kl_estimate(logprobs, ref_logprobs, "k1" if estimator == "k1+" else "k3").detach() + (k2 - k2.detach())
     if estimator == "k1":
         return difference
+    if estimator == "abs":
+        return difference.abs()
     if estimator == "k2":
         return 0.5 * difference.square()
     return exp_minus_one(-difference) + difference

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gradwire
 import pytest
-from gradwire import sync
+from gradwire import rlhf, sync
 
 HERE = Path(__file__).parent
 FROZEN = HERE / "surface.txt"
@@ -23,6 +23,7 @@ def surface() -> str:
     for module, names in (
         ("gradwire", gradwire.__all__),
         ("gradwire.sync", ["ServiceClient", "TrainingClient", "connect"]),
+        ("gradwire.rlhf", rlhf.__all__),
     ):
         for name in sorted(names):
             value = getattr(importlib.import_module(module), name)
@@ -35,8 +36,10 @@ def surface() -> str:
                 if hasattr(value, "__dataclass_fields__"):
                     lines += [f"    {each.name}: {each.type}" for each in value.__dataclass_fields__.values()]
                 lines += members(value)
-            else:
+            elif callable(value):
                 lines.append(f"{module}.{name}{inspect.signature(value)}")
+            else:
+                lines.append(f"{module}.{name} = {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -108,6 +108,22 @@ def test_a_language_model_routes_requests(root: Path) -> None:
     assert max(earned.values()) == earned["oracle"] > earned["linear policy, PPO's defaults"] > earned["random"]
 
 
+def test_scores_from_preferences(root: Path, tmp_path: Path) -> None:
+    problems = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(60)]
+    pairs = [{"prompt": p["question"], "chosen": p["answer"], "rejected": "I do not know."} for p in problems]
+    for name, rows in (("demonstrations", problems), ("preferences", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [word for name in ("demonstrations", "preferences") for word in (f"--{name}", tmp_path / f"{name}.jsonl")]
+    few = ["--setup-steps", "4", "--hidden-size", "32", "--steps", "2", "--max-new-tokens", "8"]
+    script = root / "examples" / "scores_from_preferences.py"
+    done = execute(root, script, *files, *few, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "120 scored answers to 60 prompts" in done.stdout
+    figures = re.search(r"24 held-out answers: Pearson (-?\d\.\d+)", done.stdout)
+    assert figures is not None, done.stdout
+    assert (tmp_path / "out" / "trained" / "policy" / "model.safetensors").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_hicra_beside_grpo_and_random_grams(root: Path, tmp_path: Path) -> None:
@@ -122,3 +138,9 @@ def test_hicra_beside_grpo_and_random_grams(root: Path, tmp_path: Path) -> None:
         fraction = json.loads(lines[0])["train/planning_fraction"]
         assert (fraction is None) if arm == "GRPO" else 0.1 < fraction < 0.9
     assert (tmp_path / "curves.svg").exists()
+
+
+def test_the_feedback_loop_improves_from_version_to_version(root: Path, tmp_path: Path) -> None:
+    done = execute(root, root / "examples" / "feedback_loop.py", "--out", tmp_path / "out", timeout=900)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr

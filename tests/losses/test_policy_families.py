@@ -105,6 +105,8 @@ WAYS: list[dict[str, Any]] = [
     {"reduction": "fixed", "reduction_divisor": 7.0},
 ]
 
+BOUNDS = {"clip_epsilon": 0.05, "clip_epsilon_high": 0.08, "ratio_max": 1.3}
+
 CASES = [
     case("cross_entropy", lambda r: predictions(r, "weights"), plain.cross_entropy),
     case("cross_entropy", lambda r: predictions(r, "weights", candidates=3), plain.cross_entropy, "candidates"),
@@ -194,6 +196,34 @@ CASES = [
     case("rloo", lambda r: samples(r, "old_log_probs", "ref_log_probs"), plain.groups, clip_epsilon=0.5),
     case("opo", lambda r: samples(r), plain.groups),
     case("gpg", lambda r: samples(r), plain.groups),
+    case("gpg", lambda r: samples(r), plain.groups, "scaled", mask_zero_spread=False, advantage_scale="spread"),
+    case("gpg", lambda r: _failures(r), plain.groups, "nonzero", mask_zero_spread=False, advantage_scale="nonzero"),
+    case("vespo", lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False),
+    case("vespo", lambda r: samples(r, "old_log_probs", "token_advantages"), plain.groups, "given", gradcheck=False),
+    *(
+        case(loss, lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False, **BOUNDS)
+        for loss in ("dppo_tv", "dppo_kl")
+    ),
+    case(
+        "clip_cov",
+        lambda r: samples(r, "old_log_probs"),
+        plain.groups,
+        gradcheck=False,
+        cov_min=0.1,
+        cov_max=0.6,
+        cov_share=1.0,
+    ),
+    case("kl_cov", lambda r: samples(r, "old_log_probs"), plain.groups, gradcheck=False, cov_share=0.2),
+    case(
+        "grpo",
+        lambda r: samples(r, "old_log_probs", "ref_log_probs"),
+        plain.groups,
+        "bias-corrected-kl",
+        beta=0.3,
+        use_bias_correction_kl=True,
+        kl_estimator="abs",
+        scale_epsilon=1e-6,
+    ),
     case("reinforce_plus_plus_baseline", lambda r: samples(r, "old_log_probs"), plain.groups, **BASE),
     case(
         "grpo",
@@ -281,6 +311,14 @@ CASES = [
 
 def _unrewarded(rng: np.random.Generator, *fields: str) -> Columns:
     return {name: rows for name, rows in trajectories(rng, *fields).items() if name != "rewards"}
+
+
+def _failures(rng: np.random.Generator) -> Columns:
+    """Rewards of which some are 0."""
+    columns = samples(rng)
+    columns["rewards"] = [[max(0.0, reward) for reward in group] for group in columns["rewards"]]
+    columns["rewards"][2] = [0.0, 1.0, 0.5]
+    return columns
 
 
 def _unrewarded_samples(rng: np.random.Generator, *fields: str) -> Columns:

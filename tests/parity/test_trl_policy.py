@@ -29,6 +29,10 @@ def trainer(data: Rollouts, method: Any, **settings: Any) -> Any:
         "use_bias_correction_kl": False,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
         "steps_per_generation": 1,
     }
     fake = SimpleNamespace(
@@ -58,6 +62,7 @@ def trainer(data: Rollouts, method: Any, **settings: Any) -> Any:
         else:
             setattr(fake, name, value)
     fake.args = SimpleNamespace(**args)
+    fake.get_gamma_weights = GRPOTrainer.get_gamma_weights
     fake.get_high_entropy_mask = lambda *a: GRPOTrainer.get_high_entropy_mask(fake, *a)
     fake._get_per_token_logps_and_entropies = lambda *a, **k: (data.leaf, data.entropy, None)
     return fake
@@ -84,6 +89,7 @@ def check(data: Rollouts, ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.2}
+VESPO = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.5}
 WIDE = {"clip_epsilon": 0.1, "clip_epsilon_high": 0.2}
 CASES = [
     ("grpo", {"beta": 0.0}, {}),
@@ -96,6 +102,9 @@ CASES = [
     ("group_gspo", WIDE | {"reduction": "sequence_mean_token_sum"}, SEQUENCE | {"loss_type": "luspo"}),
     ("sapo", {}, {"loss_type": "sapo"}),
     ("group_cispo", {"ratio_max": 1.2}, {"loss_type": "cispo", "epsilon_high": 1.2}),
+    ("vespo", {}, {"loss_type": "vespo"}),
+    ("vespo", VESPO, {"loss_type": "vespo"} | VESPO),
+    ("grpo", {"beta": 0.3, "use_bias_correction_kl": True}, {"beta": 0.3, "use_bias_correction_kl": True}),
     ("grpo", {"beta": 0.1, "top_entropy_quantile": 0.3}, {"top_entropy_quantile": 0.3, "beta": 0.1}),
 ]
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from gradwire_losses import advantages as ours
+from gradwire_losses import baselines
 from gradwire_losses.batch import pad
+from gradwire_losses.critic import Critique, value_losses
 from gradwire_losses.kl import kl_estimate
-from gradwire_losses.ppo import Critique, value_losses
 from gradwire_losses.reduction import ReductionConfig, reduced
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
@@ -184,3 +185,46 @@ def test_value_loss(rng: np.random.Generator) -> None:
         data.padded(predicted), data.padded(returns), data.padded(baseline), data.mask, cliprange_value=0.2
     )
     torch.testing.assert_close(losses.mean(), theirs, **CLOSE)
+
+
+def test_abs_is_theirs(rng: np.random.Generator) -> None:
+    data = Data(rng)
+    theirs = core.kl_penalty_forward(data.values, data.other, "abs")
+    torch.testing.assert_close(kl_estimate(data.values, data.other, "abs"), theirs)
+
+
+def test_pass_k_gdpo_and_gpg(rng: np.random.Generator) -> None:
+    data = Data(rng)
+    scores = torch.zeros_like(data.mask)
+    scores[torch.arange(9), data.lengths - 1] = data.outcomes
+
+    def flat(padded: torch.Tensor) -> torch.Tensor:
+        return padded[data.mask > 0]
+
+    def spread(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.repeat_interleave(numbers, data.lengths)
+
+    theirs, _ = core.compute_grpo_passk_outcome_advantage(scores, data.mask, data.index, epsilon=1e-4, config={})
+    ours_passk = baselines.pass_k_advantages(data.outcomes, data.sizes)
+    torch.testing.assert_close(spread(ours_passk), flat(theirs), **CLOSE)
+    theirs, _ = core.compute_gdpo_outcome_advantage(scores, data.mask, data.index, epsilon=1e-4)
+    ours_gdpo = baselines.gdpo_advantages(data.outcomes[:, None], data.sizes, data.lengths)
+    torch.testing.assert_close(ours_gdpo, flat(theirs), **CLOSE)
+    theirs, _ = core.compute_gpg_outcome_advantage(scores.clone(), data.mask, data.index)
+    ours_gpg = baselines.gpg_advantages(data.outcomes, data.sizes, count="nonzero")
+    torch.testing.assert_close(spread(ours_gpg), flat(theirs), **CLOSE)
+
+
+def test_the_optimal_token_baseline_in_both_forms(rng: np.random.Generator) -> None:
+    data = Data(rng)
+    logprobs, squared = -data.per_token.abs(), torch.rand(len(data.per_token), dtype=torch.float64)
+    given = (data.mask, data.index, data.padded(logprobs), data.padded(squared))
+    for function, zero_tail in (
+        (core.compute_optimal_token_baseline_advantage, True),
+        (core.compute_multi_turn_optimal_token_baseline_advantage, False),
+    ):
+        theirs, _ = function(data.padded(data.values), *given, handle_zero_tail=zero_tail)
+        found = baselines.optimal_token_baseline(
+            data.values, logprobs, squared.log(), data.lengths, data.sizes, zero_tail=zero_tail
+        )
+        torch.testing.assert_close(found, theirs[data.mask > 0], **CLOSE)

@@ -13,7 +13,7 @@ from gradwire_losses.outputs import Mean
 from parity.rollouts import Rollouts
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos")
-from verl.workers.config import ActorConfig  # noqa: E402
+from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
@@ -51,6 +51,20 @@ CASES = [
     ),
     ("sapo", {}, "sapo", "seq-mean-token-mean", {}),
     ("gmpo", {}, "geo_mean", "token-mean", {"clip_ratio": 0.4, "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}),
+    (
+        "dppo_tv",
+        {"clip_epsilon": 0.02, "clip_epsilon_high": 0.05, "ratio_max": 1.5},
+        "dppo_tv",
+        "token-mean",
+        {"clip_ratio_low": 0.02, "clip_ratio_high": 0.05, "clip_ratio_c": 1.5},
+    ),
+    (
+        "dppo_kl",
+        {"clip_epsilon": 0.01, "clip_epsilon_high": 0.02, "ratio_max": 1.5},
+        "dppo_kl",
+        "token-mean",
+        {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02, "clip_ratio_c": 1.5},
+    ),
     ("group_cispo", {"ratio_min": 0.8, "ratio_max": 1.2}, "cispo", "token-mean", {}),
 ]
 
@@ -61,6 +75,30 @@ CASES = [
 def test_policy_loss(loss: str, kwargs: Any, name: str, mode: str, settings: Any, rng: np.random.Generator) -> None:
     data = Rollouts(rng)
     theirs = verl(name, data, mode, **settings)
+    ours = data.ours(loss, "old_log_probs", **kwargs).loss()
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(data.gradient(ours), data.gradient(theirs), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kwargs", "settings"),
+    [
+        ("kl_cov", {"cov_share": 0.3, "kl_cov_coef": 0.1}, {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.1}),
+        (
+            "clip_cov",
+            {"cov_share": 1.0, "cov_min": 0.05, "cov_max": 0.4},
+            {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.4},
+        ),
+    ],
+    ids=["kl_cov", "clip_cov"],
+)
+def test_the_losses_of_covariance(loss: str, kwargs: Any, settings: Any, rng: np.random.Generator) -> None:
+    """Of Clip-Cov every token within its bounds is taken: which of them are drawn is each library's own affair.
+
+    verl's columns of advantages are 0 at padding, its means are over tokens as ours.
+    """
+    data = Rollouts(rng)
+    theirs = verl(loss, data, policy_loss=PolicyLossConfig(loss_mode=loss, **settings))
     ours = data.ours(loss, "old_log_probs", **kwargs).loss()
     torch.testing.assert_close(ours, theirs, **CLOSE)
     torch.testing.assert_close(data.gradient(ours), data.gradient(theirs), **CLOSE)
@@ -94,6 +132,8 @@ def test_gpg_of_zero_one_rewards_where_verl_counts_wrong_answers_as_without_grad
         data.padded("old_log_probs"), data.leaf, advantages, data.mask.double(), config=actor()
     )
     torch.testing.assert_close(3.0 * data.ours("gpg").loss(), theirs, **CLOSE)
+    same = data.ours("gpg", mask_zero_spread=False, advantage_scale="nonzero").loss()
+    torch.testing.assert_close(same, theirs, **CLOSE)
 
 
 def test_dro(rng: np.random.Generator) -> None:

@@ -37,7 +37,7 @@ def log_sigmoid(x: float) -> float:
 
 def kl(estimator: str, logprob: float, ref: float) -> float:
     d = logprob - ref
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
 
 
 def reduce(per_sequence: list[list[float]], config: Any) -> float:
@@ -267,6 +267,8 @@ def grpo(examples: Examples, config: Any) -> Result:
         "zero_spread_groups": mean([float(len(set(group)) < 2) for group in rewards]),
         "kept_fraction": 1.0 if approx else math.nan,
         "sampler_ratio_mean": math.nan,
+        "sampler_kl": math.nan,
+        "sampler_logprob_diff_max": math.nan,
         "planning_fraction": math.nan,
     }
 

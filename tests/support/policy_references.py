@@ -139,9 +139,9 @@ def group_figures(rewards: list[float], lengths: list[int], config: Any, batch_s
         baselines = [mean(rewards)] * len(rewards)
     scale = 1.0
     if config.scale_rewards == "batch":
-        scale = batch_std + 1e-4
+        scale = batch_std + config.scale_epsilon
     elif config.scale_rewards:
-        scale = std(rewards) + 1e-4
+        scale = std(rewards) + config.scale_epsilon
     return [(r - b) / scale for r, b in zip(rewards, baselines, strict=True)]
 
 
@@ -185,6 +185,67 @@ def sample_losses(
         losses.append(loss)
         clips.append(active)
     return losses, clips
+
+
+def covariances(samples: list[SimpleNamespace], advantages: list[list[float]]) -> list[list[float]]:
+    """``(A - mean A)(log p - mean log p)`` of every token of the batch."""
+    logprobs = [lp for sample in samples for lp in sample.score_logprobs]
+    everything = [a for own in advantages for a in own]
+    a_mean, lp_mean = zero_if_nan(mean(everything)), zero_if_nan(mean(logprobs))
+    return [
+        [(a - a_mean) * (lp - lp_mean) for a, lp in zip(own, sample.score_logprobs, strict=True)]
+        for own, sample in zip(advantages, samples, strict=True)
+    ]
+
+
+def special_losses(
+    samples: list[SimpleNamespace], advantages: list[list[float]], config: Any
+) -> list[tuple[list[float], list[bool]]] | None:
+    """VESPO, DPPO, Clip-Cov and KL-Cov, of each response; None for any other surrogate. Where Clip-Cov has a choice to
+    draw, the batch is not for this reference."""
+    if config.surrogate not in ("vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"):
+        return None
+    low = config.clip_epsilon
+    high = low if config.clip_epsilon_high is None else config.clip_epsilon_high
+    covs = covariances(samples, advantages)
+    ranked = sorted((c for own in covs for c in own), reverse=True)
+    threshold = ranked[max(1, int(len(ranked) * config.cov_share)) - 1] if ranked else math.inf
+    found = []
+    for sample, own, cov in zip(samples, advantages, covs, strict=True):
+        losses, clips = [], []
+        old = old_of(sample)
+        log_w = clip(
+            math.fsum(clip(lp - o, -20, 20) for lp, o in zip(sample.score_logprobs, old, strict=True)),
+            math.log(1e-8),
+            20,
+        )
+        for lp, o, a, c in zip(sample.score_logprobs, old, own, cov, strict=True):
+            p, q, ratio = math.exp(lp), math.exp(o), math.exp(lp - o)
+            if config.surrogate == "vespo":
+                k, rate = (
+                    (config.vespo_k_pos, config.vespo_lambda_pos)
+                    if a >= 0
+                    else (config.vespo_k_neg, config.vespo_lambda_neg)
+                )
+                loss, active = -math.exp(rate + k * log_w - rate * math.exp(log_w)) * a * lp, False
+            elif config.surrogate.startswith("dppo"):
+                if config.surrogate == "dppo_tv":
+                    active = p - q > high if a > 0 else q - p > low
+                else:
+                    moved = q * (o - lp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+                    active = (moved > high and p > q) if a > 0 else (moved > low and p < q)
+                loss = 0.0 if active else -min(ratio, config.ratio_max) * a * lp
+            elif config.surrogate == "kl_cov":
+                active = c >= threshold
+                loss = -ratio * a + (config.kl_cov_coef * abs(lp - o) if active else 0.0)
+            else:
+                loss, clipped = surrogate(ratio, a, 1 - low, 1 + high, config.dual_clip)
+                active = config.cov_min < c < config.cov_max and not clipped
+                loss = 0.0 if active else loss
+            losses.append(loss)
+            clips.append(active)
+        found.append((losses, clips))
+    return found
 
 
 def sampler_weights(sample: SimpleNamespace, config: Any) -> list[float] | None:
@@ -242,17 +303,31 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
             for own, s in zip(advantages, samples, strict=True)
         ]
 
+    if config.advantage_scale is not None and given is None and not hasattr(samples[0], "advantages"):
+        counted = [
+            len(set(own)) > 1 if config.advantage_scale == "spread" else reward != 0
+            for own in rewards
+            for reward in own
+        ]
+        alpha = len(counted) / max(1, sum(counted))
+        advantages = [[a * alpha for a in own] for own in advantages]
+        reported = [a * alpha for a in reported]
+    special = special_losses(samples, advantages, config)
     threshold = -math.inf
     if config.top_entropy_quantile < 1:
         threshold = quantile([h for s in samples for h in s.score_entropy], 1 - config.top_entropy_quantile)
     differs = [len({sample.rewards for sample in group}) > 1 for group in examples]
     surrogates, kls, entropies, approx, clips, weights_all, kept_tokens = [], [], [], [], [], [], []
     every_kl: list[float] = []
+    sampler: list[tuple[float, float]] = []
     place = 0
     for group, differ in zip(examples, differs, strict=True):
         for sample in group:
             uncertain = [h >= threshold for h in sample.score_entropy]
-            losses, active = sample_losses(sample, advantages[place], uncertain, config)
+            if special is None:
+                losses, active = sample_losses(sample, advantages[place], uncertain, config)
+            else:
+                losses, active = special[place]
             place += 1
             weights = sampler_weights(sample, config)
             weights_all += weights or []
@@ -273,6 +348,11 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
                 into.append(part if kept else [])
             kept_tokens += [float(kept)] * sample.n
             every_kl += divergences
+            if config.use_bias_correction_kl:
+                corrected = zip(divergences, sample.score_logprobs, old, strict=True)
+                kls[-1] = [d * math.exp(lp - o) for d, lp, o in corrected] if kept else []
+            for o, other in zip(old, getattr(sample, "sampler_log_probs", []), strict=False):
+                sampler.append((kl("k3", other, o), abs(other - o)))
             approx += [math.exp(lp - o) - 1 - (lp - o) for lp, o in zip(sample.score_logprobs, old, strict=True)]
             clips += [float(c) for c in active]
     policy = reduce(surrogates, config)
@@ -296,6 +376,8 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
         "zero_spread_groups": mean([float(not differ) for differ in differs]) if rewarded else math.nan,
         "kept_fraction": mean(kept_tokens),
         "sampler_ratio_mean": mean(weights_all),
+        "sampler_kl": mean([k for k, _ in sampler]),
+        "sampler_logprob_diff_max": max((d for _, d in sampler), default=math.nan),
         "planning_fraction": mean([float(p) for s in samples for p in getattr(s, "planning_mask", [])]),
     }
 

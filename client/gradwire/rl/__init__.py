@@ -37,6 +37,7 @@ from gradwire.rl.loggers import JsonlLogger, PrometheusLogger, TensorBoardLogger
 from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
+from gradwire.rl.reward_kit import RewardSandbox, align_rewards_with_step_data, calculate_advantages
 from gradwire.rl.rewards import (
     LengthPenalty,
     OverlongPenalty,
@@ -105,6 +106,7 @@ __all__ = [
     "ReplayBuffer",
     "RewardComputer",
     "RewardModel",
+    "RewardSandbox",
     "RolloutManager",
     "Rollouts",
     "RolloutsFailedError",
@@ -134,7 +136,9 @@ __all__ = [
     "TrajectoryRecorder",
     "VerifiersEnvironment",
     "WandbLogger",
+    "align_rewards_with_step_data",
     "build_hicra_from_dict",
+    "calculate_advantages",
     "code_passes",
     "find_strategic_grams",
     "json_schema",

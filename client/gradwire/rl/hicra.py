@@ -143,7 +143,10 @@ class HICRACreditAssigner:
 
 def _read(rewards: Numbers, mask: npt.ArrayLike | None) -> tuple[Mask, Floats]:
     """The mask, and the rewards with zeros outside it."""
-    numbers = np.asarray(rewards, dtype=np.float64)
+    try:
+        numbers = np.asarray(rewards, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rewards must be numbers [episodes, steps], padded to one length: {error}") from None
     if numbers.ndim != 2:
         raise ValueError(f"rewards must be [episodes, steps], got the shape {list(numbers.shape)}")
     given = np.ones(numbers.shape, bool) if mask is None else np.asarray(mask)

@@ -77,6 +77,11 @@ async def _step(step: StepData, codec: TextCodec | None) -> dict[str, Any]:
     record: dict[str, Any] = {
         "index": step.index,
         "observation": step.observation,
+        "state_key": _plain(step.state_key),
+        "prompt_ids": step.prompt_ids.tolist(),
+        "response_ids": step.response_ids.tolist(),
+        "logprobs": step.logprobs.tolist(),
+        "messages": _plain(list(step.messages)),
         "action": step.action.raw,
         "reward": step.reward,
         "advantage": step.advantage,

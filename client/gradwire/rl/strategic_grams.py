@@ -124,7 +124,10 @@ def find_strategic_grams(
 
     Raises:
         ValueError: when no gram is in so many solutions, or a function gave something of another shape.
+        TypeError: when one text is given in place of several.
     """
+    if isinstance(solutions, str):
+        raise TypeError("solutions are several texts; this is one")
     if not 0 < top_share <= 1:
         raise ValueError(f"top_share is a share from above 0 to 1; this is {top_share}")
     containing: dict[str, set[int]] = defaultdict(set)

@@ -147,18 +147,27 @@ class EvaluateResult:
     """A reward function's verdict on one trajectory.
 
     Attributes:
-        score: of the whole trajectory.
+        score: of the whole trajectory; where only the steps are judged, the sum of their rewards.
         step_outputs: rewards of single steps, where there are any.
         metrics: numbers to log; also the objectives of :class:`~gradwire.rl.rewards.ParetoRewardComputer`.
         reason: for a person.
         error: why there is no score; then ``score`` is 0 and does not count.
+        scored_by_steps: the score is that sum, so that PPO, which has the steps' rewards, does not add it to them.
     """
 
-    score: float
+    score: float = None  # type: ignore[assignment]  # filled from step_outputs
     step_outputs: Sequence[StepOutput] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     error: str = ""
+    scored_by_steps: bool = False
+
+    def __post_init__(self) -> None:
+        if self.score is None:
+            if not self.step_outputs:
+                raise ValueError("an EvaluateResult needs a score, or step_outputs that say it all")
+            object.__setattr__(self, "score", float(sum(each.base_reward for each in self.step_outputs)))
+            object.__setattr__(self, "scored_by_steps", True)
 
 
 @dataclass
@@ -198,6 +207,21 @@ class StepData:
     reward: float = 0.0
     advantage: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def base_reward(self) -> float:
+        """The reward of this step, as :class:`StepOutput` calls it."""
+        return self.reward
+
+    @property
+    def policy_logprobs(self) -> FloatArray:
+        """``[tokens]``, the log-probabilities of the policy that wrote it."""
+        return self.logprobs
+
+    @property
+    def policy_value_estimate(self) -> float | None:
+        """The critic's value of the state before the step."""
+        return self.value
 
 
 Status = Literal["completed", "truncated", "failed", "timeout"]

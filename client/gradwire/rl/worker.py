@@ -10,11 +10,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
-from gradwire.rl.generation import Generation, SamplingParams
-from gradwire.rl.prompts import TokenHistory
+from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
+from gradwire.rl.prompts import TokenHistory, chat_template
 from gradwire.rl.threads import called
-from gradwire.rl.types import IntArray, State, StepData, Task, Trajectory
+from gradwire.rl.types import AnyTask, IntArray, Message, State, StepData, Task, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
@@ -42,11 +44,51 @@ class RLRolloutWorker:
         timeout_s: float | None = None,
     ) -> None:
         self._environment = environment
-        stop = (environment.stop,) if isinstance(environment.stop, str) else environment.stop
-        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *environment.stop))))
         self._new_history = new_history
         self._max_steps = max_steps
         self._timeout_s = timeout_s
+        self._source: tuple[Task, InferenceModule] | None = None
+
+    @staticmethod
+    def of(
+        environment: BaseEnvironment,
+        inference: InferenceModule,
+        task: AnyTask,
+        *,
+        params: SamplingParams | None = None,
+        max_steps: int = 16,
+        timeout_s: float | None = None,
+    ) -> RLRolloutWorker:
+        """A worker that knows its sampler and its task, for :meth:`run_episode`."""
+
+        def new_history() -> TokenHistory:
+            return TokenHistory(inference.codec, chat_template(inference.codec))
+
+        sampling = params or SamplingParams()
+        worker = RLRolloutWorker(environment, sampling, new_history, max_steps=max_steps, timeout_s=timeout_s)
+        worker._source = Task.of(task), inference
+        return worker
+
+    async def run_episode(self, seed: int = 0) -> tuple[list[StepData], list[Message], Any]:
+        """One episode of the worker's task: its steps, the conversation, and the task's ground truth.
+
+        Episodes of one seed start from the same state, which makes them a group.
+
+        Raises:
+            RuntimeError: when the episode failed, with what went wrong.
+        """
+        if self._source is None:
+            raise ValueError("run_episode needs a sampler and a task: make the worker with RLRolloutWorker.of(...)")
+        task, inference = self._source
+
+        async def generate(prompt: IntArray, params: SamplingParams) -> Generation:
+            return (await inference.generate([prompt], params))[0]
+
+        trajectory = await self.run(task, generate, seed=seed)
+        if trajectory.status in ("failed", "timeout"):
+            raise RuntimeError(f"the episode {trajectory.status}: {trajectory.error}")
+        return trajectory.steps, list(trajectory.messages), trajectory.ground_truth
 
     async def run(
         self, task: Task, generate: Generate, *, group: int = 0, member: int = 0, seed: int = 0
@@ -69,6 +111,11 @@ class RLRolloutWorker:
             trajectory.seconds = time.monotonic() - started
             if trajectory.state is not None:
                 episode.close(trajectory)
+        logger.debug(
+            "episode %d.%d: %d steps, %s%s, %.3g s",
+            group, member, len(trajectory.steps), trajectory.status, f" ({trajectory.error})" * bool(trajectory.error),
+            trajectory.seconds,
+        )  # fmt: skip
         return trajectory
 
 
@@ -116,6 +163,8 @@ class _Episode:
         state = environment.update_state(state, action, result)
         step.tool_results, step.messages = result.tool_results, state.messages
         trajectory.state, trajectory.messages = state, state.messages
+        if logger.isEnabledFor(logging.DEBUG):
+            explain_step(trajectory, step)
         return state
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -129,3 +178,18 @@ class _Episode:
             logger.warning(
                 "closing episode %d.%d: %s: %s", trajectory.group, trajectory.member, type(error).__name__, error
             )
+
+
+def explain_step(trajectory: Trajectory, step: StepData) -> None:
+    """Logs a step at DEBUG: what was seen, written and understood, its log-probabilities, and what the tools did."""
+    name = f"episode {trajectory.group}.{trajectory.member} step {step.index}"
+    logger.debug("%s: observation %.500r", name, step.observation)
+    logger.debug("%s: action %.500r, understood as %.500r, ended by %s", name, step.action.raw, step.action.parsed,
+                 step.stop_reason)  # fmt: skip
+    logger.debug("%s: log-probabilities %s", name, np.round(step.logprobs, 4).tolist())
+    for result in step.tool_results:
+        got = f"failed: {result.error}" if result.error else f"gave {result.content:.500}"
+        logger.debug(
+            "%s: tool %s(%s) %s, cost %g", name, result.call.name, dict(result.call.arguments), got, result.cost
+        )
+    logger.debug("%s: messages now %.2000s", name, list(step.messages))

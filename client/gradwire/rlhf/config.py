@@ -267,9 +267,13 @@ class RewardModelConfig(_Checked):
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Self:
-        """The reward model that goes with a policy: the settings that both have are the policy's."""
-        shared = {each.name for each in fields(cls)} & {each.name for each in fields(config)} - {"learning_rate"}
-        return cls(**{name: getattr(config, name) for name in shared})
+        """The reward model that goes with a policy.
+
+        The settings that both have are the policy's, but for the learning rate of an adapter, which is ten times the
+        policy's: what is learned from labels takes larger steps than what is learned from rewards.
+        """
+        shared = {name: getattr(config, name) for name in {each.name for each in fields(cls)} if hasattr(config, name)}
+        return cls(**shared | {"learning_rate": config.learning_rate * (10 if config.use_lora else 1)})
 
 
 def refused(message: str, field: str, rule: str) -> InvalidArgumentError:

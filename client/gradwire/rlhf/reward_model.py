@@ -73,7 +73,7 @@ class RewardModel:
     It reads a prompt and a response as a rater does: the tokens of both texts, with no end token. To change what is
     rewarded, override :meth:`forward` and give the class to the trainer.
 
-    ``with`` or :meth:`close` ends the server where the model has one of its own.
+    ``with`` or :meth:`close` ends the connection, and the server, where the model has one of its own.
 
     Args:
         service: an open service.
@@ -98,6 +98,7 @@ class RewardModel:
         self._service = service
         self._codec = codec or ServiceCodec(service, model or details.base_model)
         self._owner = owner
+        self._scoring_only = False
 
     @property
     def report(self) -> RewardModelReport | None:
@@ -187,7 +188,7 @@ class RewardModel:
         name = served_name(str(folder))
         if name in {model.name for model in await service.list_models()}:
             run = await service.create_run(name, lora=1, head="reward", name=f"reward model {folder.name}")
-            return cls(service, run, details, model=name)
+            return cls._scorer(service, run, details, name)
         try:
             run = await service.fork_run(details.checkpoint, name=f"reward model {folder.name}")
         except (NotFoundError, InvalidArgumentError):
@@ -197,13 +198,29 @@ class RewardModel:
                 field="reward_model_path",
                 rule="known to the server",
             ) from None
-        return cls(service, run, details)
+        return cls._scorer(service, run, details, details.base_model)
+
+    @classmethod
+    def _scorer(cls, service: ServiceClient, run: TrainingClient, details: RewardModelDetails, model: str) -> Self:
+        scorer = cls(service, run, details, model=model)
+        scorer._scoring_only = True
+        return scorer
 
     def close(self) -> None:
-        """Ends the server where the model has one of its own."""
+        """Ends the connection, and the server, where the model has one of its own."""
         owner, self._owner = self._owner, None
-        if owner is not None:
+        if owner is None:
+            return
+        try:
+            self._wait(self.close_async())
+        finally:
             owner.close()
+
+    async def close_async(self) -> None:
+        """Deletes the run that :meth:`from_pretrained` made; one that was trained stays on its server."""
+        if self._scoring_only:
+            self._scoring_only = False
+            await self._service.delete_run(self.run.run_id)
 
     def __enter__(self) -> Self:
         return self

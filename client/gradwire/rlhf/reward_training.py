@@ -207,6 +207,8 @@ class _RewardTraining:
                 self._best_loss, self._best = done["best_loss"], done["best"]
                 return found, str(done["checkpoint"])
             await self._service.delete_run(found.run_id)
+        if state is not None:
+            state.forget(SECTION)
         run = await start_run(self._service, origin, lora=config.lora, head="reward", seed=config.seed, name=name)
         return run, ""
 

@@ -232,7 +232,9 @@ class _Training:
         model, reward_model_folder = await self._reward_model(reward_model_path)
         run, ppo = await self._open_policy(origin, model)
         await self._practise(run, ppo)
-        return await self._export(run, origin, model, reward_model_folder)
+        result = await self._export(run, origin, model, reward_model_folder)
+        await model.close_async()
+        return result
 
     async def _reward_model(self, given: Path | None) -> tuple[RewardModel, Path]:
         """The reward model and its folder: the one that is given, or one trained on the ratings."""
@@ -264,6 +266,7 @@ class _Training:
             await self._service.delete_run(run.run_id)
         if run is None or not done:
             done = {}
+            self._state.forget(SECTION)
             run = await start_run(self._service, origin, lora=config.lora, head="value", seed=config.seed, name=name)
         else:
             await run.load_checkpoint(done["checkpoint"])

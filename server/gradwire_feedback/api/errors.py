@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gradwire
+import sqlalchemy as sa
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -28,7 +29,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     413: {"model": Problem, "description": "The body is too large."},
     415: {"model": Problem, "description": "The body's type is not supported."},
     422: {"model": Problem, "description": "A field is wrong."},
-    503: {"model": Problem, "description": "The training server is away."},
+    503: {"model": Problem, "description": "The training server or the database is away."},
 }
 
 
@@ -63,14 +64,20 @@ def install(app: FastAPI) -> None:
         errors = fields_of(error.errors())
         return problem(422, sentence(errors), errors)
 
-    @app.exception_handler(gradwire.InvalidArgumentError)
-    async def impossible(_request: Request, error: gradwire.InvalidArgumentError) -> JSONResponse:
+    @app.exception_handler(gradwire.InvalidRequestError)
+    async def impossible(_request: Request, error: gradwire.InvalidRequestError) -> JSONResponse:
         return problem(422, str(error))
 
     @app.exception_handler(gradwire.GradwireError)
     async def away(_request: Request, error: gradwire.GradwireError) -> JSONResponse:
         log.error("the training server failed: %s", error)
         return problem(503, f"the training server failed: {error}")
+
+    @app.exception_handler(sa.exc.OperationalError)
+    @app.exception_handler(sa.exc.TimeoutError)
+    async def busy(_request: Request, error: sa.exc.SQLAlchemyError) -> JSONResponse:
+        log.error("the database failed: %s", error)
+        return problem(503, "the database is busy or away: send the request again, with an Idempotency-Key if you can")
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:

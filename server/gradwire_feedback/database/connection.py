@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from alembic.config import Config
 from sqlalchemy.orm import Session
 
 MIGRATIONS = Path(__file__).with_name("migrations")
-BUSY_TIMEOUT_S = 30
+BUSY_TIMEOUT_S = 60
 POOL_SIZE = 20
+"""Connections at most: PostgreSQL allows 100 in all by default. Whoever finds none free waits."""
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
 
@@ -52,9 +54,15 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = driver_url(url)
         self.sqlite = self.url.drivername == "sqlite"
+        self._turn: AbstractContextManager[Any] = threading.Lock() if self.sqlite else nullcontext()
         arguments: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S} if self.sqlite else {"connect_timeout": 10}
         self.engine = sa.create_engine(
-            self.url, connect_args=arguments, pool_size=POOL_SIZE, max_overflow=POOL_SIZE, pool_pre_ping=not self.sqlite
+            self.url,
+            connect_args=arguments,
+            pool_size=POOL_SIZE,
+            max_overflow=0,
+            pool_timeout=BUSY_TIMEOUT_S,
+            pool_pre_ping=not self.sqlite,
         )
         if self.sqlite:
             sa.event.listen(self.engine, "connect", _prepare_sqlite)
@@ -62,9 +70,12 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """A transaction that is committed at the end; on SQLite it takes the write lock at once, so it cannot
-        fail half way on another writer."""
-        with Session(self.engine, expire_on_commit=False) as session, session.begin():
+        """A transaction that is committed at the end.
+
+        SQLite has one writer at a time, and lets others try again and again, with luck: here they queue. The write
+        lock is taken at once, so a transaction cannot fail half way on the writer of another process.
+        """
+        with self._turn, Session(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager

@@ -90,6 +90,7 @@ class Jobs:
                 name="gradwire-feedback",
                 system_database_url=url.render_as_string(hide_password=False),
                 application_version="1",  # jobs of an older release go on in a newer one
+                sys_db_pool_size=5,
                 log_level="WARNING",
             )
         )

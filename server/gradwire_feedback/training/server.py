@@ -13,6 +13,7 @@ from gradwire.embedded import EmbeddedServer
 from gradwire.rlhf import discard_training
 
 from gradwire_feedback.settings import Settings
+from gradwire_feedback.store.problems import UnprocessableError
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +120,12 @@ class TrainingServer:
     async def model_info(self, name: str) -> gradwire.ModelInfo:
         """
         Raises:
-            gradwire.UnknownModelError: when the server does not hold the model.
+            UnprocessableError: when the server does not hold the model.
         """
         models = {model.name: model for model in await self.service.list_models()}
         if name not in models:
-            raise gradwire.UnknownModelError(
-                f"the training server does not hold {name!r}; it has {', '.join(models) or 'none'}"
+            raise UnprocessableError(
+                f"baseModel: the training server does not hold {name!r}; it has {', '.join(models) or 'none'}"
             )
         return models[name]
 

@@ -112,6 +112,7 @@ def test_it_works_where_prometheus_client_is_missing(monkeypatch: pytest.MonkeyP
     ("rewards", "mask", "message"),
     [
         ([1.0, 2.0], None, r"\[episodes, steps\], got the shape \[2\]"),
+        ([[1.0, 2.0], [1.0]], None, "padded to one length"),
         ([[1.0, 2.0]], [[1]], r"mask has the shape \[1, 1\] where rewards have \[1, 2\]"),
         ([[1.0, 2.0]], [[1, 2]], "true or false"),
         ([[1.0, 2.0], [3.0, math.nan]], [[1, 0], [1, 1]], "episode 1, step 1: nan is not a finite number"),

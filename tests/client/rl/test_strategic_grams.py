@@ -97,6 +97,11 @@ def test_what_cannot_be_is_said(texts: list[str], options: dict[str, Any], messa
         find_strategic_grams(texts, **options)
 
 
+def test_one_text_is_not_several() -> None:
+    with pytest.raises(TypeError, match="several texts"):
+        find_strategic_grams("let us try this")
+
+
 GRAMS = StrategicGrams((GramCluster(("let us try", "it's the same way"), 3), GramCluster(("us try it",), 2)), 9, 10)
 
 

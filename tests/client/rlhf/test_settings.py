@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -91,11 +91,12 @@ def test_settings_that_go_together_are_taken() -> None:
     TrainingConfig(batch_size=4, mini_batch_size=2, gradient_accumulation_steps=8)
 
 
-def test_the_reward_model_takes_the_policys_settings_but_not_its_learning_rate() -> None:
+def test_the_reward_model_takes_the_policys_settings_and_an_adapters_larger_steps() -> None:
     config = RewardModelConfig.of(TrainingConfig(base_model="opt", lora_r=4, batch_size=16, learning_rate=1e-6, seed=3))
-    assert config == RewardModelConfig(base_model="opt", lora_r=4, batch_size=16, seed=3)
-    assert config.rate == 1e-4
-    assert RewardModelConfig.of(TrainingConfig(use_lora=False)).rate == 1e-5
+    assert replace(config, learning_rate=None) == RewardModelConfig(base_model="opt", lora_r=4, batch_size=16, seed=3)
+    assert config.rate == pytest.approx(1e-5)
+    assert RewardModelConfig.of(TrainingConfig()).rate == pytest.approx(RewardModelConfig().rate)
+    assert RewardModelConfig.of(TrainingConfig(use_lora=False)).rate == RewardModelConfig(use_lora=False).rate == 1e-5
 
 
 @pytest.mark.parametrize("settings", [{"device": "cuda"}, {"mixed_precision": "bf16"}])

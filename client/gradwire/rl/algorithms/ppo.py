@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.rl.algorithms.base import Algorithm
+from gradwire.rl.algorithms.step_advantages import write_step_advantages
 from gradwire.rl.rows import Row, TrainingBatch, rows_of
 from gradwire.rl.types import Trajectory
 
@@ -15,10 +16,12 @@ from gradwire.rl.types import Trajectory
 def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
     """``[tokens]``: each step's reward at its last token, and the trajectory's at the very last.
 
-    Without step outputs the last step's reward is the trajectory's, and counts once.
+    Without step outputs the last step's reward is the trajectory's, and counts once; with a score that is the sum of
+    the step outputs, they count once.
     """
     rewards = row.at_ends([step.reward for step in trajectory.steps])
-    if row.last and trajectory.evaluation is not None and trajectory.evaluation.step_outputs:
+    verdict = trajectory.evaluation
+    if row.last and verdict is not None and verdict.step_outputs and not verdict.scored_by_steps:
         rewards[np.flatnonzero(row.written)[-1]] += trajectory.reward
     return rewards
 
@@ -61,15 +64,17 @@ class PPOAlgorithm(Algorithm):
             steps = trajectories[row.trajectory].steps
             for step in row.ends:
                 steps[step].value = float(given[np.argmax(row.step_of == step)])
+        rewards = [token_rewards(row, trajectories[row.trajectory]) for row in rows]
         columns: dict[str, list[Any]] = {
             "input_ids": [row.ids for row in rows],
             "loss_mask": [row.written for row in rows],
             "old_log_probs": [row.logprobs for row in rows],
-            "rewards": [token_rewards(row, trajectories[row.trajectory]) for row in rows],
+            "rewards": rewards,
             "old_values": values,
             "bootstrap_values": bootstrap.tolist(),
         }
         kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        write_step_advantages(rows, trajectories, rewards, values, bootstrap, kwargs)
         cut = [
             index for index, row in enumerate(rows) if row.last and trajectories[row.trajectory].status == "truncated"
         ]

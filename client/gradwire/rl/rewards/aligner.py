@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from gradwire.rl.types import EvaluateResult, Trajectory
+
+logger = logging.getLogger("gradwire.rl")
 
 
 class StepAlignmentError(ValueError):
@@ -35,6 +38,9 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
                 f"step_outputs[{number}] and step_outputs[{rewards[index]}] are both for step {index}; add them up"
             )
         rewards[index] = number
+    name = f"trajectory {trajectory.group}.{trajectory.member}"
+    logger.debug("aligner, %s: score %.6g, step outputs %s", name, result.score,
+                 [(each.step_index, each.base_reward) for each in result.step_outputs])  # fmt: skip
     trajectory.evaluation, trajectory.reward = result, result.score
     for index, step in enumerate(steps):
         if index in rewards:
@@ -44,6 +50,7 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
             step.reward, step.metrics = default_step_reward, {}
     if steps and not result.step_outputs:
         steps[-1].reward += result.score
+    logger.debug("aligner, %s: rewards of steps %s", name, [step.reward for step in steps])
 
 
 def align_batch(

@@ -69,7 +69,7 @@ class RewardFunction:
         batch: bool = False,
         sandboxed: bool = True,
         limits: SandboxLimits | None = None,
-        workers: int = 4,
+        workers: int = 2,
     ) -> None:
         self.__reward_function__ = function
         self.__doc__, self.__name__ = function.__doc__, getattr(function, "__name__", "reward")
@@ -173,24 +173,30 @@ def to_result(value: Any) -> EvaluateResult:
         TypeError, ValueError: for anything else, saying what it was.
     """
     if isinstance(value, EvaluateResult):
-        value = {
-            "score": value.score, "step_outputs": value.step_outputs, "metrics": value.metrics, "reason": value.reason
-        }  # fmt: skip
+        value = vars(value)
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         return EvaluateResult(_number(value, "the score"))
     if not isinstance(value, Mapping):
         raise TypeError(f"returned {type(value).__name__}; a reward is a number or an EvaluateResult")
-    unknown = set(value) - {"score", "step_outputs", "metrics", "reason", "error"}
-    if unknown or "score" not in value:
+    unknown = set(value) - {"score", "step_outputs", "metrics", "reason", "error", "scored_by_steps"}
+    steps = tuple(_step(each) for each in value.get("step_outputs") or ())
+    if unknown or (value.get("score") is None and not steps):
         raise TypeError(
-            f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}; a reward has at least a score"
+            f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}; a reward has at least a score, or "
+            "step_outputs"
         )
+    if value.get("score") is None or value.get("scored_by_steps"):
+        return EvaluateResult(step_outputs=steps, metrics=_metrics(value), reason=str(value.get("reason") or ""))
     return EvaluateResult(
         score=_number(value["score"], "the score"),
-        step_outputs=tuple(_step(each) for each in value.get("step_outputs") or ()),
-        metrics={str(name): _number(each, name) for name, each in (value.get("metrics") or {}).items()},
+        step_outputs=steps,
+        metrics=_metrics(value),
         reason=str(value.get("reason") or ""),
     )
+
+
+def _metrics(value: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): _number(each, name) for name, each in (value.get("metrics") or {}).items()}
 
 
 def _step(value: Any) -> StepOutput:
@@ -204,7 +210,7 @@ def _step(value: Any) -> StepOutput:
     return StepOutput(
         index,
         _number(value["base_reward"], f"base_reward of step {index}"),
-        {str(name): _number(each, name) for name, each in (value.get("metrics") or {}).items()},
+        _metrics(value),
         str(value.get("reason") or ""),
     )
 
@@ -222,7 +228,7 @@ def _number(value: Any, what: Any) -> float:
 def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
 @overload
 def reward_function(
-    *, batch: bool = False, sandboxed: bool = True, limits: SandboxLimits | None = None, workers: int = 4
+    *, batch: bool = False, sandboxed: bool = True, limits: SandboxLimits | None = None, workers: int = 2
 ) -> Callable[[Callable[..., Any]], RewardFunction]: ...
 def reward_function(
     function: Callable[..., Any] | None = None,
@@ -231,7 +237,7 @@ def reward_function(
     batch: bool = False,
     sandboxed: bool = True,
     limits: SandboxLimits | None = None,
-    workers: int = 4,
+    workers: int = 2,
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
     """Makes a reward function of a function.
 

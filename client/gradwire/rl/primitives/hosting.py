@@ -1,0 +1,95 @@
+"""A model on a gradwire server, for scripts: the server is started where none is given."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gradwire
+from gradwire.rl.inference import RunInference
+from gradwire.rl.primitives.background import wait_for
+from gradwire.training import TrainingClient
+
+
+class ServedModel:
+    """One run, and what it takes to have it.
+
+    Args:
+        model: a loaded ``transformers`` model, which is saved into a temporary folder and served from there, or a name
+            or a path.
+        reference: a second model for the server, likewise.
+        address: of a running server that has the model under this name; None: an embedded one.
+        state_dir: of the embedded server; None: a temporary folder.
+        lora: rank of an adapter; None trains all weights.
+        head: of the run.
+        options: of ``gradwire.connect``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        reference: Any = None,
+        address: str | None = None,
+        state_dir: Path | None = None,
+        lora: int | None = None,
+        head: Any = "value",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self._model, self._reference = model, reference
+        self._address, self._state_dir, self._options = address, state_dir, options
+        self._settings = {"lora": lora, "head": head, "seed": seed}
+        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-model-", ignore_cleanup_errors=True)
+        self._service: Any = None
+        self._run: TrainingClient | None = None
+
+    def keep_state_in(self, folder: Path) -> None:
+        """Where an embedded server that has not started keeps its state, unless ``state_dir`` said so."""
+        self._state_dir = self._state_dir or folder
+
+    async def run(self) -> TrainingClient:
+        """The run; its first use starts the server."""
+        if self._run is None:
+            names = {"policy": self._name("policy", self._model)}
+            if self._reference is not None:
+                names["reference"] = self._name("reference", self._reference)
+            if self._address is None:
+                models = [f"{name}={place}" for name, place in names.items()]
+                self._service = await gradwire.connect(models=models, state_dir=self._state_dir, **self._options)
+            else:
+                self._service = await gradwire.connect(self._address, **self._options)
+            base = "policy" if self._address is None else names["policy"]
+            self._run = await self._service.create_run(base, **self._settings)
+            # The reference "ema" is what the policy is now.
+            await self._run.update_reference(ema=1.0)
+        return self._run
+
+    async def inference(self, tokenizer: Any = None) -> RunInference:
+        """The run's own sampler."""
+        run = await self.run()
+        return await RunInference.of(self._service, run, tokenizer)
+
+    def _name(self, role: str, model: Any) -> str:
+        if isinstance(model, str | Path):
+            return str(model)
+        if not hasattr(model, "save_pretrained"):
+            raise TypeError(
+                f"the {role} is {type(model).__name__}; it must be a transformers model, a name or path, or an "
+                'InferenceModule with backend="server"'
+            )
+        if self._address is not None:
+            raise ValueError(
+                "a loaded model is served by an embedded server; with an address, name a model of that server"
+            )
+        folder = Path(self._folder.name) / role
+        model.save_pretrained(folder)
+        return str(folder)
+
+    def close(self) -> None:
+        """Ends the connection, and the embedded server."""
+        service, self._service = self._service, None
+        if service is not None:
+            wait_for(service.close())
+        self._folder.cleanup()

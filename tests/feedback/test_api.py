@@ -1,0 +1,240 @@
+"""The API over real HTTP: feedback, training, versions, deployment, comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from gradwire.rlhf import TrainingConfig
+from support.feedback import QUICK, FeedbackService, scores
+
+
+def submit(api: httpx.Client, agent: str, rows: object, **headers: str) -> httpx.Response:
+    return api.post(f"/feedback/{agent}", json=rows, headers=headers)
+
+
+def test_one_score_is_stored(api: httpx.Client) -> None:
+    body = {"prompt": "What is the capital of France?", "response": "Paris.", "score": 0.9, "runId": "execution_123"}
+    answer = submit(api, "one", body | {"notes": "Accurate"})
+    assert answer.status_code == 201
+    stored = answer.json()
+    assert set(stored) == {"id", "agentId", "score", "createdAt"}
+    assert (stored["agentId"], stored["score"]) == ("one", 0.9)
+
+
+def test_batches_as_a_list_as_lines_and_as_a_file(api: httpx.Client) -> None:
+    lines = "\n".join(map(json.dumps, scores(3))) + "\n\n"
+    as_list = submit(api, "batches", scores(3))
+    as_lines = api.post("/feedback/batches", content=lines, headers={"content-type": "application/x-ndjson"})
+    as_file = api.post("/feedback/batches", files={"file": ("scores.jsonl", lines)})
+    for answer in (as_list, as_lines, as_file):
+        assert answer.status_code == 201 and len(answer.json()) == 3
+    refused = api.post("/train_policy/batches", json={"maxSteps": 1})
+    assert refused.status_code == 422
+    assert "9 feedback samples" in refused.json()["detail"] and "1 are missing" in refused.json()["detail"]
+
+
+def test_a_wrong_row_is_named_and_nothing_is_stored(api: httpx.Client) -> None:
+    rows = scores(3)
+    rows[1]["score"] = 1.5
+    answer = submit(api, "wrong", rows)
+    assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == "row 1.score"
+    lines = "\n".join([json.dumps(scores(1)[0]), '{"prompt": "x"', json.dumps(scores(1)[0])])
+    answer = api.post("/feedback/wrong", content=lines, headers={"content-type": "application/jsonl"})
+    assert answer.status_code == 422 and "line 2" in answer.json()["detail"]
+    assert "0 feedback samples" in api.post("/train_policy/wrong", json={}).json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"score": "0.5"}, "score"),
+        ({"score": True}, "score"),
+        ({"score": -0.1}, "score"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "x" * 40_000}, "prompt"),
+        ({"response": "a\0b"}, "response"),
+        ({"runId": "r" * 201}, "runId"),
+        ({"extra": 1}, "extra"),
+    ],
+)
+def test_a_wrong_field_is_named(api: httpx.Client, body: dict[str, object], field: str) -> None:
+    answer = submit(api, "fields", scores(1)[0] | body)
+    assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == field
+
+
+def test_a_repeated_request_is_stored_once(api: httpx.Client) -> None:
+    key = {"Idempotency-Key": "order-1"}
+    first, again = submit(api, "twice", scores(2), **key), submit(api, "twice", scores(2), **key)
+    assert first.status_code == again.status_code == 201 and first.json() == again.json()
+    other = submit(api, "twice", scores(3), **key)
+    assert other.status_code == 422 and "Idempotency-Key" in other.json()["detail"]
+    assert "2 feedback samples" in api.post("/train_policy/twice", json={}).json()["detail"]
+
+
+@pytest.mark.parametrize("agent", ["..", "../x", ".hidden", "a/b", "a" * 101, "jobs", "%2e%2e%2fetc", "a%00b"])
+def test_names_that_lead_elsewhere_are_no_agents(api: httpx.Client, service: FeedbackService, agent: str) -> None:
+    answer = api.post(f"/feedback/{agent}", json=scores(10))
+    assert answer.status_code in (404, 405, 422)
+    deployed = api.put("/fields/deployment", json={"../../etc": 1.0})
+    assert deployed.status_code == 404
+
+
+def test_a_body_that_is_too_large_is_refused(api: httpx.Client) -> None:
+    answer = api.post("/feedback/large", content=b" " * (33 << 20), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert submit(api, "large", [{}] * 10_001).status_code == 413
+    assert api.post("/feedback/large", content="x", headers={"content-type": "image/png"}).status_code == 415
+
+
+def test_another_sites_name_for_this_machine_is_refused(api: httpx.Client) -> None:
+    assert api.get("/fields", headers={"host": "evil.example"}).status_code == 400
+    answer = api.options("/fields", headers={"origin": "https://evil.example", "access-control-request-method": "POST"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
+    submit(api, "settings", scores(10))
+    for settings, word in (
+        ({"batchSize": 4, "miniBatchSize": 8}, "mini_batch_size"),
+        ({"maxSteps": 0}, "max_steps"),
+        ({"learningRate": -1.0}, "learning_rate"),
+        ({"device": "cuda"}, "device"),
+        ({"maxStep": 5}, "maxStep"),
+        ({"rewardModel": "reuse"}, "none to reuse"),
+        ({"baseModel": "gpt9"}, "gpt9"),
+    ):
+        answer = api.post("/train_policy/settings", json={"dryRun": True} | settings)
+        assert answer.status_code == 422, answer.text
+        assert word in answer.json()["detail"]
+    assert api.post("/train_policy/settings", json={"startFrom": "v99"}).status_code == 404
+
+
+@pytest.fixture(scope="module")
+def trained(service: FeedbackService) -> FeedbackService:
+    """The service with an agent of three versions: v15, v25 and v25.1."""
+    with service.client() as api:
+        submit(api, "bot", scores(15))
+        for more, settings in ((10, {}), (0, {"rewardModel": "retrain"}), (0, {"rewardModel": "reuse"})):
+            answer = api.post("/train_policy/bot", json=QUICK | settings)
+            assert answer.status_code == 200, answer.text
+            if more:
+                submit(api, "bot", scores(more, 15))
+    return service
+
+
+def test_versions_are_named_by_their_feedback(trained: FeedbackService, api: httpx.Client) -> None:
+    policies = api.get("/bot").json()
+    assert [each["version"] for each in policies] == ["v15", "v25", "v25.1"]
+    for each, count in zip(policies, (15, 25, 25)):
+        assert set(each) == {"id", "agentId", "version", "createdAt", "metrics"}
+        assert set(each["metrics"]) == {"feedbackCount", "rewardMean", "rewardStd"}
+        assert each["metrics"]["feedbackCount"] == count
+    folder = trained.folder / "models" / "bot"
+    for version in ("v15", "v25", "v25.1"):
+        assert (folder / version / "policy" / "config.json").is_file()
+    assert (folder / "v25" / "reward_model").is_dir() and not (folder / "v25.1" / "reward_model").exists()
+    assert len((folder / "v25" / "feedback.jsonl").read_text().splitlines()) == 25
+
+
+def test_a_dry_run_measures_and_makes_nothing(trained: FeedbackService, api: httpx.Client) -> None:
+    answer = api.post("/train_policy/bot", json=QUICK | {"dryRun": True, "maxSteps": 1000})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert (found["status"], found["feedbackCount"], found["estimatedSteps"]) == ("dry_run", 25, 1000)
+    assert found["estimatedTimeMinutes"] > 0 and found["estimatedMemoryGib"] > 0
+    assert found["scoreMean"] == pytest.approx(sum(row["score"] for row in scores(25)) / 25)
+    assert set(found["modelConfig"]) == set(TrainingConfig.__dataclass_fields__)
+    twice = api.post("/train_policy/bot", json=QUICK | {"dryRun": True, "maxSteps": 2000}).json()
+    assert twice["estimatedTimeMinutes"] > 1.5 * found["estimatedTimeMinutes"]
+    assert len(api.get("/bot").json()) == 3
+    assert not any((trained.folder / "models" / ".probes").iterdir())
+
+
+def test_a_job_is_followed_and_holds_the_agent(trained: FeedbackService, api: httpx.Client) -> None:
+    submit(api, "followed", scores(12))
+    begun = api.post("/train_policy/followed", json=QUICK, headers={"Prefer": "respond-async"})
+    assert begun.status_code == 202 and begun.json()["status"] == "queued"
+    job = begun.json()["id"]
+    assert begun.headers["location"] == f"/api/policies/jobs/{job}"
+    second = api.post("/train_policy/followed", json=QUICK)
+    assert second.status_code == 409 and job in second.json()["detail"]
+    with api.stream("GET", f"/jobs/{job}/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in stream.iter_lines() if line]
+    events = [(kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for kind, data in pairs(lines)]
+    assert [kind for kind, _ in events[:-1]] == ["progress"] * (len(events) - 1) and events[-1][0] == "end"
+    stages = [event["progress"]["stage"] for _, event in events if event["progress"]]
+    assert stages == sorted(stages, key=["reward_model", "policy", "export"].index) and "policy" in stages
+    result = events[-1][1]["result"]
+    assert result["status"] == "trained" and result["version"] == "v12" and result["trainingSteps"] == 2
+    assert api.get(f"/jobs/{job}").json()["status"] == "succeeded"
+    assert api.get("/jobs/" + "0" * 32).status_code == 404
+
+
+def pairs(lines: list[str]) -> list[tuple[str, str]]:
+    kept = [line for line in lines if line.startswith(("event:", "data:"))]
+    return list(zip(kept[::2], kept[1::2]))
+
+
+def test_a_cancelled_job_leaves_nothing(trained: FeedbackService, api: httpx.Client) -> None:
+    submit(api, "cancelled", scores(12))
+    begun = api.post("/train_policy/cancelled", json=QUICK | {"maxSteps": 10_000}, headers={"Prefer": "respond-async"})
+    job = begun.json()["id"]
+    with api.stream("GET", f"/jobs/{job}/events") as stream:
+        for line in stream.iter_lines():
+            if '"stage": "policy"' in line:
+                assert api.delete(f"/jobs/{job}").status_code == 200
+    assert api.get(f"/jobs/{job}").json()["status"] == "cancelled"
+    assert api.get("/cancelled").json() == []
+    assert not (trained.folder / "models" / "cancelled" / "v12").exists()
+    again = api.post("/train_policy/cancelled", json=QUICK)
+    assert again.status_code == 200 and again.json()["version"] == "v12"
+
+
+def test_traffic_is_split_sticky_and_compared(trained: FeedbackService, api: httpx.Client) -> None:
+    assert api.get("/bot/deployment").json()["weights"] == {"base": 1.0}
+    assert api.put("/bot/deployment", json={"v15": 0.5, "v25": 0.4}).status_code == 422
+    assert api.put("/bot/deployment", json={"v15": 0.5, "v99": 0.5}).status_code == 404
+    assert api.put("/bot/deployment", json={"v15": 0.5, "v25": 0.5}).status_code == 200
+    versions = {}
+    for user in range(40):
+        answers = [ask(api, f"user-{user}") for _ in range(2 if user < 5 else 1)]
+        assert len({answer["version"] for answer in answers}) == 1
+        versions[user] = answers[0]["version"]
+        score = 1.0 if versions[user] == "v25" else 0.0
+        body = {"prompt": "Say 1", "response": answers[0]["response"], "score": score, "runId": answers[0]["runId"]}
+        assert submit(api, "bot", body).status_code == 201
+    assert set(versions.values()) == {"v15", "v25"}
+    found = api.get("/bot/comparison").json()
+    assert {each["version"]: (each["mean"], each["count"]) for each in found["versions"]} == {
+        version: (mean, list(versions.values()).count(version)) for version, mean in (("v15", 0.0), ("v25", 1.0))
+    }
+    (gap,) = found["differences"]
+    assert gap["difference"] == 1.0 and gap["interval"][0] > 0 and gap["better"] == "v25"
+    assert found["settled"] and found["sampleRatio"]["ok"] and sum(found["sampleRatio"]["observed"].values()) == 40
+    assert api.post("/bot/rollback").json()["weights"] == {"v15": 1.0}
+    assert api.get("/bot/comparison").json()["settled"], "the result stays after the test"
+    assert api.post("/bot/rollback").json()["weights"] == {"base": 1.0}
+    assert api.post("/bot/rollback").status_code == 409
+
+
+def ask(api: httpx.Client, user: str) -> dict[str, str]:
+    answer = api.post("/bot/generate", json={"prompt": "Say 1", "userId": user, "maxNewTokens": 4})
+    assert answer.status_code == 200, answer.text
+    assert set(answer.json()) == {"runId", "agentId", "version", "response"}
+    return dict(answer.json())
+
+
+def test_a_deployed_version_answers_as_its_folder_does(trained: FeedbackService, api: httpx.Client) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = Path(api.get("/bot").json() and trained.folder / "models" / "bot" / "v25" / "policy")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
+    api.put("/bot/deployment", json={"v25": 1.0})
+    answer = api.post("/bot/generate", json={"prompt": "Say 1", "temperature": 0, "maxNewTokens": 6}).json()
+    ids = tokenizer("Say 1", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert answer["version"] == "v25" and answer["response"] == tokenizer.decode(out, skip_special_tokens=True)

@@ -1,0 +1,118 @@
+"""The tables on SQLite and PostgreSQL: migrations both ways, and fifty raters at once."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from gradwire_feedback.database.connection import Database
+from gradwire_feedback.database.tables import Table
+from gradwire_feedback.store import rating
+from support.feedback import FeedbackService, scores
+from support.server import Server
+
+RATERS = 50
+
+
+def test_migrations_make_the_tables_and_take_them_away(database_url: str) -> None:
+    database = Database(database_url)
+    for _ in range(2):
+        database.upgrade()
+        with database.engine.connect() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+        database.downgrade("base")
+        left = set(sa.inspect(database.engine).get_table_names()) - {"alembic_version"}
+        assert not left & set(Table.metadata.tables)
+    database.close()
+
+
+def test_fifty_raters_at_once_lose_nothing(training_server: Server, database_url: str, tmp_path: Path) -> None:
+    """Each posts feedback, a batch with a key sent twice, and rates reserved items until none is left."""
+    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address, database=database_url).start()
+    database = Database(database_url)
+    try:
+        with database.write() as session:
+            for n in range(3 * RATERS):
+                rating.add_item(session, "bot", f"prompt {n}", [rating.NewAnswer(f"item-{n}", f"answer {n}")], 1)
+        with ThreadPoolExecutor(RATERS) as pool:
+            rated = list(pool.map(lambda rater: work(service, database, rater), range(RATERS)))
+        with database.read() as session:
+            stored = session.execute(sa.text("SELECT run_id, rater FROM feedback WHERE agent_id = 'bot'")).all()
+        on_items = [run for run, _ in stored if run.startswith("item-")]
+        assert sorted(on_items) == sorted(f"item-{n}" for n in range(3 * RATERS)), "each item was rated once"
+        assert sum(rated) == 3 * RATERS
+        assert len(stored) - len(on_items) == RATERS * (2 + 3), "a repeated batch counts once"
+    finally:
+        database.close()
+        service.end()
+
+
+def work(service: FeedbackService, database: Database, rater: int) -> int:
+    with service.client() as api:
+        rows: list[dict[str, Any]] = scores(5, start=1000 * rater)
+        for row in rows[:2]:
+            assert api.post("/feedback/bot", json=row).status_code == 201
+        answers = [
+            api.post("/feedback/bot", json=rows[2:], headers={"Idempotency-Key": f"rater-{rater}"}) for _ in range(2)
+        ]
+        assert [answer.status_code for answer in answers] == [201, 201]
+        assert json.loads(answers[0].text) == json.loads(answers[1].text)
+    count = 0
+    while True:
+        with database.write() as session:
+            item = rating.reserve(session, "bot", f"rater {rater}")
+        if item is None:
+            return count
+        with database.write() as session:
+            rating.rate(session, item.id, f"rater {rater}", [0.5], None)
+        count += 1
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    database = Database(f"sqlite:///{tmp_path / 'rating.db'}")
+    database.upgrade()
+    return database
+
+
+def test_an_item_is_with_one_rater_at_a_time_and_never_comes_back(database: Database) -> None:
+    with database.write() as session:
+        for n in range(2):
+            rating.add_item(session, "bot", f"p{n}", [rating.NewAnswer(f"r{n}", "a")], raters=2)
+    with database.write() as session:
+        first, second = rating.reserve(session, "bot", "ann"), rating.reserve(session, "bot", "bob")
+        assert first is not None and second is not None and first.id != second.id
+        assert rating.reserve(session, "bot", "cleo") is None
+        again = rating.reserve(session, "bot", "ann")
+        assert again is not None and again.id == first.id, "one's own reservation is kept"
+        rating.rate(session, first.id, "ann", [0.25], None)
+        rating.skip(session, second.id, "bob")
+        for_bob, for_ann = rating.reserve(session, "bot", "bob"), rating.reserve(session, "bot", "ann")
+        assert for_bob is not None and for_bob.id == first.id, "two raters are wanted"
+        assert for_ann is not None and for_ann.id == second.id
+        rating.rate(session, first.id, "bob", [0.75], "fine")
+        assert rating.score_table(session, "bot").tolist() == [[0.25], [0.75]]
+    with database.write() as session:
+        taken_back = rating.undo(session, "bot", "bob")
+        assert taken_back is not None and taken_back.id == first.id and taken_back.ratings == 1
+        assert rating.score_table(session, "bot").shape == (0, 0)
+        taken_back = rating.undo(session, "bot", "bob")
+        assert taken_back is not None and taken_back.id == second.id, "the skip before it"
+        assert rating.undo(session, "bot", "bob") is None
+
+
+def test_two_answers_give_a_pair(database: Database) -> None:
+    with database.write() as session:
+        both = [rating.NewAnswer("r0", "worse"), rating.NewAnswer("r1", "better")]
+        rating.add_item(session, "bot", "p", both, raters=2)
+        for rater, given in (("ann", [0.25, 0.75]), ("bob", [0.5, 0.5])):
+            item = rating.reserve(session, "bot", rater)
+            assert item is not None
+            rating.rate(session, item.id, rater, given, None)
+        assert rating.pairs_of(session, "bot") == [rating.Pair("p", "better", "worse", "ann")]

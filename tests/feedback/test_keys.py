@@ -1,0 +1,64 @@
+"""Keys: hashed, with roles, on a running service; and what the command line says of mistakes."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.feedback import FeedbackService, run_keys, scores
+from support.server import Server
+
+MAY = {
+    "rate": {("POST", "/feedback/bot"): 201, ("GET", "/bot"): 403, ("PUT", "/bot/deployment"): 403},
+    "read": {("POST", "/feedback/bot"): 403, ("GET", "/bot"): 200, ("PUT", "/bot/deployment"): 403},
+    "train": {("POST", "/feedback/bot"): 201, ("GET", "/bot"): 200, ("PUT", "/bot/deployment"): 200},
+}
+
+
+def test_roles_and_revocation(training_server: Server, tmp_path: Path) -> None:
+    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address).start()
+    try:
+        with service.client() as open_door:
+            assert open_door.get("/bot").status_code == 200, "without a key everybody on loopback may"
+        keys = {role: run_keys(service, "create", f"{role}.key", "--role", role) for role in MAY}
+        for role, allowed in MAY.items():
+            with service.client(headers={"Authorization": f"Bearer {keys[role]}"}) as api:
+                for (method, path), status in allowed.items():
+                    body = scores(1)[0] if "feedback" in path else {"base": 1.0}
+                    answer = api.request(method, path, json=None if method == "GET" else body)
+                    assert answer.status_code == status, (role, path, answer.text)
+        with service.client() as anybody:
+            answer = anybody.get("/bot")
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        run_keys(service, "revoke", "read.key")
+        with service.client(headers={"Authorization": f"Bearer {keys['read']}"}) as revoked:
+            assert revoked.get("/bot").status_code == 401
+        listed = run_keys(service, "list")
+        assert "revoked" in listed and not any(key in listed for key in keys.values())
+        stored = "\n".join(sqlite3.connect(tmp_path / "feedback.db").iterdump())
+        assert not any(key in stored for key in keys.values())
+    finally:
+        service.end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serve", "--base-model", "x", "--address", "0.0.0.0:0"], "there is no key"),
+        (["serve", "--base-model", "x", "--address", "nowhere"], "not HOST:PORT"),
+        (["serve", "--base-model", "x", "--database", "mysql://x/y"], "sqlite and postgresql"),
+        (["serve", "--base-model", "x", "--database", "nonsense"], "not a database URL"),
+        (["serve", "--base-model", "x", "--address", "127.0.0.1:0", "--service", "127.0.0.1:1"], "127.0.0.1:1"),
+        (["keys", "create", "a b", "--role", "rate"], "not a name"),
+        (["keys", "create", "ann", "--role", "king"], "not a role: rate, train, read"),
+        (["keys", "revoke", "nobody"], "has no key"),
+    ],
+)
+def test_mistakes_are_explained(arguments: list[str], word: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradwire_feedback.cli", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert ended.returncode == 2
+    assert word in " ".join(ended.stderr.split()) and "Traceback" not in ended.stderr

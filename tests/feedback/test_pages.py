@@ -1,0 +1,199 @@
+"""The pages in a real browser: Chromium, driven by Playwright, kept from everything but this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from support.feedback import QUICK, FeedbackService, run_keys, scores
+from support.server import Server
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATIENCE_MS = 60_000
+SCREENSHOTS = os.environ.get("GRADWIRE_SCREENSHOTS")
+"""A folder for screenshots of the documentation; none are made without it."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def refused() -> list[str]:
+    """Requests off this machine that a page tried."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Browser, refused: list[str]) -> Iterator[Page]:
+    page = open_page(browser, refused)
+    yield page
+    page.context.close()
+    assert refused == []
+
+
+def open_page(browser: Browser, refused: list[str]) -> Page:
+    """A browser of its own, as another person has."""
+    context = browser.new_context(viewport={"width": 1100, "height": 640})
+    context.set_default_timeout(PATIENCE_MS)
+
+    def only_here(route: Route) -> None:
+        if re.match(r"https?://127\.0\.0\.1[:/]", route.request.url):
+            route.continue_()
+        else:
+            refused.append(route.request.url)
+            route.abort()
+
+    context.route("**/*", only_here)
+    return context.new_page()
+
+
+def keep(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        page.wait_for_timeout(1000)
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", full_page=True)
+
+
+def add_item(api: httpx.Client, agent: str, prompt: str, response: str, **more: object) -> None:
+    answer = api.post(f"/items/{agent}", json={"prompt": prompt, "response": response, **more})
+    assert answer.status_code == 201, answer.text
+
+
+def test_rating_by_keyboard_and_mouse(service: FeedbackService, api: httpx.Client, page: Page) -> None:
+    add_item(api, "kettle", "How do I descale a kettle?", "Boil water with citric acid in it, wait, rinse twice.")
+    add_item(
+        api, "kettle", "Explain photosynthesis to a child.", "Plants eat sunlight.",
+        other={"response": "Plants catch sunlight with their leaves and make sugar of air and water with it."},
+    )  # fmt: skip
+    add_item(api, "kettle", "What is the capital of Peru?", "Lima.")
+    page.goto(f"{service.url}/rate/kettle")
+    expect(page.get_by_text("How do I descale a kettle?")).to_be_visible(timeout=PATIENCE_MS)
+    assert "v1" not in page.content() and "base" not in page.locator("body").inner_text(), "blind to the version"
+    page.keyboard.press("4")
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    page.get_by_label("Note (optional)").fill("4 is not pressed here, nor s or u")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("2")
+    expect(page.get_by_role("button", name="2 Weak").first).to_have_class(re.compile("unelevated"), timeout=PATIENCE_MS)
+    page.get_by_role("button", name="5 Excellent").nth(1).click()
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    keep(page, "feedback-rate")
+    page.get_by_role("button", name="Next (Enter)").click()
+    expect(page.get_by_text("capital of Peru")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("u")
+    expect(page.get_by_text("Answer B")).to_be_visible(timeout=PATIENCE_MS)
+    assert api.get("/kettle/pairs").json() == []
+    for key in ("1", "4"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(300)
+    expect(page.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("capital of Peru")).to_be_visible(timeout=PATIENCE_MS)
+    page.keyboard.press("s")
+    expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+    (pair,) = api.get("/kettle/pairs").json()
+    assert pair["rejected"] == "Plants eat sunlight."
+    assert "3 feedback samples" in api.post("/train_policy/kettle", json={}).json()["detail"]
+
+
+def test_two_raters_never_hold_the_same_item(
+    service: FeedbackService, api: httpx.Client, browser: Browser, refused: list[str]
+) -> None:
+    for n in (1, 2):
+        add_item(api, "two", f"Prompt number {n}", "Yes.", raters=2)
+    ann, bob = open_page(browser, refused), open_page(browser, refused)
+    for rater, number in ((ann, 1), (bob, 2)):
+        rater.goto(f"{service.url}/rate/two")
+        expect(rater.get_by_text(f"Prompt number {number}")).to_be_visible(timeout=PATIENCE_MS)
+    for rater, grade in ((ann, "5"), (bob, "4")):
+        rater.keyboard.press(grade)
+        expect(rater.get_by_role("button", name="Next (Enter)")).to_be_enabled(timeout=PATIENCE_MS)
+    for rater in (ann, bob):
+        rater.keyboard.press("Enter")
+    for rater in (ann, bob):
+        expect(rater.get_by_text(re.compile("Nothing to rate now|Prompt number"))).to_be_visible(timeout=PATIENCE_MS)
+    deadline = time.monotonic() + 60
+    while api.get("/two/agreement").json()["answers"] < 2:
+        assert time.monotonic() < deadline
+        for rater, grade in ((ann, "1"), (bob, "2")):
+            if rater.get_by_text("Nothing to rate now").count():
+                rater.get_by_role("button", name="Look again").click()
+            else:
+                rater.keyboard.press(grade)
+                rater.wait_for_timeout(400)
+                rater.keyboard.press("Enter")
+            rater.wait_for_timeout(600)
+    found = api.get("/two/agreement").json()
+    assert (found["raters"], found["answers"]) == (2, 2) and found["krippendorffAlpha"] < 1
+    for rater in (ann, bob):
+        rater.context.close()
+
+
+def test_training_deploying_and_rolling_back(service: FeedbackService, api: httpx.Client, page: Page) -> None:
+    api.post("/feedback/shop", json=scores(6))
+    page.goto(f"{service.url}/policies/shop")
+    expect(page.get_by_text("4 are missing")).to_be_visible(timeout=PATIENCE_MS)
+    page.get_by_role("button", name="Train", exact=True).click()
+    expect(page.get_by_text("training needs 10")).to_be_visible(timeout=PATIENCE_MS)
+    api.post("/feedback/shop", json=scores(34, 6))
+    assert api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}).status_code == 200
+    begun = api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
+    expect(page.get_by_text("v40.1: training the policy")).to_be_visible(timeout=PATIENCE_MS)
+    with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
+        assert "event: end" in list(stream.iter_lines())
+    expect(page.get_by_text("The last training made v40.1.")).to_be_visible(timeout=PATIENCE_MS)
+    for version, share in (("base", "0"), ("v40", "50"), ("v40.1", "50")):
+        page.get_by_label(f"{version} %", exact=True).fill(share)
+    page.get_by_role("button", name="Deploy", exact=True).click()
+    expect(page.get_by_text("Answers come from: v40 50%, v40.1 50%")).to_be_visible(timeout=PATIENCE_MS)
+    rng = np.random.default_rng(0)
+    for user in range(60):
+        answer = api.post("/shop/generate", json={"prompt": "Say 1", "userId": f"u{user}", "maxNewTokens": 4}).json()
+        score = float(rng.choice([0.75, 1.0] if answer["version"] == "v40.1" else [0.0, 0.25, 0.5]))
+        body = {"prompt": "Say 1", "response": answer["response"], "score": score, "runId": answer["runId"]}
+        assert api.post("/feedback/shop", json=body).status_code == 201
+    expect(page.get_by_text("v40.1 is better than v40.")).to_be_visible(timeout=PATIENCE_MS)
+    keep(page, "feedback-policies")
+    page.get_by_role("button", name="Roll back").click()
+    expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible(timeout=PATIENCE_MS)
+    assert api.get("/shop/deployment").json()["weights"] == {"v40": 1.0}
+
+
+def test_keys_are_asked_for(training_server: Server, tmp_path: Path, page: Page) -> None:
+    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address).start()
+    try:
+        rater = run_keys(service, "create", "ann", "--role", "rate")
+        page.goto(f"{service.url}/rate/bot")
+        page.wait_for_url("**/login?next=*")
+        page.get_by_label("API key").fill("gwf_wrong")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_text("This is no valid key.")).to_be_visible(timeout=PATIENCE_MS)
+        page.get_by_label("API key").fill(rater)
+        page.get_by_role("button", name="Sign in").click()
+        page.wait_for_url("**/rate/bot")
+        expect(page.get_by_text("Nothing to rate now")).to_be_visible(timeout=PATIENCE_MS)
+        page.goto(f"{service.url}/policies/bot")
+        expect(page.get_by_text("has the role rate; this page needs read")).to_be_visible(timeout=PATIENCE_MS)
+        run_keys(service, "revoke", "ann")
+        page.goto(f"{service.url}/rate/bot")
+        page.wait_for_url("**/login?next=*")
+    finally:
+        service.end()

@@ -1,0 +1,101 @@
+"""A training job goes on after kill -9 of the training server and of the service, and makes one version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+from gradwire.rlhf import TrainingResult
+from support.feedback import QUICK, FeedbackService, scores
+
+STEPS = 25
+PATIENCE_S = 300
+
+
+def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, tmp_path: Path) -> None:
+    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
+    with service.client() as api:
+        assert api.post("/feedback/bot", json=scores(12)).status_code == 201
+        begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": STEPS}, headers={"Prefer": "respond-async"})
+        job = begun.json()["id"]
+    wait_for_step(service, job, 3)
+    killed = training_server_of(service.process.pid)
+    os.kill(killed, signal.SIGKILL)
+    after = wait_for_step(service, job, step_of(service, job) + 3)
+    assert training_server_of(service.process.pid) != killed
+    assert after < STEPS, "the service dies in the middle of the job as well"
+    service.end(signal.SIGKILL)
+    service.start()
+    try:
+        wait_for_step(service, job, STEPS)
+        with service.client() as api:
+            while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
+                time.sleep(0.2)
+            assert ended["status"] == "succeeded", ended
+            assert [each["version"] for each in api.get("/bot").json()] == ["v12"]
+            answer = api.post("/bot/generate", json={"prompt": "Say 1", "maxNewTokens": 4})
+            assert answer.status_code == 200, answer.text
+        result = TrainingResult.load(tmp_path / "models" / "bot" / "v12")
+        assert result.training_steps == len(result.reward_history) == STEPS
+        rows = sqlite3.connect(tmp_path / "feedback.db").execute("SELECT count(*) FROM policies").fetchone()
+        assert rows == (1,)
+    finally:
+        assert service.end() == 0
+
+
+def test_a_service_that_stops_in_a_job_goes_on_with_it(tiny_model_path: Path, tmp_path: Path) -> None:
+    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
+    with service.client() as api:
+        api.post("/feedback/bot", json=scores(12))
+        begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
+        job = begun.json()["id"]
+    wait_for_step(service, job, 2)
+    assert service.end() == 0
+    service.start()
+    try:
+        wait_for_step(service, job, 12)
+        with service.client() as api:
+            while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
+                time.sleep(0.2)
+            assert ended["status"] == "succeeded", ended
+            assert len(api.get("/bot").json()) == 1
+    finally:
+        assert service.end() == 0
+
+
+def step_of(service: FeedbackService, job: str) -> int:
+    """Steps of the policy that are done."""
+    with service.client() as api:
+        found = api.get(f"/jobs/{job}").json()
+    assert found["status"] in ("queued", "running", "succeeded"), found
+    progress = found["progress"]
+    if found["status"] == "succeeded" or (progress and progress["stage"] == "export"):
+        return 10**6
+    return int(progress["step"]) if progress and progress["stage"] == "policy" else 0
+
+
+def wait_for_step(service: FeedbackService, job: str, step: int) -> int:
+    deadline = time.monotonic() + PATIENCE_S
+    while (done := step_of(service, job)) < step:
+        assert time.monotonic() < deadline, f"step {done} of {step} after {PATIENCE_S} s"
+        time.sleep(0.1)
+    return done
+
+
+def training_server_of(pid: int) -> int:
+    """The embedded server that this service has now."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task").glob("*/children"):
+            for number in child.read_text().split():
+                try:
+                    command = Path(f"/proc/{number}/cmdline").read_text()
+                except OSError:
+                    continue  # it ended meanwhile
+                if "gradwire_server.cli\0serve" in command:
+                    return int(number)
+        time.sleep(0.1)
+    raise AssertionError("the service has no training server")

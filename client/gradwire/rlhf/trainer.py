@@ -134,8 +134,8 @@ class RLHFTrainer:
         progress_bar: bool = True,
     ) -> TrainingResult:
         """As :meth:`train`, on an event loop. Cancelling it leaves the training to be gone on with."""
-        dataset, output, given = FeedbackDataset(feedbacks), _resolved(output_dir), _resolved(reward_model_path)
-        assert output is not None
+        dataset, output = FeedbackDataset(feedbacks), _resolved(output_dir)
+        given = None if reward_model_path is None else _resolved(reward_model_path)
         if len(dataset) < MIN_FEEDBACK:
             raise InvalidArgumentError(
                 f"there are {len(dataset)} ratings; training takes at least {MIN_FEEDBACK}, so "
@@ -143,12 +143,11 @@ class RLHFTrainer:
                 field="feedbacks",
                 rule=f"at least {MIN_FEEDBACK}",
             )
-        if (base := _resolved(self.config.base_model)) is not None and base.is_relative_to(output):
+        if _resolved(self.config.base_model).is_relative_to(output / POLICY):
             raise InvalidArgumentError(
-                f"base_model {self.config.base_model} lies in output_dir {output}, which the training replaces: give "
-                "another folder",
+                f"base_model {self.config.base_model} is what output_dir {output} would replace: give another folder",
                 field="output_dir",
-                rule="not around base_model",
+                rule="another than base_model's",
             )
         inputs = fingerprint(
             asdict(self.config), asdict(self.reward_config), [asdict(item) for item in dataset], str(given)
@@ -349,5 +348,5 @@ def _clear(output: Path, keep: Path | None) -> None:
         (output / file).unlink(missing_ok=True)
 
 
-def _resolved(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path).expanduser().resolve()
+def _resolved(path: str | Path) -> Path:
+    return Path(path).expanduser().resolve()

@@ -118,6 +118,9 @@ def test_what_cannot_be_trained_with_is_refused(server: Server, ratings: list[di
     assert caught.value.field == "max_new_tokens"
     with pytest.raises(InvalidArgumentError, match="no reward model"):
         trainer().train(ratings, tmp_path / "c", reward_model_path=tmp_path)
+    with pytest.raises(InvalidArgumentError, match="another folder") as caught:
+        trainer(base_model=str(tmp_path / "d" / "policy")).train(ratings, tmp_path / "d")
+    assert caught.value.field == "output_dir"
 
 
 PROGRAM = """

@@ -33,6 +33,8 @@ class RunInfo:
         owner: the name of the key that made it; empty on a server without keys.
         readers: the names of the keys that it is shared with.
         num_labels: of a classification head; 0 for any other.
+        dropout: the rate at which the model drops activations while it trains.
+        kind: ``"rl"`` or ``""``: which defaults it is trained by.
     """
 
     run_id: str
@@ -53,6 +55,8 @@ class RunInfo:
     owner: str = ""
     readers: tuple[str, ...] = ()
     num_labels: int = 0
+    dropout: float = 0.0
+    kind: str = ""
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -83,6 +87,8 @@ class RunInfo:
             owner=run.owner,
             readers=tuple(run.readers),
             num_labels=config.num_labels,
+            dropout=config.dropout,
+            kind=config.kind,
         )
 
 

@@ -170,7 +170,7 @@ class Operations:
 
     def optim_step(
         self,
-        learning_rate: float = 1e-4,
+        learning_rate: float | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -180,8 +180,12 @@ class Operations:
     ) -> Future[OptimStepResult]:
         """One AdamW step with the gradients since the last one.
 
+        A step ends its accumulation whatever becomes of it: after one that fails, is aborted or is cancelled, the
+        gradients before it are gone, and the next accumulation starts from zero.
+
         Args:
-            learning_rate: step size, 0 or more.
+            learning_rate: step size, 0 or more; by default 1e-5 for a run made for RL (``head="value"`` or
+                ``kind="rl"``), else 1e-4.
             betas: decay of the first and second moment, each ``0 <= beta < 1``.
             eps: added to the root of the second moment.
             weight_decay: decoupled, as in Loshchilov & Hutter 2019.
@@ -189,7 +193,8 @@ class Operations:
             on_nonfinite: whether a gradient that is not finite is an error or skips the step.
 
         Returns:
-            A future of the gradient's norm before clipping, the learning rate, and the number of steps so far.
+            A future of the gradient's norm before clipping, the learning rate, the number of steps so far, and the
+            number of operations that were accumulated.
 
         Errors of the future:
             NothingToStepError: there was no ``forward_backward`` since the last step.
@@ -202,7 +207,8 @@ class Operations:
                 raise InvalidArgumentError(f"betas are two numbers, not {betas!r}", field="betas", rule="two numbers")
             step = message(
                 pb.OptimStep,
-                learning_rate=learning_rate,
+                learning_rate=learning_rate or 0.0,
+                default_learning_rate=learning_rate is None,
                 beta1=betas[0],
                 beta2=betas[1],
                 eps=eps,
@@ -215,7 +221,11 @@ class Operations:
         return self._queue.submit("optim_step", build, OptimStepResult.from_wire)
 
     def zero_grad(self) -> Future[None]:
-        """Drops the gradients since the last ``optim_step``."""
+        """Drops the gradients since the last ``optim_step``, so that the next accumulation starts from zero.
+
+        For a batch that turned out wrong after its ``forward_backward``. It is not needed between steps, nor after a
+        step that failed.
+        """
         return self._queue.submit("zero_grad", lambda: Request.of(pb.Operation(zero_grad=pb.ZeroGrad())), _no_result)
 
     def sample(

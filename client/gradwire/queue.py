@@ -141,11 +141,20 @@ class RunQueue:
         with self._lock:
             request = self._admit(label, built)
             if isinstance(request, Future):
-                return request
-            entry, future = self._entry(label, self.last_index + 1, request, decode_result)
-            self._append(entry)
+                future = request
+                if label == "optim_step" and self.last_index and self.dead is None:
+                    self._end_accumulation()
+            else:
+                entry, future = self._entry(label, self.last_index + 1, request, decode_result)
+                self._append(entry)
         self._on_loop(self.on_submitted)
         return future
+
+    def _end_accumulation(self) -> None:
+        """In place of a step that fails on this side: a step ends its accumulation whatever becomes of it."""
+        request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
+        index, failure_seen = self.last_index + 1, self._failure_seen
+        self._append(Entry(index, "zero_grad", request, failure_seen, lambda *_: None, lambda error: None))
 
     def submit_pair(
         self,

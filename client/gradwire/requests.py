@@ -97,7 +97,7 @@ def as_rows(batch: Batch | Sequence[Any]) -> Batch:
     return {"input_ids": batch}
 
 
-def message(kind: Callable[..., M], **values: Any) -> M:
+def message(kind: Callable[..., M], /, **values: Any) -> M:
     """A message of these values.
 
     Raises:

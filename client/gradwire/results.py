@@ -93,6 +93,7 @@ class OptimStepResult:
         step: optimizer steps of this run so far, this one included.
         skipped: whether the gradient was not finite and the step was skipped, as asked.
         timings: seconds in the queue and in the engine.
+        num_accumulated: how many operations it took the gradients of.
     """
 
     grad_norm: float
@@ -100,12 +101,15 @@ class OptimStepResult:
     step: int
     skipped: bool
     timings: Timings
+    num_accumulated: int = 0
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> OptimStepResult:
         body = result.optim_step
         timings = Timings(result.timings.queue_s, result.timings.engine_s)
-        return OptimStepResult(body.grad_norm, body.learning_rate, body.step, body.skipped, timings)
+        return OptimStepResult(
+            body.grad_norm, body.learning_rate, body.step, body.skipped, timings, body.num_accumulated
+        )
 
 
 @dataclass(frozen=True)

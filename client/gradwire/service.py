@@ -86,13 +86,16 @@ class ServiceClient:
         gradient_checkpointing: bool = False,
         tags: Mapping[str, str] | None = None,
         num_labels: int = 0,
+        dropout: float = 0.0,
+        kind: Literal["", "rl"] = "",
     ) -> TrainingClient:
         """A new run: weights, optimizer state and a queue of its own.
 
         Args:
             base_model: one of ``list_models``.
             lora: None trains all weights; a rank, or a mapping of ``rank``, ``alpha`` (default twice the rank),
-                ``dropout`` (0) and ``target_modules`` (every linear layer but the output head), trains an adapter.
+                ``dropout`` (the run's) and ``target_modules`` (every linear layer but the output head), trains an
+                adapter.
             head: ``"value"``: a scalar a token; ``"reward"``: a scalar a sequence; ``"classification"``: logits of
                 ``num_labels`` classes a sequence or token.
             seed: of the adapter, the head, dropout and sampling.
@@ -100,6 +103,10 @@ class ServiceClient:
             gradient_checkpointing: computes activations again in the backward pass instead of keeping them.
             tags: for people.
             num_labels: of a classification head, 2 or more.
+            dropout: the rate at which the model and the adapter drop activations while they train; whatever the model's
+                own configuration says, it is 0 by default. A row's masks depend on the run's seed, its place among the
+                run's steps, and the row: not on how a batch is cut up. Rows then go through the model one by one.
+            kind: ``"rl"``: ``optim_step`` has a learning rate of 1e-5 by default, as with ``head="value"``.
 
         Raises:
             UnknownModelError: when the server does not hold the model.
@@ -115,6 +122,8 @@ class ServiceClient:
             gradient_checkpointing=gradient_checkpointing,
             tags=tags,
             num_labels=num_labels,
+            dropout=dropout,
+            kind=kind,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)

@@ -134,8 +134,10 @@ async def test_a_batch_refused_here_fails_like_one_refused_there_and_takes_no_nu
     for aborted in results[2:4]:
         assert isinstance(aborted, gradwire.AbortedPredecessorError)
         assert aborted.__cause__ is results[1] and aborted.cause_seq is None
-    assert script.kinds() == [(1, "forward_backward"), (2, "forward_backward"), (3, "optim_step")]
-    assert results[4].loss == 2 and results[5].step == 3
+    # In the refused step's place its accumulation is ended.
+    kinds = ["forward_backward", "zero_grad", "forward_backward", "optim_step"]
+    assert script.kinds() == list(enumerate(kinds, start=1))
+    assert results[4].loss == 3 and results[5].step == 4
 
 
 async def test_a_local_failure_that_was_raised_takes_nothing_with_it() -> None:

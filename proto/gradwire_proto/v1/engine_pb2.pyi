@@ -140,6 +140,7 @@ class EngineOperation(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     UNLESS_FAILED_FIELD_NUMBER: _builtins.int
+    DROPPED_STEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     traceparent: _builtins.str
@@ -148,6 +149,8 @@ class EngineOperation(_message.Message):
     """Not to be carried out when an operation of this run, in this process, with a number from this one to its own
     failed: it was sent before it was known whether it may be. 0: whatever became of others.
     """
+    dropped_step: _builtins.int
+    """The newest optimizer step before it that was not carried out: what was accumulated before that is dropped. 0: none."""
     @_builtins.property
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property
@@ -161,10 +164,11 @@ class EngineOperation(_message.Message):
         tensors: _abc.Iterable[_training_pb2.TensorSpec] | None = ...,
         traceparent: _builtins.str = ...,
         unless_failed: _builtins.int = ...,
+        dropped_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_step", b"dropped_step", "operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -840,6 +840,8 @@ class RunConfig(_message.Message):
     GRADIENT_CHECKPOINTING_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
+    DROPOUT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (a scalar a token), "reward" (a scalar a sequence) or"""
@@ -850,6 +852,10 @@ class RunConfig(_message.Message):
     gradient_checkpointing: _builtins.bool
     num_labels: _builtins.int
     """of a classification head, at least 2; 0 for any other"""
+    dropout: _builtins.float
+    """of the model's own places while it trains, and of the adapter; 0: none"""
+    kind: _builtins.str
+    """"" or "rl": defaults of what it is trained by"""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -867,10 +873,12 @@ class RunConfig(_message.Message):
         gradient_checkpointing: _builtins.bool = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         num_labels: _builtins.int = ...,
+        dropout: _builtins.float = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "dropout", b"dropout", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1399,6 +1407,7 @@ class LossCall(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     SKIP_NONFINITE_FIELD_NUMBER: _builtins.int
+    MAYBE_PADDED_FIELD_NUMBER: _builtins.int
     loss_fn: _builtins.str
     loss_kwargs_json: _builtins.str
     """a JSON object, validated against the loss's schema"""
@@ -1412,6 +1421,10 @@ class LossCall(_message.Message):
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """also return, per row: "logprobs", "entropy", "values", "rewards" """
 
+    @_builtins.property
+    def maybe_padded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids that came as rows of one length and without a padding mask: runs of the"""
+
     def __init__(
         self,
         *,
@@ -1421,10 +1434,11 @@ class LossCall(_message.Message):
         model: _builtins.str = ...,
         temperature: _builtins.float = ...,
         skip_nonfinite: _builtins.bool = ...,
+        maybe_padded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "model", b"model", "outputs", b"outputs", "skip_nonfinite", b"skip_nonfinite", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_fn", b"loss_fn", "loss_kwargs_json", b"loss_kwargs_json", "maybe_padded", b"maybe_padded", "model", b"model", "outputs", b"outputs", "skip_nonfinite", b"skip_nonfinite", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1438,21 +1452,27 @@ class KeptForward(_message.Message):
 
     SCORES_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    MAYBE_PADDED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means 1"""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"logprobs", "entropy", "values", "rewards" """
 
+    @_builtins.property
+    def maybe_padded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as in LossCall"""
+
     def __init__(
         self,
         *,
         scores: _abc.Iterable[_builtins.str] | None = ...,
         temperature: _builtins.float = ...,
+        maybe_padded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["maybe_padded", b"maybe_padded", "scores", b"scores", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1502,6 +1522,7 @@ class OptimStep(_message.Message):
     WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     SKIP_NONFINITE_FIELD_NUMBER: _builtins.int
+    DEFAULT_LEARNING_RATE_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     beta1: _builtins.float
     beta2: _builtins.float
@@ -1511,6 +1532,8 @@ class OptimStep(_message.Message):
     """0: no clipping"""
     skip_nonfinite: _builtins.bool
     """skip a step whose gradient is not finite instead of failing"""
+    default_learning_rate: _builtins.bool
+    """take the run's own: 1e-5 where it was made for RL, else 1e-4"""
     def __init__(
         self,
         *,
@@ -1521,10 +1544,11 @@ class OptimStep(_message.Message):
         weight_decay: _builtins.float = ...,
         max_grad_norm: _builtins.float = ...,
         skip_nonfinite: _builtins.bool = ...,
+        default_learning_rate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "skip_nonfinite", b"skip_nonfinite", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "default_learning_rate", b"default_learning_rate", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "skip_nonfinite", b"skip_nonfinite", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1960,11 +1984,14 @@ class OptimStepResult(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    NUM_ACCUMULATED_FIELD_NUMBER: _builtins.int
     grad_norm: _builtins.float
     """before clipping"""
     learning_rate: _builtins.float
     step: _builtins.int
     skipped: _builtins.bool
+    num_accumulated: _builtins.int
+    """operations whose gradients it took"""
     def __init__(
         self,
         *,
@@ -1972,10 +1999,11 @@ class OptimStepResult(_message.Message):
         learning_rate: _builtins.float = ...,
         step: _builtins.int = ...,
         skipped: _builtins.bool = ...,
+        num_accumulated: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "num_accumulated", b"num_accumulated", "skipped", b"skipped", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

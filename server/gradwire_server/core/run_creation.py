@@ -112,6 +112,10 @@ class Creator:
             raise _invalid(f"num_labels is {config.num_labels}; a classification head has 2 at least", "num_labels")
         if config.head != "classification" and config.num_labels:
             raise _invalid('num_labels goes with head="classification"', "num_labels")
+        if not 0.0 <= config.dropout < 1.0:
+            raise _invalid(f"dropout is {config.dropout}; 0 <= dropout < 1", "dropout")
+        if config.kind not in ("", "rl"):
+            raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
         if config.HasField("lora"):
             if not config.lora.rank:
                 raise _invalid("lora needs a rank of at least 1; leave lora out to train all weights", "lora.rank")

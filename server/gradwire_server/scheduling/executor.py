@@ -139,7 +139,7 @@ class Executor:
         return True
 
     def _request(self, queue: RunQueue, operation: QueuedOperation) -> engine_pb2.EngineRequest:
-        request = operation_request(operation.header)
+        request = operation_request(operation.header, queue.dropped_step(operation.seq))
         request.operation.traceparent = operation.trace.traceparent
         before = next(iter(queue.sent), operation.seq)
         request.operation.unless_failed = before if before < operation.seq else 0

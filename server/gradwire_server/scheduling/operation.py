@@ -40,6 +40,11 @@ def repeated(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
     return status == pb.STATUS_SUCCEEDED and changes_state(operation)
 
 
+def drops_accumulation(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
+    """Whether an operation with a result of this status ends an accumulation that the engine may still hold."""
+    return operation.WhichOneof("kind") in ("optim_step", "zero_grad") and status != pb.STATUS_SUCCEEDED
+
+
 def forgotten_with_the_run(operation: pb.Operation) -> bool:
     """Whether nothing is left of it once the engine has given up its run: it writes no files, and needs none that
     somebody may delete before the journal has it."""

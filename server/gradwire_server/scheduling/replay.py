@@ -12,7 +12,7 @@ from gradwire_server.errors import RpcError
 from gradwire_server.journal.journal import Journal, JournalEntry
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import CorruptRecord
-from gradwire_server.scheduling.operation import repeated
+from gradwire_server.scheduling.operation import drops_accumulation, repeated
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,15 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
         RpcError: the run cannot be restored, and why.
     """
     base = await _begin(engine, record)
-    count = 0
+    count = dropped_step = 0
     entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
     for entry in entries:
         lost = entry.damaged and entry.header.seq <= record.applied_seq
         if lost or repeated(entry.header.operation, entry.status):
-            await _repeat(engine, journal, record, entry)
+            await _repeat(engine, journal, record, entry, dropped_step)
             count += 1
+        elif drops_accumulation(entry.header.operation, entry.status):
+            dropped_step = entry.header.seq
     log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
     return entries
 
@@ -87,7 +89,9 @@ async def _begin(engine: EngineClient, record: RunRecord) -> int:
     return 0
 
 
-async def _repeat(engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry) -> None:
+async def _repeat(
+    engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry, dropped_step: int
+) -> None:
     header = entry.header
     if header.payload_bytes and entry.location is None:
         raise RpcError(
@@ -98,7 +102,7 @@ async def _repeat(engine: EngineClient, journal: Journal, record: RunRecord, ent
         if entry.damaged:
             raise CorruptRecord("its row is damaged")
         payload = [await journal.payload(entry.location)] if entry.location else []
-        reply, _ = await engine.request(operation_request(header), payload)
+        reply, _ = await engine.request(operation_request(header, dropped_step), payload)
     except CorruptRecord as error:
         raise RpcError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
@@ -114,8 +118,13 @@ async def _repeat(engine: EngineClient, journal: Journal, record: RunRecord, ent
         )
 
 
-def operation_request(header: pb.OperationHeader) -> engine_pb2.EngineRequest:
+def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:
+    """What the engine is asked, ``dropped_step`` being the newest step before it that was not carried out."""
     operation = engine_pb2.EngineOperation(
-        run_id=header.run_id, seq=header.seq, operation=header.operation, tensors=header.tensors
+        run_id=header.run_id,
+        seq=header.seq,
+        operation=header.operation,
+        tensors=header.tensors,
+        dropped_step=dropped_step,
     )
     return engine_pb2.EngineRequest(operation=operation)

@@ -6,11 +6,14 @@ Rules
     carried out, and a writer that leaves a gap behind leaves nothing that the next writer must work around.
   * What is behind a failure, through the next optim_step, is aborted, unless whoever submitted it had been told
     of the failure. A step that is aborted ends it; a step that fails by itself begins a new one.
+  * A step ends its accumulation whatever becomes of it. The engine is told of one that it did not carry out with the
+    operation that comes next.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -22,7 +25,7 @@ from gradwire_server.config import Limits
 from gradwire_server.errors import RpcError
 from gradwire_server.journal.journal import RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
-from gradwire_server.scheduling.operation import QueuedOperation, failed, repeated
+from gradwire_server.scheduling.operation import QueuedOperation, drops_accumulation, failed, repeated
 
 RECENT_RESULTS = 64
 RECENT_BYTES = 64 << 10
@@ -67,6 +70,7 @@ class RunQueue:
         self._stored: set[int] = set()
         self._recent: OrderedDict[int, StoredResult] = OrderedDict()
         self._changed = asyncio.Event()
+        self._dropped_steps: list[int] = []
 
     # ---- coming in ----
 
@@ -261,12 +265,20 @@ class RunQueue:
 
     def count(self, header: pb.OperationHeader, status: pb.Status.ValueType) -> None:
         """Takes into account what the journal holds of an operation, and whether a recovery would repeat it."""
+        if drops_accumulation(header.operation, status):
+            insort(self._dropped_steps, header.seq)
         steps, size = self.behind_checkpoint
         size += header.ByteSize()
         if repeated(header.operation, status):
             steps += header.operation.WhichOneof("kind") == "optim_step"
             size += header.payload_bytes
         self.behind_checkpoint = (steps, size)
+
+    def dropped_step(self, seq: int) -> int:
+        """The newest step before this number that was not carried out; 0 for none."""
+        before = bisect_left(self._dropped_steps, seq)
+        del self._dropped_steps[: max(before - 1, 0)]
+        return self._dropped_steps[0] if before else 0
 
     async def settled(self, seq: int) -> bool:
         """Waits until the results up to this number are durable; False when the run is closed or went back before."""
@@ -321,6 +333,7 @@ class RunQueue:
         self.empty()
         self._stored.clear()
         self._recent.clear()
+        self._dropped_steps.clear()
         self.next_seq = self.record.accepted_seq + 1
         self.notify()
 

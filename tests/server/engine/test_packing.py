@@ -180,8 +180,8 @@ def test_short_sequences_share_calls_and_long_ones_do_not_wait_for_longer_ones()
 
 
 def test_dropout_shares_nothing_and_trains(load: Load) -> None:
-    split_model = load(attention_dropout=0.2)
-    policy = Policy(split_model)
+    assert Policy(load(attention_dropout=0.2)).packing(training=True) is Packing.SHARED
+    policy = Policy(load(), dropout=0.2)
     assert policy.packing() is Packing.SHARED and policy.packing(training=True) is Packing.PACKED
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     first, second = (policy.hidden(*inputs[:2], group_sizes=inputs[2], training=True) for _ in range(2))

@@ -33,14 +33,21 @@ class Policy:
     Attributes:
         hosted: the copy of the model that it computes with.
         head: its head beside the output head, or None.
+        dropout: the rate of the model's own places in training mode.
     """
 
     def __init__(
-        self, split_model: SplitModel, *, head: Head | None = None, gradient_checkpointing: bool = False
+        self,
+        split_model: SplitModel,
+        *,
+        head: Head | None = None,
+        gradient_checkpointing: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         self.split_model = split_model
         self.head = head
         self.gradient_checkpointing = gradient_checkpointing
+        self.dropout = dropout
         self._parameters: dict[str, nn.Parameter] = {}
         self._masters: dict[str, Tensor] = {}
 
@@ -65,7 +72,10 @@ class Policy:
     def activate(self, *, training: bool = False) -> None:
         """Puts these weights and the mode (dropout, gradient checkpointing) in place. Free when they are already."""
         self.split_model.activate(
-            self.adapter, training=training, checkpointing=training and self.gradient_checkpointing
+            self.adapter,
+            training=training,
+            checkpointing=training and self.gradient_checkpointing,
+            dropout=self.dropout,
         )
 
     def packing(self, *, training: bool = False) -> Packing:
@@ -77,7 +87,7 @@ class Policy:
     @property
     def has_dropout(self) -> bool:
         """Whether a forward in training mode draws random numbers."""
-        return self.split_model.has_dropout
+        return self.dropout > 0
 
     def hidden(
         self,
@@ -200,10 +210,11 @@ class LoraPolicy(Policy):
         seed: int,
         head: Head | None = None,
         gradient_checkpointing: bool = False,
+        dropout: float = 0.0,
     ) -> None:
-        super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing)
+        super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._adapter = adapter
-        self._dropout = settings.dropout
+        self._adapter_dropout = settings.dropout
         self._add(_lora_config(split_model, settings), seed)
         parameters = {
             ".".join(part for part in name.split(".") if part != adapter): parameter
@@ -218,7 +229,7 @@ class LoraPolicy(Policy):
 
     @property
     def has_dropout(self) -> bool:
-        return self._dropout > 0 or self.split_model.has_dropout
+        return self._adapter_dropout > 0 or self.dropout > 0
 
     def close(self) -> None:
         peft_model = self.split_model.adapters
@@ -264,9 +275,14 @@ class FullPolicy(Policy):
     """
 
     def __init__(
-        self, split_model: SplitModel, *, head: Head | None = None, gradient_checkpointing: bool = False
+        self,
+        split_model: SplitModel,
+        *,
+        head: Head | None = None,
+        gradient_checkpointing: bool = False,
+        dropout: float = 0.0,
     ) -> None:
-        super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing)
+        super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._train(dict(split_model.model.named_parameters()))
 
 
@@ -280,17 +296,23 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     if config.HasField("lora"):
         split_model = pool.get(config.base_model)
         head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+        settings = training_pb2.LoraSettings()
+        settings.CopyFrom(config.lora)
+        settings.dropout = settings.dropout or config.dropout
         return LoraPolicy(
             split_model,
             run_id,
-            config.lora,
+            settings,
             seed=config.seed,
             head=head,
             gradient_checkpointing=config.gradient_checkpointing,
+            dropout=config.dropout,
         )
     split_model = pool.load(config.base_model)
     head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
-    return FullPolicy(split_model, head=head, gradient_checkpointing=config.gradient_checkpointing)
+    return FullPolicy(
+        split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
+    )
 
 
 def _lora_config(split_model: SplitModel, settings: training_pb2.LoraSettings) -> Any:

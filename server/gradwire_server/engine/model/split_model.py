@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import LAYOUT
+from gradwire_server.engine.model.dropout import DropoutPlaces
 from gradwire_server.engine.model.embedding import add_rows_in_place
 from gradwire_server.engine.model.packing import Layout, Padded
 from gradwire_server.engine.model.packing_check import choose_packing
@@ -80,7 +81,6 @@ class SplitModel:
         adapter_layers: what computes with the adapters.
         mixed: whether the trunk computes in bfloat16 (autocast) with weights of float32.
         packing: the form that it may be given ragged sequences in.
-        has_dropout: whether the model itself, adapters aside, drops anything in training mode.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class SplitModel:
         self.adapter_layers: AdapterLayers | None = None
         self._training = False
         self._checkpointing = False
-        self.has_dropout = _has_dropout(model)
+        self._dropout: float | None = None
+        self._dropout_places = DropoutPlaces(model)
         model.eval()
         add_rows_in_place(model.get_input_embeddings())
         check_split(self)
@@ -151,11 +152,22 @@ class SplitModel:
         self._training = False
         self.model.eval()
 
-    def activate(self, adapter: str | None = None, *, training: bool = False, checkpointing: bool = False) -> None:
-        """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are."""
+    def activate(
+        self,
+        adapter: str | None = None,
+        *,
+        training: bool = False,
+        checkpointing: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are.
+
+        Args:
+            dropout: the rate of the model's own places, in training mode.
+        """
         if self.adapter_layers is not None:
             self.adapter_layers.use(adapter)
-        self._set_mode(training, checkpointing)
+        self._set_mode(training, checkpointing, dropout)
 
     def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
         """Puts several adapters in place, each for its tokens, in training mode; :meth:`activate` ends it."""
@@ -163,20 +175,17 @@ class SplitModel:
         self.adapter_layers.use_spans(spans, self.device)
         self._set_mode(True, checkpointing)
 
-    def _set_mode(self, training: bool, checkpointing: bool) -> None:
+    def _set_mode(self, training: bool, checkpointing: bool, dropout: float = 0.0) -> None:
+        rate = dropout if training else None
+        if rate != self._dropout:
+            self._dropout_places.restore() if rate is None else self._dropout_places.set(rate)
+            self._dropout = rate
         if training != self._training:
             self.model.train(training)
             self._training = training
         if checkpointing != self._checkpointing:
             _set_checkpointing(self.model, checkpointing)
             self._checkpointing = checkpointing
-
-
-def _has_dropout(model: PreTrainedModel) -> bool:
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()):
-        return True
-    rates = vars(model.config) | vars(model.config.get_text_config())
-    return any(isinstance(rate, float) and rate > 0 for name, rate in rates.items() if "drop" in name)
 
 
 def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

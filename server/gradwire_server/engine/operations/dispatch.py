@@ -1,4 +1,5 @@
-"""What each kind of operation does to a run. An operation that raises leaves the run as it was."""
+"""What each kind of operation does to a run. One that raises leaves the run as it was, but for an ``optim_step``, which
+drops what was accumulated for it."""
 
 from __future__ import annotations
 
@@ -20,6 +21,15 @@ from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
 
 if TYPE_CHECKING:
     from gradwire_server.engine.process.engine import Engine
+
+
+LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
+"""Of a step that names none."""
+
+
+def for_rl(config: training_pb2.RunConfig) -> bool:
+    """Whether a run was made for reinforcement learning."""
+    return config.kind == "rl" or config.head == "value"
 
 
 def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.Operation, columns: Columns) -> Outcome:
@@ -55,11 +65,20 @@ def carry_out(engine: Engine, run: EngineRun, seq: int, operation: training_pb2.
 
 def _optim_step(engine: Engine, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns) -> Outcome:
     threads = suited_threads(engine.pool.device, STEP_TOKENS, run.policy.num_trainable_parameters)
+    if call.default_learning_rate:
+        settings = training_pb2.OptimStep()
+        settings.CopyFrom(call)
+        settings.learning_rate = RL_LEARNING_RATE if for_rl(run.config) else LEARNING_RATE
+        call = settings
     with engine.tracing.span("gradwire.optimizer.step"), threads:
         done = run.optimizer.step(run.accumulator, call)
     run.step += not done.skipped
     result = training_pb2.OptimStepResult(
-        grad_norm=done.grad_norm, learning_rate=call.learning_rate, step=run.step, skipped=done.skipped
+        grad_norm=done.grad_norm,
+        learning_rate=call.learning_rate,
+        step=run.step,
+        skipped=done.skipped,
+        num_accumulated=done.num_accumulated,
     )
     return Outcome(training_pb2.OperationResult(optim_step=result))
 

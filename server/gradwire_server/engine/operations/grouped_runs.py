@@ -119,6 +119,7 @@ class GroupedRuns:
         """None where it cannot be prepared, and says alone why."""
         engine, asked, start = self._engine, request.message.operation, time.perf_counter()
         run = engine.runs[asked.run_id]
+        run.drop_accumulated(asked.dropped_step)
         generators, had_ema, whole = run.rng_tensors(), run.ema is not None, engine.budget
         crash_point("engine.before_operation")
         run.forget_kept(asked.seq)

@@ -84,6 +84,7 @@ def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns
         teacher=_teacher(engine, run, config),
         outputs=call.outputs,
         budget=engine.budget,
+        dropout_seed=run.dropout_seed,
     )
 
 
@@ -105,7 +106,9 @@ def trained(
         if error.code != training_pb2.ERROR_CODE_NON_FINITE or not call.skip_nonfinite:
             raise
         return _left_out(run, training.loss, training.batch, error)
-    return _evaluated(engine, run, found)
+    loss = training.loss
+    hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
+    return _evaluated(engine, run, replace(found, warnings=[*found.warnings, *hints]))
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -148,6 +151,7 @@ def _kept_forward(
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
         budget=engine.budget,
+        dropout_seed=run.dropout_seed,
     )
     return _evaluated(engine, run, found)
 

@@ -205,6 +205,7 @@ class Engine:
         run = self.runs.get(asked.run_id)
         if run is None:
             raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
+        run.drop_accumulated(asked.dropped_step)
         start = time.perf_counter()
         kind = asked.operation.WhichOneof("kind") or "unknown"
         crash_point("engine.before_operation")

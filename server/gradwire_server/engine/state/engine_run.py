@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from gradwire_losses.monitoring import Advisor
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class EngineRun:
         kept: the scores of a KeptForward whose Backward has not come, by the forward's number.
         ema: the moving average of the weights, without head, once something has asked for it.
         ema_version: another number, in this process, for each set of weights that an ``ema`` has held.
+        advisor: hints about the metrics of its losses.
     """
 
     def __init__(self, pool: ModelPool, run_id: str, config: training_pb2.RunConfig) -> None:
@@ -53,6 +55,7 @@ class EngineRun:
         self.kept: dict[int, DifferentiableScores] = {}
         self.ema: Policy | None = None
         self.ema_version = -1
+        self.advisor = Advisor()
         self._pool = pool
         with preserved_rng():
             torch.manual_seed(config.seed)
@@ -102,6 +105,20 @@ class EngineRun:
         if self.ema is not None:
             self.ema.close()
             self.ema = None
+
+    @property
+    def dropout_seed(self) -> str:
+        """Of the operation that accumulates next: the same again after a recovery."""
+        return f"{self.config.seed}/{self.step}/{self.accumulator.num_operations}"
+
+    def drop_accumulated(self, step_seq: int) -> None:
+        """Drops what was accumulated for a step that was not carried out, unless that was before the newest operation.
+
+        Args:
+            step_seq: the step's number.
+        """
+        if step_seq > self.seq:
+            self.accumulator.clear()
 
     def forget_kept(self, seq: int) -> None:
         """Drops the scores whose second half has not come when operation ``seq`` does."""

@@ -111,9 +111,14 @@ class _Widen:
 
 
 class GradientAccumulator:
-    """What has been accumulated since the last step."""
+    """What has been accumulated since the last step.
+
+    Attributes:
+        num_operations: how many operations were merged.
+    """
 
     def __init__(self) -> None:
+        self.num_operations = 0
         self._sums: dict[Key, Gradients] = {}
         self._counts: dict[Key, float] = {}
 
@@ -132,6 +137,7 @@ class GradientAccumulator:
 
         A sum stays a sum: the count of unit ``"sum"`` does not grow.
         """
+        self.num_operations += 1
         for key, buffers in gradients.items():
             if scale != 1.0 and buffers:
                 torch._foreach_mul_(list(buffers.values()), scale)
@@ -162,22 +168,29 @@ class GradientAccumulator:
         return total, 1.0
 
     def clear(self) -> None:
+        self.num_operations = 0
         self._sums.clear()
         self._counts.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64."""
+        """``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64; ``"||"`` ->
+        the number of operations."""
+        if self.empty:
+            return {}
         state = {
             "|".join((*key, name)): gradient for key, sums in self._sums.items() for name, gradient in sums.items()
         }
-        return state | {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
+        state |= {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
+        return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
         """Replaces what was accumulated; ``masters`` say on which device each parameter's sum belongs."""
         self.clear()
         for path, tensor in tensors.items():
             loss, unit, name = path.rsplit("|", 2)
-            if name:
+            if not loss:
+                self.num_operations = int(tensor.item())
+            elif name:
                 self._sums.setdefault((loss, unit), {})[name] = tensor.detach().clone().to(masters[name].device)
             else:
                 self._counts[loss, unit] = tensor.item()

@@ -9,6 +9,7 @@ from gradwire_losses.batch import Batch, beside
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.model.dropout import seed_generators
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading, assemble, in_pieces
 from gradwire_server.engine.scoring.memory import ActivationMeter
@@ -23,9 +24,12 @@ class DifferentiableScores:
 
     The graphs of micro-batches are kept while their saved activations, which are measured, fit the budget. The rest
     is computed without a graph, and once more, from the same state of the random generators, when the gradient
-    comes.
+    comes. A policy with dropout computes each example alone, with masks that depend on its row and the seed alone:
+    so it is the same however the batch is cut.
 
     Args:
+        dropout_seed: says which run and operation it is, where the policy has dropout.
+        rows: ``[b]`` of the caller's batch, for the examples of this one, where they are not the same.
         micros: the batch's micro-batches; by default as the budget splits it.
         keep_single: keep the graph of a batch that is one micro-batch whatever its size: right where the gradient
             follows at once, since computing it again would need as much memory.
@@ -47,6 +51,8 @@ class DifferentiableScores:
         budget: Budget,
         micros: Sequence[MicroBatch] | None = None,
         keep_single: bool = False,
+        dropout_seed: str = "",
+        rows: Tensor | None = None,
     ) -> None:
         check_scores(policy, names, teacher, field="scores")
         check_candidates(batch, names)
@@ -56,7 +62,8 @@ class DifferentiableScores:
         self._temperature = temperature
         self._teacher = teacher
         self._budget = budget
-        planned = micros or split(batch, budget.microbatch_tokens, policy.packing(training=True))
+        self._dropout_seed, self._rows = dropout_seed, rows
+        planned = micros or training_micros(policy, batch, budget)
         self._micros: list[MicroBatch] = []
         self._graphs: list[dict[str, Tensor] | None] = []
         self._rng: list[dict[str, Tensor]] = []
@@ -114,7 +121,12 @@ class DifferentiableScores:
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
         reading = Reading(self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget)
-        return reading.alone(training=True)
+        if not self.policy.has_dropout:
+            return reading.alone(training=True)
+        row = micro.examples[0] if self._rows is None else self._rows[micro.examples[0]]
+        with preserved_rng():
+            seed_generators(self._dropout_seed, int(row))
+            return reading.alone(training=True)
 
     def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
         """Collects, for each key, the weights' gradient given that of the scores (shaped as they are). Once only."""
@@ -134,6 +146,11 @@ class DifferentiableScores:
             with suited_threads(self.policy.device, len(micro.batch.input_ids), self.policy.facts.num_parameters):
                 for number, (key, outputs, their_gradients) in enumerate(parts, start=1):
                     collector.backward(key, outputs, their_gradients, retain_graph=number < len(parts))
+
+
+def training_micros(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
+    """How a batch goes through the model in training mode."""
+    return split(batch, 0 if policy.has_dropout else budget.microbatch_tokens, policy.packing(training=True))
 
 
 def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.planner import Budget, divided, split
+from gradwire_server.engine.scoring.planner import Budget, divided
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
-from gradwire_server.engine.training.differentiable_scores import DifferentiableScores
+from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, training_micros
 from gradwire_server.engine.training.loss_call import (
     LossOnPart,
     Reference,
@@ -47,7 +47,7 @@ class Training:
     Attributes:
         policy, batch, loss: as given.
         names: of the scores that the policy is to give.
-        temperature, teacher, budget: with which.
+        temperature, teacher, budget, dropout_seed: with which.
         micros: how the batch goes through the model.
 
     Raises:
@@ -66,6 +66,7 @@ class Training:
         teacher: Policy | None = None,
         outputs: Collection[str] = (),
         budget: Budget,
+        dropout_seed: str = "",
     ) -> None:
         needed = needed_scores(loss, config, batch, policy)
         self.policy, self.batch, self.loss, self.budget = policy, batch, loss, budget
@@ -75,7 +76,7 @@ class Training:
         check_scores(policy, self.names, self.teacher, field="loss_fn")
         check_candidates(batch, self.names)
         self.temperature = loss_temperature(config)
-        self.micros = split(batch, budget.microbatch_tokens, policy.packing(training=True))
+        self.micros, self.dropout_seed = training_micros(policy, batch, budget), dropout_seed
         self._config, self._accumulator, self._outputs = config, accumulator, outputs
         self._used = needed - {"ref_logprobs"}
         self._ref_logprobs = None
@@ -151,6 +152,8 @@ def forward_backward(training: Training) -> LossEvaluation:
                 budget=training.budget,
                 micros=part.micros,
                 keep_single=True,
+                dropout_seed=training.dropout_seed,
+                rows=part.examples,
             )
             kept.backward(collector, training.evaluate(part, kept.by_name))
             recomputed |= kept.recomputed

@@ -76,10 +76,16 @@ def forward(
 
 
 def kept_forward(
-    policy: Policy, batch: Batch, names: Collection[str], *, temperature: float = 1.0, budget: Budget
+    policy: Policy,
+    batch: Batch,
+    names: Collection[str],
+    *,
+    temperature: float = 1.0,
+    budget: Budget,
+    dropout_seed: str = "",
 ) -> tuple[DifferentiableScores, LossEvaluation]:
     """The first half of a loss that the client computes: scores, whose graph waits for :func:`custom_backward`."""
-    kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget)
+    kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
     evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
     return kept, replace(evaluation, recomputed=kept.recomputed, out_of_memory=kept.ran_out)
 

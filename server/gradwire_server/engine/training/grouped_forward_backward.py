@@ -31,7 +31,7 @@ def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
         policy.split_model is other.split_model
         and policy.adapter != other.adapter
         and policy.gradient_checkpointing == other.gradient_checkpointing
-        and not policy.split_model.has_dropout
+        and not (policy.has_dropout or other.has_dropout)
         and layers is not None
         and all(layers.computes_in_spans(each.adapter) for each in (policy, other))
     )

@@ -118,7 +118,11 @@ def reported(
         num_tokens=len(batch.input_ids),
         num_loss_tokens=batch.num_scored,
         num_microbatches=num_microbatches,
-        warnings=[*([NOTHING_SCORED] if sums and not batch.num_scored else ()), *usual_range_warnings(metrics)],
+        warnings=[
+            *([NOTHING_SCORED] if sums and not batch.num_scored else ()),
+            *batch.warnings,
+            *usual_range_warnings(metrics),
+        ],
     )
 
 

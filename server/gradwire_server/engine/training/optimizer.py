@@ -31,10 +31,12 @@ class StepOutcome:
 
     Attributes:
         grad_norm: global norm of the averaged gradient, before clipping.
+        num_accumulated: operations whose gradients it took.
         skipped: the gradient was not finite and the step left out.
     """
 
     grad_norm: float
+    num_accumulated: int
     skipped: bool
 
 
@@ -53,15 +55,21 @@ class Optimizer:
             self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
 
     def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
-        """Takes one step with what was accumulated, and clears it.
+        """Takes one step with what was accumulated, and clears it, whatever becomes of the step.
 
         Args:
             settings: ``max_grad_norm`` 0 does not clip.
 
         Raises:
-            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT, or NON_FINITE unless ``skip_nonfinite``; weights,
-                moments and accumulation are then as before.
+            OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT, or NON_FINITE unless ``skip_nonfinite``; weights and
+                moments are then as before.
         """
+        try:
+            return self._step(accumulator, settings)
+        finally:
+            accumulator.clear()
+
+    def _step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
         check_settings(settings)
         if accumulator.empty or self._adamw is None:
             raise OperationError(
@@ -76,11 +84,10 @@ class Optimizer:
             if not settings.skip_nonfinite:
                 raise OperationError(
                     training_pb2.ERROR_CODE_NON_FINITE,
-                    "the accumulated gradient is not finite; the weights are untouched. Call zero_grad to drop it, "
-                    "or step with on_nonfinite='skip'",
+                    "the accumulated gradient is not finite; it is dropped, and the weights are untouched. "
+                    "on_nonfinite='skip' makes such a step a warning",
                 )
-            accumulator.clear()
-            return StepOutcome(norm, skipped=True)
+            return StepOutcome(norm, accumulator.num_operations, skipped=True)
         if settings.max_grad_norm and norm > settings.max_grad_norm:
             factor *= settings.max_grad_norm / norm
         for name in gradients:
@@ -98,8 +105,7 @@ class Optimizer:
         crash_point("engine.inside_optim_step")
         self._adamw.zero_grad(set_to_none=True)
         self._policy.sync()
-        accumulator.clear()
-        return StepOutcome(norm, skipped=False)
+        return StepOutcome(norm, accumulator.num_operations, skipped=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """``"moment|parameter"`` -> the moment itself, not a copy; empty before the first step."""

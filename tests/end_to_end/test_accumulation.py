@@ -1,0 +1,93 @@
+"""A step ends its accumulation whatever becomes of it: carried out, failed, aborted or cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from support.server import Server
+
+pytestmark = pytest.mark.anyio
+
+X0 = {"input_ids": [[4, 5, 6, 7, 8], [9, 10, 11]]}
+X1 = {"input_ids": [[20, 21, 22, 23], [30, 31, 32, 33, 34]]}
+Ending = Callable[[gradwire.TrainingClient], Awaitable[Any]]
+
+
+async def failing(run: gradwire.TrainingClient) -> None:
+    """A step that the engine refuses."""
+    with pytest.raises(gradwire.InvalidArgumentError):
+        await run.optim_step(learning_rate=-1.0)
+
+
+async def aborted(run: gradwire.TrainingClient) -> None:
+    """A step behind a batch that the server refuses."""
+    bad, step = run.forward_backward({"input_ids": [[4, 99999]]}, "causal_lm"), run.optim_step()
+    outcomes = await asyncio.gather(bad, step, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [gradwire.InvalidBatchError, gradwire.AbortedPredecessorError]
+
+
+async def aborted_here(run: gradwire.TrainingClient) -> None:
+    """A step behind a batch that never left the client."""
+    bad, step = run.forward_backward({"ids": [[4]]}, "causal_lm"), run.optim_step()
+    outcomes = await asyncio.gather(bad, step, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [gradwire.InvalidBatchError, gradwire.AbortedPredecessorError]
+
+
+async def cancelled(run: gradwire.TrainingClient) -> None:
+    """A step that is cancelled while a longer operation is carried out."""
+    sample = run.sample([[5, 6]], n=8, max_tokens=32)
+    step = run.optim_step()
+    step.cancel()
+    with pytest.raises(gradwire.OperationCancelledError):
+        await step
+    await sample
+
+
+async def alone(service: gradwire.ServiceClient) -> float:
+    """The norm of the second batch's gradient."""
+    run = await service.create_run("tiny", seed=7)
+    run.forward_backward(X1, "causal_lm")
+    return (await run.optim_step(learning_rate=0.0)).grad_norm
+
+
+@pytest.mark.parametrize("ending", [failing, aborted, aborted_here, cancelled], ids=lambda each: each.__name__)
+async def test_no_gradient_outlives_its_step(service: gradwire.ServiceClient, ending: Ending) -> None:
+    run = await service.create_run("tiny", seed=7)
+    await run.forward_backward(X0, "causal_lm")
+    await ending(run)
+    run.forward_backward(X1, "causal_lm")
+    step = await run.optim_step(learning_rate=0.0)
+    assert step.grad_norm == pytest.approx(await alone(service), rel=1e-5)
+    assert step.num_accumulated == 1
+
+
+async def test_a_step_counts_the_operations_it_took(service: gradwire.ServiceClient) -> None:
+    run = await service.create_run("tiny", seed=7)
+    for _ in range(3):
+        run.forward_backward(X0, "causal_lm")
+    assert (await run.optim_step()).num_accumulated == 3
+
+
+async def test_what_was_dropped_does_not_come_back_with_a_recovery(tiny_model_path: Path, tmp_path: Path) -> None:
+    server = Server(tiny_model_path, tmp_path / "state").start()
+    async with gradwire.connect(server.address, connect_timeout=120) as service:
+        expected = await alone(service)
+        run = await service.create_run("tiny", seed=7)
+        await run.forward_backward(X0, "causal_lm")
+        await aborted(run)
+        await run.forward_backward(X1, "causal_lm")
+    server.end(signal.SIGKILL)
+    server.start()
+    try:
+        async with gradwire.connect(server.address, connect_timeout=120) as service:
+            step = await service.get_training_client(run.run_id).optim_step(learning_rate=0.0)
+            assert step.grad_norm == pytest.approx(expected, rel=1e-5)
+            assert step.num_accumulated == 1
+    finally:
+        server.end()

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import gradwire
+from gradwire.connection import connect
 from gradwire.rl.inference import RunInference
 from gradwire.rl.primitives.background import wait_for
 from gradwire.training import TrainingClient
@@ -49,6 +49,11 @@ class ServedModel:
         """Where an embedded server that has not started keeps its state, unless ``state_dir`` said so."""
         self._state_dir = self._state_dir or folder
 
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` of the server; empty where it has not started."""
+        return str(self._service.address) if self._service is not None else ""
+
     async def run(self) -> TrainingClient:
         """The run; its first use starts the server."""
         if self._run is None:
@@ -57,9 +62,9 @@ class ServedModel:
                 names["reference"] = self._name("reference", self._reference)
             if self._address is None:
                 models = [f"{name}={place}" for name, place in names.items()]
-                self._service = await gradwire.connect(models=models, state_dir=self._state_dir, **self._options)
+                self._service = await connect(models=models, state_dir=self._state_dir, **self._options)
             else:
-                self._service = await gradwire.connect(self._address, **self._options)
+                self._service = await connect(self._address, **self._options)
             base = "policy" if self._address is None else names["policy"]
             self._run = await self._service.create_run(base, **self._settings)
             # The reference "ema" is what the policy is now.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from gradwire.rl.primitives import (
     SVRLEnvironment,
     SVRLRewardComputer,
     Trajectory,
+    VLLMBackend,
     register_tool,
 )
 from gradwire.rl.primitives.algorithms import AlgorithmConfig, PPOAlgorithm
@@ -290,6 +292,43 @@ def test_tools_by_name(policy: Any) -> None:
     assert [(each[0].call.name, each[0].content) for each in tool_calls] == [
         ("search", "results for x"), ("calculator", "1024")
     ]  # fmt: skip
+
+
+def test_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, rule_inference: Any) -> None:
+    """vLLM's is made by name, with what it takes to receive weights."""
+    made: dict[str, Any] = {}
+
+    class Tokenizer:
+        chat_template = None
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [1, *map(ord, text)]
+
+    class Engine:
+        def __init__(self, name: str, **options: Any) -> None:
+            made.update(options, name=name)
+
+        def get_tokenizer(self) -> Any:
+            return Tokenizer()
+
+        def generate(self, prompts: Any, params: Any, **options: Any) -> Any:
+            token = SimpleNamespace(logprob=-0.5)
+            output = SimpleNamespace(
+                token_ids=[7, 8], logprobs=[{7: token}, {8: token}], text="hi", finish_reason="length", stop_reason=None
+            )
+            made["params"] = params
+            return [SimpleNamespace(outputs=[output]) for _ in prompts]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))  # type: ignore[misc]
+    inference = InferenceModule("meta-llama/Llama-2-7b-hf", backend="vllm", max_model_len=100)
+    assert isinstance(inference.backend, VLLMBackend)
+    assert (made["name"], made["max_model_len"], made["logprobs_mode"]) == (
+        "meta-llama/Llama-2-7b-hf", 100, "processed_logprobs"
+    )  # fmt: skip
+    (text,) = inference.generate(["a prompt"], max_new_tokens=100)
+    assert (text, text.token_ids.tolist(), made["params"]["max_tokens"]) == ("hi", [7, 8], 100)
+    with pytest.raises(ValueError, match="gives the likeliest tokens only"):
+        inference.get_logits(["a"], ["b"])
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,20 @@ def test_grpo_and_reinforce(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.
         GRPOAlgorithm(loaded.env, manager, Letters(), loaded.backprop, AlgorithmConfig(batch_size=12)).train(1)
 
 
+def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded) -> None:
+    loaded.backprop.compute_values(RolloutManager(loaded.env).collect_rollouts(1))  # the server is up
+    address = loaded.backprop.served.address
+    inference = InferenceModule("policy", backend="server", address=address, max_new_tokens=4)
+    env = SimpleTextEnvironment(inference, prompts=["ab"])
+    trajectories = RolloutManager(env, num_parallel=4).collect_rollouts(4)
+    with BackpropModule(model=inference, config=BackpropConfig(learning_rate=1e-2, kl_coef=0.0)) as backprop:
+        before = inference.get_logprobs(["ab"], ["cd"])[0]
+        assert backprop.update(backprop.compute_ppo_loss(trajectories, [1.0, -1.0, 0.5, 0.0]))["grad_norm"] > 0
+        assert np.abs(inference.get_logprobs(["ab"], ["cd"])[0] - before).max() > 0
+    with pytest.raises(TypeError, match='can be trained with backend="server" only'):
+        BackpropModule(model=loaded.inference)
+
+
 def test_a_reference_of_other_weights_is_frozen(loaded: Loaded) -> None:
     other = copy.deepcopy(loaded.model)
     next(other.parameters()).data.add_(0.1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ class ServedModel:
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-model-", ignore_cleanup_errors=True)
         self._service: Any = None
         self._run: TrainingClient | None = None
+        _open.add(self)
 
     def keep_state_in(self, folder: Path) -> None:
         """Where an embedded server that has not started keeps its state, unless ``state_dir`` said so."""
@@ -98,3 +102,14 @@ class ServedModel:
         if service is not None:
             wait_for(service.close())
         self._folder.cleanup()
+
+
+_open: weakref.WeakSet[ServedModel] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends the connections of a script that has not; embedded servers end with the process in any case."""
+    for each in list(_open):
+        with contextlib.suppress(RuntimeError):  # from there on Python starts no threads to wait in
+            each.close()

@@ -166,7 +166,7 @@ def test_grpo_and_reinforce(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.
 def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded) -> None:
     loaded.backprop.compute_values(RolloutManager(loaded.env).collect_rollouts(1))  # the server is up
     address = loaded.backprop.served.address
-    inference = InferenceModule("policy", backend="server", address=address, max_new_tokens=4)
+    inference = InferenceModule("policy", loaded.tokenizer, backend="server", address=address, max_new_tokens=4)
     env = SimpleTextEnvironment(inference, prompts=["ab"])
     trajectories = RolloutManager(env, num_parallel=4).collect_rollouts(4)
     with BackpropModule(model=inference, config=BackpropConfig(learning_rate=1e-2, kl_coef=0.0)) as backprop:

@@ -37,6 +37,10 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # one string is one, not its characters
+            object.__setattr__(self, "stop", (self.stop,))
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -44,7 +44,8 @@ class RLRolloutWorker:
         timeout_s: float | None = None,
     ) -> None:
         self._environment = environment
-        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *environment.stop))))
+        stop = (environment.stop,) if isinstance(environment.stop, str) else environment.stop
+        self._params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
         self._new_history = new_history
         self._max_steps = max_steps
         self._timeout_s = timeout_s

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradwire
 import numpy as np
 import pytest
 import torch
@@ -204,6 +205,10 @@ def test_gigpo_credit_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     np.testing.assert_allclose(credit.step, [0.25, 0.5, -0.25, -0.5, 0])
     np.testing.assert_allclose([s.advantage for s in good.steps + bad.steps], [1.0, 1.5, -1.0, -1.5, -0.5])
     assert credit.singletons == 0.2
+    for step in good.steps + bad.steps:
+        step.state_key = (step.state_key, [1])  # cannot be hashed: compared by how it is written
+    again = gigpo_credit([good, bad], gamma=0.5, omega=2.0, scale=False, state_hash=lambda step: {"at": step.state_key})
+    np.testing.assert_array_equal(again.advantages, credit.advantages)
     assert "A_E  group 0 member 0: reward 1, A_E 0.5" in caplog.text
     assert "G_k  1: steps [1, 3], returns [1, 0]" in caplog.text
     assert "anchor state 2 of group 0: 'wall'" in caplog.text
@@ -475,6 +480,7 @@ def len_of(response: str) -> int:
         ({"run": None}, "run is NoneType; it must be a TrainingClient, as `await service.create_run"),
         ({"inference": None}, "give a service, or an inference module"),
         ({"config": config(eval_every=1)}, "eval_every needs eval_tasks"),
+        ({"run": object.__new__(gradwire.sync.TrainingClient)}, r"gradwire.sync, which waits.*asyncio.run\(\)"),
         ({"config": config(group_size=1)}, "compares a group: group_size must be at least 2"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import gradwire
 import numpy as np
 import pytest
+from gradwire.rl.environments import ToolEnvironment
 from gradwire.rl.inference import (
     InferenceModule,
     LocalInference,
@@ -54,6 +55,12 @@ class StandInService:
 
     async def decode(self, model: str, rows: Any) -> Any:
         return ["".join(map(chr, row)) for row in rows]
+
+
+def test_one_stop_string_is_one() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a tool is a function or a Tool; this is 'calculator'"):
+        ToolEnvironment(["calculator"])  # type: ignore[list-item]
 
 
 async def test_the_runs_own_sampler() -> None:

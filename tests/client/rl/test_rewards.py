@@ -193,6 +193,25 @@ async def test_pareto_ranks() -> None:
     assert trajectories[0].evaluation.metrics == {"quality": 1, "brevity": 5}
 
 
+async def test_objectives_may_be_a_list_of_functions() -> None:
+    def correct(response: str) -> float:
+        return float(response == "x")
+
+    trajectories = [trajectory("x"), trajectory("yy")]
+    computer = ParetoRewardComputer([correct, reward_function(sandboxed=False)(lambda response: -len(response))])
+    await computer.compute(trajectories)
+    computer.close()
+    assert [each.reward for each in trajectories] == [1, 0]
+    assert trajectories[0].evaluation is not None
+    assert trajectories[0].evaluation.metrics == {"correct": 1, "<lambda>_1": -1}
+    single = RewardComputer(correct)
+    await single.compute(trajectories)
+    single.close()
+    assert [each.reward for each in trajectories] == [1, 0]
+    with pytest.raises(ValueError, match="For several objectives: ParetoRewardComputer"):
+        RewardComputer(correct, "pareto")  # type: ignore[arg-type]
+
+
 async def test_verification_is_paid_for() -> None:
     dear = trajectory("x", verification_cost=3.0, budget=4.0)
     cheap = trajectory("x", verification_cost=0.0, budget=4.0)

@@ -173,3 +173,19 @@ async def test_a_function_that_cannot_be_set_up_says_so() -> None:
     assert "could not be set up: ModuleNotFoundError" in (await box.call()).error
     box.close()
     del sys.modules["not_there"]
+
+
+async def test_what_hangs_hangs_at_the_same_time() -> None:
+    """Four neighbours of 32 take as long as one of them."""
+
+    def hangs(number: int) -> int:
+        while number < 4:
+            pass
+        return number
+
+    sandbox = Sandbox(hangs, SandboxLimits(time_s=3.0))
+    started = time.monotonic()
+    outcomes = await sandbox.map([{"number": number} for number in range(32)])
+    assert time.monotonic() - started < 9  # 12 s one after another
+    assert [outcome.value for outcome in outcomes] == [None] * 4 + list(range(4, 32))
+    sandbox.close()

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from gradwire import sync
 from gradwire.rl.algorithms.collecting import Manager, Metrics, Source, merged
 from gradwire.rl.algorithms.collector import Collector
 from gradwire.rl.algorithms.config import AlgorithmConfig
@@ -92,6 +93,11 @@ class Algorithm(ABC):
         self.config = config or AlgorithmConfig()
         if self.config.replay_fraction and not self.replays:
             raise ValueError(f"{type(self).__name__} learns from its own samples only: replay_fraction must be 0")
+        if isinstance(run, sync.TrainingClient):
+            raise TypeError(
+                "the run is of gradwire.sync, which waits, and algorithms do not: train() would be a coroutine that "
+                "nothing awaits. Use `async with gradwire.connect(...)` and asyncio.run()"
+            )
         if not hasattr(run, "forward_backward"):
             raise TypeError(
                 f"run is {type(run).__name__}; it must be a TrainingClient, as `await service.create_run(...)` gives"

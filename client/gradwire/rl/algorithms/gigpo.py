@@ -27,8 +27,18 @@ StateHash = Callable[[StepData], Hashable]
 
 def anchor_state(step: StepData) -> Hashable:
     """The environment's own key for the state that the step was taken in (by default its observation)."""
-    key = step.state_key
-    return key if isinstance(key, Hashable) else repr(key)
+    key: Hashable = step.state_key
+    return key
+
+
+def _hashable(key: Any) -> Hashable:
+    """The key, or how it is written where it holds lists or dicts: equal ones are written equally."""
+    try:
+        hash(key)
+    except TypeError:
+        return repr(key)
+    result: Hashable = key
+    return result
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ def gigpo_credit(
     steps = [step for each in trajectories for step in each.steps]
     counts = [len(each.steps) for each in trajectories]
     returns = rewards_to_go([step.reward for step in steps], counts, gamma)
-    states = [state_hash(step) for step in steps]
+    states = [_hashable(state_hash(step)) for step in steps]
     group_ids = [each.group for each in trajectories for _ in each.steps]
     groups = gigpo_step_groups(group_ids, states)
     keys = np.zeros(len(steps), np.int64)

@@ -51,6 +51,8 @@ class Tool:
         """From a function: its name, its docstring, its signature."""
         if isinstance(function, Tool):
             return function
+        if not callable(function):
+            raise TypeError(f"a tool is a function or a Tool; this is {function!r}: give the function itself")
         hints = get_type_hints(function)
         properties, required = {}, []
         for name, parameter in inspect.signature(function).parameters.items():

@@ -18,7 +18,7 @@ _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}")
 _ALONE = re.compile(r"(?<![A-Za-z])([A-Z])(?![A-Za-z'])")
 
 
-def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = None, workers: int = 2) -> RewardFunction:
+def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = None, workers: int = 4) -> RewardFunction:
     r"""1 when the response's answer equals the ground truth as mathematics: ``\frac{1}{2}`` is 0.5, sets have no order.
 
     Numbers, LaTeX and plain expressions, by the library ``math-verify`` (``gradwire[math]``); what the response says
@@ -57,7 +57,7 @@ def find_choice(text: str, options: int = 26) -> str | None:
         said = [next(filter(None, match.groups())).upper() for match in pattern.finditer(text)]
         found = [letter for letter in said if letter in letters]
         if found:
-            return found[-1]
+            return str(found[-1])
     return None
 
 

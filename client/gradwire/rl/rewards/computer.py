@@ -40,16 +40,20 @@ class RewardComputer:
     ``error``. Both leave the training and the baselines of their groups.
 
     Args:
-        scorer: a reward function, a reward model, or anything with ``evaluate``.
+        scorer: a function, a reward model, or anything with ``evaluate``.
         mode: ``absolute``: the reward is the score. ``relative``: it is the score's rank within the group, from 0 for
             the worst to 1 for the best, ties sharing the mean of their ranks; 0.5 in a group of one or all equal.
         default_step_reward: of steps that the scorer says nothing of.
     """
 
-    def __init__(self, scorer: Scorer, mode: Mode = "absolute", *, default_step_reward: float = 0.0) -> None:
+    def __init__(
+        self, scorer: Scorer | Callable[..., Any], mode: Mode = "absolute", *, default_step_reward: float = 0.0
+    ) -> None:
         if mode not in ("absolute", "relative"):
-            raise ValueError(f'mode must be "absolute" or "relative"; this is {mode!r}')
-        self.scorer = scorer
+            raise ValueError(
+                f'mode must be "absolute" or "relative"; this is {mode!r}. For several objectives: ParetoRewardComputer'
+            )
+        self.scorer = as_scorer(scorer)
         self.mode = mode
         self.default_step_reward = default_step_reward
 
@@ -89,16 +93,23 @@ def as_computer(reward: Reward) -> RewardComputer:
     Raises:
         TypeError: for anything else.
     """
-    if isinstance(reward, RewardComputer):
-        return reward
-    if hasattr(reward, "evaluate"):
-        return RewardComputer(reward)
-    if not callable(reward):
+    return reward if isinstance(reward, RewardComputer) else RewardComputer(reward)
+
+
+def as_scorer(scorer: Scorer | Callable[..., Any]) -> Scorer:
+    """A scorer from one, or from a plain function.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if hasattr(scorer, "evaluate"):
+        return scorer
+    if not callable(scorer):
         raise TypeError(
-            f"the reward is {type(reward).__name__}; it must be a function, a scorer (an object with `evaluate`) or a "
+            f"the reward is {type(scorer).__name__}; it must be a function, a scorer (an object with `evaluate`) or a "
             "RewardComputer"
         )
-    return RewardComputer(RewardFunction(reward))
+    return RewardFunction(scorer)
 
 
 def close_scorer(scorer: object) -> None:
@@ -149,17 +160,24 @@ class ParetoRewardComputer(RewardComputer):
     the rank in this order, from 0 to 1.
 
     Args:
-        objectives: name -> scorer; more is better.
+        objectives: name -> scorer or function, or a list of them, which are then named as their functions are; more
+            is better.
         default_step_reward: of each step.
 
     The scores are in the evaluation's ``metrics`` under the objectives' names, their mean is its score.
     """
 
-    def __init__(self, objectives: Mapping[str, Scorer], *, default_step_reward: float = 0.0) -> None:
-        if not objectives:
+    def __init__(
+        self,
+        objectives: Mapping[str, Scorer | Callable[..., Any]] | Sequence[Scorer | Callable[..., Any]],
+        *,
+        default_step_reward: float = 0.0,
+    ) -> None:
+        named = objectives if isinstance(objectives, Mapping) else _by_name(objectives)
+        if not named:
             raise ValueError("objectives is empty; name at least one")
-        super().__init__(next(iter(objectives.values())), default_step_reward=default_step_reward)
-        self.objectives = dict(objectives)
+        self.objectives = {name: as_scorer(scorer) for name, scorer in named.items()}
+        super().__init__(next(iter(self.objectives.values())), default_step_reward=default_step_reward)
 
     async def _evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
         verdicts = {name: await scorer.evaluate(trajectories) for name, scorer in self.objectives.items()}
@@ -185,6 +203,15 @@ class ParetoRewardComputer(RewardComputer):
     def close(self) -> None:
         for scorer in self.objectives.values():
             close_scorer(scorer)
+
+
+def _by_name(scorers: Sequence[Scorer | Callable[..., Any]]) -> dict[str, Scorer | Callable[..., Any]]:
+    """Under the names of their functions, with a number where that says nothing or comes twice."""
+    result: dict[str, Scorer | Callable[..., Any]] = {}
+    for number, scorer in enumerate(scorers):
+        name = getattr(scorer, "__name__", type(scorer).__name__)
+        result[f"{name}_{number}" if name in result or name == "<lambda>" else name] = scorer
+    return result
 
 
 def pareto_fronts(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -225,7 +252,12 @@ class SVRLRewardComputer(RewardComputer):
     """
 
     def __init__(
-        self, scorer: Scorer, *, cost_weight: float = 0.2, mode: Mode = "absolute", default_step_reward: float = 0.0
+        self,
+        scorer: Scorer | Callable[..., Any],
+        *,
+        cost_weight: float = 0.2,
+        mode: Mode = "absolute",
+        default_step_reward: float = 0.0,
     ) -> None:
         super().__init__(scorer, mode, default_step_reward=default_step_reward)
         self.cost_weight = cost_weight

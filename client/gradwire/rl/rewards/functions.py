@@ -69,7 +69,7 @@ class RewardFunction:
         batch: bool = False,
         sandboxed: bool = True,
         limits: SandboxLimits | None = None,
-        workers: int = 2,
+        workers: int = 4,
     ) -> None:
         self.__reward_function__ = function
         self.__doc__, self.__name__ = function.__doc__, getattr(function, "__name__", "reward")
@@ -228,7 +228,7 @@ def _number(value: Any, what: Any) -> float:
 def reward_function(function: Callable[..., Any], /) -> RewardFunction: ...
 @overload
 def reward_function(
-    *, batch: bool = False, sandboxed: bool = True, limits: SandboxLimits | None = None, workers: int = 2
+    *, batch: bool = False, sandboxed: bool = True, limits: SandboxLimits | None = None, workers: int = 4
 ) -> Callable[[Callable[..., Any]], RewardFunction]: ...
 def reward_function(
     function: Callable[..., Any] | None = None,
@@ -237,7 +237,7 @@ def reward_function(
     batch: bool = False,
     sandboxed: bool = True,
     limits: SandboxLimits | None = None,
-    workers: int = 2,
+    workers: int = 4,
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
     """Makes a reward function of a function.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.rl.rewards.computer import as_computer, by_group, close_scorer
+from gradwire.rl.rewards.computer import as_scorer, by_group, close_scorer
 from gradwire.rl.rewards.functions import Scorer
 from gradwire.rl.types import EvaluateResult, Trajectory
 
@@ -30,7 +30,7 @@ class OverlongPenalty:
     ) -> None:
         if not 0 < buffer_tokens <= max_tokens:
             raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}); this is {buffer_tokens}")
-        self._scorer = as_computer(scorer).scorer
+        self._scorer = as_scorer(scorer)
         self._max, self._buffer, self._penalty = max_tokens, buffer_tokens, penalty
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
@@ -62,7 +62,7 @@ class LengthPenalty:
     def __init__(
         self, scorer: Scorer | Callable[..., Any], *, weight: float = 0.1, success_threshold: float = 1.0
     ) -> None:
-        self._scorer = as_computer(scorer).scorer
+        self._scorer = as_scorer(scorer)
         self._weight, self._threshold = weight, success_threshold
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:

@@ -95,7 +95,7 @@ class Sandbox:
         workers: evaluations at once.
     """
 
-    def __init__(self, function: Callable[..., Any], limits: SandboxLimits | None = None, *, workers: int = 2) -> None:
+    def __init__(self, function: Callable[..., Any], limits: SandboxLimits | None = None, *, workers: int = 4) -> None:
         if not hasattr(os, "fork"):
             raise UnsupportedError("the sandbox needs Linux or macOS; use @reward_function(sandboxed=False) here")
         self.limits = limits or SandboxLimits()
@@ -120,12 +120,16 @@ class Sandbox:
     async def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         """One evaluation for each of these arguments by name, in order; far cheaper than as many calls.
 
-        Evaluations share a process until one hangs or crashes, which costs that one alone.
+        Evaluations share a process until one hangs or crashes, which costs that one alone. Neighbours go to different
+        processes: what hangs often comes in groups, and then hangs at the same time.
         """
-        size = max(1, min(CHUNK, -(-len(calls) // self._workers)))
         requests = [pickle.dumps(((), dict(arguments))) for arguments in calls]
-        chunks = [requests[at : at + size] for at in range(0, len(requests), size)]
-        return [outcome for part in await asyncio.gather(*map(self._evaluate, chunks)) for outcome in part]
+        count = max(min(self._workers, len(calls)), -(-len(calls) // CHUNK))
+        parts = await asyncio.gather(*(self._evaluate(requests[at::count]) for at in range(count)))
+        outcomes: list[Outcome | None] = [None] * len(calls)
+        for at, part in enumerate(parts):
+            outcomes[at::count] = part
+        return [outcome for outcome in outcomes if outcome is not None]
 
     async def _evaluate(self, requests: list[bytes]) -> list[Outcome]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._until_done, requests)

@@ -94,7 +94,7 @@ def find_code(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
-def code_passes(*, limits: SandboxLimits | None = None, workers: int = 2) -> RewardFunction:
+def code_passes(*, limits: SandboxLimits | None = None, workers: int = 4) -> RewardFunction:
     """The share of the ground truth's tests that the response's code passes, in a process of its own.
 
     The ground truth is a list of statements (``"assert add(1, 2) == 3"``), each with the names that the code defines,

@@ -2,8 +2,9 @@
 
 The requests, the modes and their rewards are those of `gradwire.router`. A request becomes a line such as
 `code, length 2, difficulty 7, urgency 3, budget 5, loads 1 4 9:`, and each mode is a phrase of the answer, as in
-`let four models debate`. The model first learns the form from requests with random modes, and then from rewards alone,
-through the server. HICRA's strategic grams come from the start's own answers that succeeded.
+`let four models debate`. The model first imitates a person who guesses by the domain half of the time and at random
+else, and then learns from rewards alone, through the server. HICRA's strategic grams come from the start's own answers
+that succeeded.
 
 Prints what each router earns on the same held-out requests, with the linear policy trained by PPO (on as many requests
 as the language model saw, and on its defaults' many more), the best single mode, random choice and the oracle.
@@ -43,6 +44,7 @@ PHRASES = {
     "debate": "let four models debate",
     "research": "search the web for it",
 }
+GUESSES = {"chat": "small", "code": "review", "math": "debate", "search": "research"}
 WORLD = World()
 MODE_OF = {PHRASES[mode]: number for number, mode in enumerate(WORLD.modes)}  # in the order of the modes
 UNREADABLE = -1.0  # what an answer that names no mode earns: less than any mode does on average
@@ -50,14 +52,17 @@ DEMONSTRATIONS = 64  # a step of imitation
 Floats = npt.NDArray[np.float64]
 
 
+def domain_of(request: Floats) -> str:
+    return next(each for each in DOMAINS if request[WORLD.features.names.index(f"domain={each}")])
+
+
 def as_text(request: Floats) -> str:
     """A request's features in tenths."""
     named = dict(zip(WORLD.features.names, request))
-    domain = next(each for each in DOMAINS if named[f"domain={each}"])
     tenths = {name: min(9, int(10 * value)) for name, value in named.items()}
     parts = [f"{name} {tenths[name]}" for name in ("length", "difficulty", "urgency", "budget")]
     loads = " ".join(str(tenths[f"load_{provider}"]) for provider in ("small", "large", "tools"))
-    return f"{domain}, {', '.join(parts)}, loads {loads}:"
+    return f"{domain_of(request)}, {', '.join(parts)}, loads {loads}:"
 
 
 def mode_in(answer: str) -> int | None:
@@ -96,13 +101,14 @@ def earned(response: str, ground_truth: dict[str, float]) -> float:
 
 
 async def imitate(service: gradwire.ServiceClient, model: str, steps: int, seed: int) -> str:
-    """A checkpoint of a run that answers with a mode, any mode."""
+    """A checkpoint of a run that has imitated the person."""
     run, rng = await service.create_run(model, seed=seed), np.random.default_rng(seed)
     for step in range(steps):
-        prompts = [as_text(request) for request in WORLD.draw(rng, DEMONSTRATIONS)]
-        answers = rng.choice(list(PHRASES.values()), DEMONSTRATIONS)
+        requests = WORLD.draw(rng, DEMONSTRATIONS)
+        prompts = [as_text(request) for request in requests]
+        modes = [GUESSES[domain_of(each)] if rng.random() < 0.5 else rng.choice(WORLD.modes) for each in requests]
         starts = await service.encode(model, prompts)
-        rows = await service.encode(model, [f"{p} {a}{EOS}" for p, a in zip(prompts, answers)])
+        rows = await service.encode(model, [f"{p} {PHRASES[m]}{EOS}" for p, m in zip(prompts, modes)])
         mask = [[0] * len(start) + [1] * (len(row) - len(start)) for start, row in zip(starts, rows)]
         run.forward_backward({"input_ids": rows, "loss_mask": mask}, "causal_lm")
         await run.optim_step(learning_rate=2e-3 * min(1.0, (step + 1) / 20))
@@ -126,7 +132,7 @@ async def train(
         config = AlgorithmConfig(
             batch_size=args.batch_size, group_size=8, learning_rate=args.learning_rate, warmup_iterations=5,
             max_tokens=16, seed=args.seed, checkpoint_dir=folder,
-            loss_kwargs={"scale_rewards": False, "entropy_coef": args.entropy_coef},
+            loss_kwargs={"scale_rewards": False},
         )  # fmt: skip
         if grams is None:
             algorithm = GRPOAlgorithm(service, run, requests.tasks, earned, config)
@@ -196,11 +202,10 @@ async def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--imitation-steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--entropy-coef", type=float, default=0.3, help="a low one ends in one mode for all")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--held-out", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     asyncio.run(main(parser.parse_args()))

@@ -7,7 +7,8 @@ Padding never travels. Where an ids field declares a padding mask and the batch 
 a row are cut from the ids and from every field aligned with them that has the padded length in that row; a field
 that is shorter already (one entry a scored token, say) is left as it is. The mask is then dropped. A mask that a loss
 declares as a field of its own says what is scored: of such a one only the zeros after the last 1 are cut, as nothing
-depends on them; those before are context, and stay.
+depends on them; those before are context, and stay. Where there is no padding mask, rows of one length may be padded
+all the same: the server, which knows the model's padding token, is told and cuts its runs at the ends.
 
 What is checked here: names, dtypes, shapes, masks. Ranges and vocabulary are the server's to check.
 """
@@ -81,6 +82,26 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
     travelling = (name for name in columns if name not in mask_only)
     # Bytes last, so that the other values stay aligned in the payload.
     return {name: columns[name] for name in sorted(travelling, key=lambda name: (known[name].dtype == "bool", name))}
+
+
+def maybe_padded(fields: Sequence[LossField], batch: Any, columns: Mapping[str, Column]) -> list[str]:
+    """The ids fields of a batch whose padding no mask settles, for the server to cut by the model's padding token.
+
+    Rows of different lengths hold none, unless a mask says which of their tokens are scored.
+    """
+    given = _by_name(batch)
+    found = []
+    for field in fields:
+        if (
+            not field.padding_mask
+            or field.name not in columns
+            or (field.padding_mask in given and field.padding_mask not in columns)
+        ):
+            continue
+        lengths = columns[field.name].levels[-1]
+        if field.padding_mask in columns or (len(lengths) and (lengths == lengths[0]).all()):
+            found.append(field.name)
+    return found
 
 
 def _by_name(batch: Any) -> dict[str, Any]:

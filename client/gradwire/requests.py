@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.batches import SCORING_FIELDS, to_columns
+from gradwire.batches import SCORING_FIELDS, maybe_padded, to_columns
 from gradwire.errors import InvalidArgumentError
 from gradwire.losses import LossCatalogue, kwargs_json, model_path
 from gradwire.queue import Request
@@ -42,14 +42,17 @@ def forward_backward(
 ) -> Request:
     """A loss and its gradients."""
     loss = losses.get(loss_fn)
+    kwargs = kwargs_json(loss, loss_kwargs)
+    columns = to_columns(loss.name, loss.fields, batch)
     call = message(
         pb.LossCall,
         loss_fn=loss.name,
-        loss_kwargs_json=kwargs_json(loss, loss_kwargs),
+        loss_kwargs_json=kwargs,
         outputs=_listed(outputs),
         skip_nonfinite=skips(on_nonfinite),
+        maybe_padded=maybe_padded(loss.fields, batch, columns),
     )
-    return Request.of(pb.Operation(forward_backward=call), to_columns(loss.name, loss.fields, batch))
+    return Request.of(pb.Operation(forward_backward=call), columns)
 
 
 def forward_loss(
@@ -62,31 +65,42 @@ def forward_loss(
 ) -> Request:
     """A loss without gradients."""
     loss = losses.get(loss_fn)
+    kwargs = kwargs_json(loss, loss_kwargs)
+    columns = to_columns(loss.name, loss.fields, batch)
     call = message(
         pb.LossCall,
         loss_fn=loss.name,
-        loss_kwargs_json=kwargs_json(loss, loss_kwargs),
+        loss_kwargs_json=kwargs,
         outputs=_listed(outputs),
         model=model_path(model),
+        maybe_padded=maybe_padded(loss.fields, batch, columns),
     )
-    return Request.of(pb.Operation(forward=call), to_columns(loss.name, loss.fields, batch))
+    return Request.of(pb.Operation(forward=call), columns)
 
 
 def forward_scores(
     batch: Batch, outputs: Sequence[Output], model: str | Checkpoint | None, temperature: float
 ) -> Request:
     """What tokens score, without a loss."""
-    call = message(pb.LossCall, outputs=_listed(outputs), model=model_path(model), temperature=temperature)
     _check_temperature(temperature)
-    return Request.of(pb.Operation(forward=call), to_columns("forward", SCORING_FIELDS, batch))
+    columns = to_columns("forward", SCORING_FIELDS, batch)
+    call = message(
+        pb.LossCall,
+        outputs=_listed(outputs),
+        model=model_path(model),
+        temperature=temperature,
+        maybe_padded=maybe_padded(SCORING_FIELDS, batch, columns),
+    )
+    return Request.of(pb.Operation(forward=call), columns)
 
 
 def kept_forward(batch: Batch, scores: Sequence[Output], weight: float, temperature: float) -> Request:
     """The first half of a loss of the caller's own; what the second half is to say is checked already."""
-    call = message(pb.KeptForward, scores=_listed(scores), temperature=temperature)
     _check_temperature(temperature)
     message(pb.Backward, weight=weight)
     columns = to_columns("forward_backward_custom", SCORING_FIELDS, batch)
+    padded = maybe_padded(SCORING_FIELDS, batch, columns)
+    call = message(pb.KeptForward, scores=_listed(scores), temperature=temperature, maybe_padded=padded)
     return Request.of(pb.Operation(kept_forward=call), columns)
 
 

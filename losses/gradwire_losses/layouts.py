@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gradwire_losses.batch import Batch, BatchError, Level
 from gradwire_losses.columns import Array, Column, Field, cast, read_fields
+from gradwire_losses.padding import Padding, cut_padding
 from gradwire_losses.registry import LossSpec
 from gradwire_losses.scored import (
     Part,
@@ -81,6 +82,7 @@ def read_batch(
     *,
     vocab_size: int | None = None,
     context_length: int | None = None,
+    padding: Padding | None = None,
 ) -> Batch:
     """Checks the columns against what the loss declares and builds the batch that it sees, on the CPU.
 
@@ -89,10 +91,14 @@ def read_batch(
         columns: name -> ``.values [total, *dense]`` and ``.levels``, as in the wire's TensorSpec; padding cut.
         vocab_size: ids must be below it.
         context_length: no sequence may be longer.
+        padding: what is known of padding that is not cut; None: there is none.
 
     Raises:
         BatchError: with the field, the row and the rule, for the first rule that is broken.
     """
+    guesses: list[str] = []
+    if padding is not None:
+        columns, guesses = cut_padding(loss, columns, padding)
     fields = read_fields(loss, columns)
     for field in fields.values():
         if field.spec.ids:
@@ -107,7 +113,7 @@ def read_batch(
         fields=tensors,
         levels=levels,
         target_tokens=None if sequences.target_tokens is None else torch.from_numpy(sequences.target_tokens),
-        warnings=tuple(warnings),
+        warnings=(*guesses, *warnings),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gradwire.batches import SCORING_FIELDS, to_columns
+from gradwire.batches import SCORING_FIELDS, maybe_padded, to_columns
 from gradwire.columns import token_rows
 from gradwire.descriptions import LossField
 from gradwire.errors import InvalidBatchError
@@ -275,3 +275,15 @@ def test_a_hole_in_a_sample_names_the_row() -> None:
 def test_scoring_needs_no_loss() -> None:
     columns = to_columns("forward", SCORING_FIELDS, {"input_ids": [[1, 2, 0]], "attention_mask": [[1, 1, 0]]})
     assert lists(columns["input_ids"]) == [[1, 2]]
+
+
+def test_what_may_be_padded_is_left_to_the_server() -> None:
+    def left(fields: Any, batch: Any) -> list[str]:
+        return maybe_padded(fields, batch, to_columns("a_loss", fields, batch))
+
+    square = {"input_ids": [[1, 2], [3, 0]]}
+    assert left(ROW_FIELDS, square) == ["input_ids"]
+    assert left(ROW_FIELDS, square | {"attention_mask": [[1, 1], [1, 0]]}) == []
+    assert left(ROW_FIELDS, {"input_ids": [[1, 2], [3]]}) == []
+    grouped = {"prompt_ids": [[1, 0], [1, 2]], "response_ids": [[[3, 4]], [[5, 0]]], "rewards": [[1], [2]]}
+    assert left(GROUP_FIELDS, grouped | {"response_masks": [[[1, 1]], [[1, 0]]]}) == ["prompt_ids", "response_ids"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
+from gradwire_losses.padding import Padding
 from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
 from gradwire_losses.tinker import MASK, TARGET_TOKENS
 from gradwire_proto.codec import Column
@@ -76,7 +77,7 @@ def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
     return Training(
         run.policy,
-        _read(loss, columns, run.policy),
+        _read(loss, columns, run.policy, call.maybe_padded),
         loss,
         config,
         run.accumulator,
@@ -130,7 +131,7 @@ def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCa
     loss, config = _loss(call) if call.loss_fn else (None, None)
     found = evaluate.forward(
         policy,
-        _read(loss or PLAIN, columns, policy),
+        _read(loss or PLAIN, columns, policy, call.maybe_padded),
         loss,
         config,
         reference=_reference(engine, run, config),
@@ -147,7 +148,7 @@ def _kept_forward(
 ) -> Outcome:
     run.kept[seq], found = evaluate.kept_forward(
         run.policy,
-        _read(PLAIN, columns, run.policy),
+        _read(PLAIN, columns, run.policy, call.maybe_padded),
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
         budget=engine.budget,
@@ -226,9 +227,15 @@ def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
     return loss, read_config(loss, kwargs)
 
 
-def _read(loss: LossSpec, columns: Columns, policy: Policy) -> Batch:
+def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:
     facts = policy.facts
-    return read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
+    return read_batch(
+        loss,
+        columns,
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
+    )
 
 
 def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> Reference | None:

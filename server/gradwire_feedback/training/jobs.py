@@ -1,8 +1,8 @@
 """Training jobs that survive the service: each is a DBOS workflow of three steps, snapshot, train and publish.
 
 DBOS keeps which steps are done in the database (SQLite or PostgreSQL, as the service itself), and starts unfinished
-workflows again when the service starts; no broker and no second process are needed. The smaller huey retries a task
-only where its worker process lived to note the failure, and has no store in PostgreSQL.
+workflows again when the service starts; no broker and no second process are needed. The smaller huey takes a task off
+its queue before it runs it: one whose process is killed is gone.
 
 A repeated step changes nothing: the snapshot is a file that is kept, the trainer finds its run on the training server
 again, and a job makes one version because ``policies.job_id`` is unique.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 import gradwire
 import sqlalchemy as sa
 from dbos import DBOS, DBOSConfig, SetWorkflowID
-from gradwire.rlhf import TrainingProgress, TrainingResult
+from gradwire.rlhf import TrainingResult
 
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.database.tables import Job, Policy
@@ -34,6 +33,7 @@ from gradwire_feedback.settings import Settings
 from gradwire_feedback.store import jobs as store
 from gradwire_feedback.store.feedback import feedback_of
 from gradwire_feedback.training.plan import Plan, train
+from gradwire_feedback.training.progress import JobCancelledError, ProgressReporter, ServiceStopping
 from gradwire_feedback.training.server import TrainingServer
 
 log = logging.getLogger(__name__)
@@ -41,23 +41,11 @@ log = logging.getLogger(__name__)
 QUEUE = "training"
 QUEUE_POLL_S = 0.2
 WAIT_POLL_S = 0.3
-PROGRESS_EVERY_S = 0.2
 STOP_PATIENCE_S = 10.0
 ATTEMPTS = 5
-SHOWN_METRICS = {
-    "mse": "meanSquaredError", "correlation": "correlation", "rewards/score": "reward", "train/kl": "kl",
-    "train/loss": "loss", "train/value_error": "valueError",
-}  # fmt: skip
-"""What progress shows of the trainer's metrics, and under which name."""
+UNFINISHED = ("ENQUEUED", "PENDING", "DELAYED")
+"""What DBOS calls a workflow that it will go on with."""
 RETRY_AFTER_S = 2.0
-
-
-class JobCancelledError(Exception):
-    """Somebody asked for the job to end."""
-
-
-class ServiceStopping(BaseException):
-    """The service stops in the middle of a job. No Exception, so that DBOS leaves the workflow for the next start."""
 
 
 class Jobs:
@@ -105,8 +93,12 @@ class Jobs:
         DBOS.register_queue(QUEUE, worker_concurrency=1, polling_interval_sec=QUEUE_POLL_S, on_conflict="always_update")
         with self._database.read() as session:
             left = [job.id for job in store.active_jobs(session)]
-        for job_id in left:  # known to DBOS already, unless the service died before it said so
-            self._enqueue(job_id)
+        for job_id in left:
+            known = DBOS.get_workflow_status(job_id)
+            if known is None:  # the service died before it told DBOS
+                self._enqueue(job_id)
+            elif known.status not in UNFINISHED:
+                self._end(job_id, "failed", f"it was tried too often: its workflow is {known.status}")
 
     def interrupt(self) -> None:
         """Lets the running job stop at its next step; it goes on at the next start of the service."""
@@ -213,7 +205,7 @@ class Jobs:
         assert job.version is not None
         folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
         feedbacks = _read(self._snapshot_file(job))
-        report = _Reporter(self._database, job_id, self._stopping)
+        report = ProgressReporter(self._database, job_id, self._stopping)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 asyncio.run(train(Plan(**job.request), feedbacks, folder, self._server, report))
@@ -268,38 +260,6 @@ class Jobs:
         self._snapshot_file(job).unlink(missing_ok=True)
         with self._database.write() as session:
             store.finish(session, job_id, status, error)
-
-
-class _Reporter:
-    """Writes progress to the job's row, now and then, and stops the training when that is asked for."""
-
-    def __init__(self, database: Database, job_id: str, stopping: threading.Event) -> None:
-        self._database, self._job_id, self._stopping = database, job_id, stopping
-        self._written = float("-inf")
-        self._stage = ""
-
-    def __call__(self, progress: TrainingProgress) -> None:
-        if self._stopping.is_set():
-            raise ServiceStopping
-        if time.monotonic() - self._written < PROGRESS_EVERY_S and progress.stage == self._stage:
-            return
-        self._written, self._stage = time.monotonic(), progress.stage
-        with self._database.write() as session:
-            job = store.job_of(session, self._job_id)
-            job.progress = progress_json(progress)
-            cancelled = job.cancel_requested
-        if cancelled:
-            raise JobCancelledError
-
-
-def progress_json(progress: TrainingProgress) -> dict[str, Any]:
-    """JSON of a progress, with the figures that people watch; those that are no numbers as null."""
-    metrics = {
-        shown: value if math.isfinite(value) else None
-        for name, shown in SHOWN_METRICS.items()
-        if (value := progress.metrics.get(name)) is not None
-    }
-    return {"stage": progress.stage, "step": progress.step, "total": progress.total, "metrics": metrics}
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ CHECKS = [not_a_server_error, status_code_conformance, response_schema_conforman
 
 
 def test_every_operation_survives_generated_requests(service: FeedbackService) -> None:
-    schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json", wait_for_schema=120)
     tried: dict[str, int] = {}
     for found in schema.get_all_operations():
         operation = found.ok()

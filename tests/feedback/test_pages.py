@@ -19,7 +19,7 @@ from support.server import Server
 pytestmark = pytest.mark.browser
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 SCREENSHOTS = os.environ.get("GRADWIRE_SCREENSHOTS")
 """A folder for screenshots of the documentation; none are made without it."""
 
@@ -156,7 +156,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     api.post("/feedback/shop", json=scores(34, 6))
     assert api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}).status_code == 200
     begun = api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
-    expect(page.get_by_text("v40.1: training the policy")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_text("v40.1: training")).to_be_visible(timeout=PATIENCE_MS)
     with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
         assert "event: end" in list(stream.iter_lines())
     expect(page.get_by_text("The last training made v40.1.")).to_be_visible(timeout=PATIENCE_MS)
@@ -167,7 +167,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     rng = np.random.default_rng(0)
     for user in range(60):
         answer = api.post("/shop/generate", json={"prompt": "Say 1", "userId": f"u{user}", "maxNewTokens": 4}).json()
-        score = float(rng.choice([0.75, 1.0] if answer["version"] == "v40.1" else [0.0, 0.25, 0.5]))
+        score = float(rng.choice([0.75, 1.0] if answer["version"] == "v40.1" else [0.0, 0.25]))
         body = {"prompt": "Say 1", "response": answer["response"], "score": score, "runId": answer["runId"]}
         assert api.post("/feedback/shop", json=body).status_code == 201
     expect(page.get_by_text("v40.1 is better than v40.")).to_be_visible(timeout=PATIENCE_MS)

@@ -12,13 +12,21 @@ from gradwire_feedback.context import Context
 from gradwire_feedback.pages import login, policies, rate
 
 SECRET_FILE = ".session-secret"
+RECONNECT_TIMEOUT_S = 30.0
+"""How long a page that lost its connection keeps what is on it; after that it loads again."""
 
 
 def mount(app: FastAPI, context: Context) -> None:
     """Adds the pages to the application, behind its own routes."""
     for page in (login, rate, policies):
         page.register(context)
-    ui.run_with(app, title="gradwire feedback", storage_secret=_session_secret(context), show_welcome_message=False)
+    ui.run_with(
+        app,
+        title="gradwire feedback",
+        storage_secret=_session_secret(context),
+        show_welcome_message=False,
+        reconnect_timeout=RECONNECT_TIMEOUT_S,
+    )
 
 
 def _session_secret(context: Context) -> str:

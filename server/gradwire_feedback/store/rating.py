@@ -198,7 +198,7 @@ def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
     table = np.full((len(raters), len(shared)), np.nan)
     for rater, answer, score in rows:
         if answer in shared:
-            table[raters[rater], shared[answer]] = score
+            table[raters[str(rater)], shared[answer]] = score
     return table
 
 

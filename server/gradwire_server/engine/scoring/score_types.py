@@ -68,7 +68,9 @@ def check_scores(
         if kind and (policy.head is None or policy.head.kind != kind):
             raise OperationError(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
-                f"{name} need a {kind} head, and this run has none: create it with head={kind!r}",
+                f'{name} need a {kind} head, and this run has none: fork_run(checkpoint, head="{kind}") gives one to '
+                f'what it has learned, and create_run(model, head="{kind}") to a new run'
+                + ("; enhanced_ppo needs none with values or advantages in the batch" if kind == "value" else ""),
                 field="head",
                 rule=f"head is {kind!r}",
             )

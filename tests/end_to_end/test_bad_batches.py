@@ -119,5 +119,5 @@ async def test_a_batch_of_which_nothing_is_scored_is_no_error_and_says_so(run: g
 async def test_a_loss_that_needs_a_head_says_how_to_get_one(service: gradwire.ServiceClient) -> None:
     plain = await service.create_run("tiny", lora=2)
     pairs = {"chosen_input_ids": [[4, 5]], "rejected_input_ids": [[4, 6]]}
-    with pytest.raises(gradwire.UnsupportedError, match="head='reward'"):
+    with pytest.raises(gradwire.UnsupportedError, match='head="reward"'):
         await plain.forward_backward(pairs, "reward_modeling")

@@ -1,51 +1,15 @@
-"""The errors that the front answers with: one map from the wire's codes to gRPC's."""
+"""The one error of the core: a code, a sentence for the caller, and where the fault is. Doors map it once."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
-import grpc
 from gradwire_proto.v1 import training_pb2 as pb
 
 Code: TypeAlias = pb.ErrorCode.ValueType
 
-GRPC_STATUS: dict[Code, grpc.StatusCode] = {
-    pb.ERROR_CODE_UNSPECIFIED: grpc.StatusCode.INTERNAL,
-    pb.ERROR_CODE_INTERNAL: grpc.StatusCode.INTERNAL,
-    pb.ERROR_CODE_INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
-    pb.ERROR_CODE_INVALID_BATCH: grpc.StatusCode.INVALID_ARGUMENT,
-    pb.ERROR_CODE_UNKNOWN_LOSS: grpc.StatusCode.INVALID_ARGUMENT,
-    pb.ERROR_CODE_UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
-    pb.ERROR_CODE_UNKNOWN_RUN: grpc.StatusCode.NOT_FOUND,
-    pb.ERROR_CODE_UNKNOWN_CHECKPOINT: grpc.StatusCode.NOT_FOUND,
-    pb.ERROR_CODE_UNKNOWN_OPERATION: grpc.StatusCode.NOT_FOUND,
-    pb.ERROR_CODE_ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    pb.ERROR_CODE_SEQ_REUSED: grpc.StatusCode.ALREADY_EXISTS,
-    pb.ERROR_CODE_SEQ_GAP: grpc.StatusCode.OUT_OF_RANGE,
-    pb.ERROR_CODE_STALE_EPOCH: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_RUN_BUSY: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_ABORTED_PREDECESSOR: grpc.StatusCode.ABORTED,
-    pb.ERROR_CODE_CANCELLED: grpc.StatusCode.CANCELLED,
-    pb.ERROR_CODE_ABANDONED: grpc.StatusCode.ABORTED,
-    pb.ERROR_CODE_LIMIT_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    pb.ERROR_CODE_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    pb.ERROR_CODE_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    pb.ERROR_CODE_NON_FINITE: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    pb.ERROR_CODE_ENGINE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    pb.ERROR_CODE_QUARANTINED: grpc.StatusCode.ABORTED,
-    pb.ERROR_CODE_STORAGE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    pb.ERROR_CODE_CHECKPOINT_CORRUPT: grpc.StatusCode.DATA_LOSS,
-    pb.ERROR_CODE_PAYLOAD_CORRUPT: grpc.StatusCode.DATA_LOSS,
-    pb.ERROR_CODE_RESULT_RELEASED: grpc.StatusCode.OUT_OF_RANGE,
-    pb.ERROR_CODE_REWOUND: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_NOTHING_TO_STEP: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_UNSUPPORTED: grpc.StatusCode.FAILED_PRECONDITION,
-    pb.ERROR_CODE_SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
-}
 
-
-class RpcError(Exception):
+class ServiceError(Exception):
     """A refusal that may travel: its message is for the caller to read."""
 
     def __init__(
@@ -55,7 +19,7 @@ class RpcError(Exception):
         self.error = pb.Error(code=code, message=message, field=field, row=row, rule=rule, cause_seq=cause_seq)
 
     @classmethod
-    def of(cls, error: pb.Error) -> RpcError:
+    def of(cls, error: pb.Error) -> ServiceError:
         """The refusal that carries this error as it is."""
         raised = cls(error.code, error.message)
         raised.error.CopyFrom(error)
@@ -66,14 +30,34 @@ class RpcError(Exception):
         return self.error.code
 
 
-def unknown_run(run_id: str) -> RpcError:
+def unknown_run(run_id: str) -> ServiceError:
     """Also for another's run: the two are not told apart."""
-    return RpcError(pb.ERROR_CODE_UNKNOWN_RUN, f"there is no run {run_id[:100]!r}", field="run_id")
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, f"there is no run {run_id[:100]!r}", field="run_id")
 
 
-def unknown_checkpoint(path: str) -> RpcError:
-    return RpcError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no checkpoint {path[:200]!r}", field="checkpoint")
+def unknown_checkpoint(path: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no checkpoint {path[:200]!r}", field="checkpoint")
 
 
-def shutting_down() -> RpcError:
-    return RpcError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")
+def shutting_down() -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")
+
+
+def limit_exceeded(what: str, name: str, limit: int, field: str) -> ServiceError:
+    """A request that asks for more than a limit of the server allows.
+
+    Args:
+        what: how much was asked for, as the beginning of the sentence.
+        name: the limit's name, as ``--limit NAME=N`` takes it.
+    """
+    message = f"{what}; {limit} at most (--limit {name}=N)"
+    return ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"{name} = {limit}")
+
+
+def check_length(text: str, name: str, limit: int, field: str) -> None:
+    """
+    Raises:
+        ServiceError: LIMIT_EXCEEDED for a text with more characters than a limit allows.
+    """
+    if len(text) > limit:
+        raise limit_exceeded(f"{field} has {len(text)} characters", name, limit, field)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, RunMarks
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.scheduling.replay import behind
@@ -75,7 +75,7 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
                 assert [entry.header.seq for entry in await behind(journal, record, 0)] == list(
                     range(1, record.accepted_seq + 1)
                 )
-            except RpcError:  # rows are missing, and a recovery says so
+            except ServiceError:  # rows are missing, and a recovery says so
                 damaged += 1
         damaged += not runs.count
         for result in results:

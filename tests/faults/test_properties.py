@@ -16,7 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, RunMarks, identity
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Segments
@@ -85,7 +85,7 @@ class JournalMachine(RuleBasedStateMachine):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.journal.store, "_before_commit", lambda: full(self.journal.segments))
-            with pytest.raises(RpcError, match="disk is full"):
+            with pytest.raises(ServiceError, match="disk is full"):
                 self.do(append(self.journal, operation(self.run_id, self.accepted + 1, size=3), b"abc"))
 
     @precondition(lambda self: len(self.answered) < self.accepted)
@@ -243,13 +243,13 @@ def carried_out(
             continue  # the scheduler answers from the journal
         kind, seen = plan[seq - 1]
         if seq in offered and data.draw(st.booleans()):
-            with pytest.raises(RpcError) as caught:
+            with pytest.raises(ServiceError) as caught:
                 queue.offer(pending(loop, seq, kind, seen, "another"))
             assert caught.value.code == pb.ERROR_CODE_SEQ_REUSED
             continue
         try:
             again = queue.offer(pending(loop, seq, kind, seen))
-        except RpcError as error:
+        except ServiceError as error:
             assert error.code == pb.ERROR_CODE_SEQ_GAP and seq >= queue.next_seq + window
             continue
         assert (again is not None) == (seq in offered)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gradwire_losses.registry import load_builtin_losses
@@ -19,6 +19,10 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine_link.frames import EngineLink
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.operations.lifecycle import Answer
+    from gradwire_server.engine.operations.request import Request
 
 Columns = Mapping[str, Column]
 
@@ -112,19 +116,33 @@ class LocalEngine(Driver):
     """An engine in this process.
 
     Attributes:
-        engine: it.
+        engine: what answers everything but samples.
+        context: its parts.
     """
 
     def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
+        from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
         from gradwire_server.engine.process.engine import Engine
 
         super().__init__()
         load_builtin_losses()
         self.engine = Engine({name: str(path) for name, path in models.items()}, state_dir, device="cpu", **settings)
+        self.context = self.engine.context
+        self._samples = SamplesInProgress(self.context)
 
     def exchange(self, request: engine_pb2.EngineRequest, columns: Columns) -> tuple[engine_pb2.EngineReply, bytes]:
-        answer = self.engine.answer(request, columns)
+        from gradwire_server.engine.operations.request import Request
+
+        asked = Request(request, columns, None)
+        answer = self._sampled(asked) if asked.samples else self.engine.answer(asked)
         return answer.reply, b"".join(answer.buffers)
+
+    def _sampled(self, request: Request) -> Answer:
+        """As the loop does: a token at a time, until the answer is there."""
+        self._samples.begin(request)
+        while not (answers := self._samples.finished()):
+            self._samples.step()
+        return answers[0]
 
 
 class EngineProcess(Driver):

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -176,17 +176,16 @@ class Keys:
         self._refresh()
         return bool(self._live)
 
-    def caller(self, metadata: Any) -> Caller:
-        """Whose call this is. The comparison takes as long whichever key it is, or none.
+    def caller(self, secret: str) -> Caller:
+        """Whose secret this is. The comparison takes as long whichever key it is, or none.
 
         Raises:
-            RpcError: UNAUTHENTICATED, for a missing, unknown or revoked key alike.
+            ServiceError: UNAUTHENTICATED, for a missing, unknown or revoked key alike.
         """
         self._refresh()
         if not self.required:
             return ANYONE
-        given = next((value for key, value in metadata or () if key == "authorization"), "")
-        digest = _digest(given.removeprefix("Bearer ") if isinstance(given, str) else "")
+        digest = _digest(secret)
         found = [key for key in self._live.values() if hmac.compare_digest(key.sha256, digest)]
         if not found:
             raise _unauthenticated()
@@ -196,7 +195,7 @@ class Keys:
         """That a call which came in may go on: asked at each message, so the file is looked at now and then only.
 
         Raises:
-            RpcError: UNAUTHENTICATED, when its key was revoked, or keys are needed since.
+            ServiceError: UNAUTHENTICATED, when its key was revoked, or keys are needed since.
         """
         self._refresh(LOOK_AGAIN_S)
         if self.required and caller != self._of(caller.name):
@@ -240,5 +239,5 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _unauthenticated() -> RpcError:
-    return RpcError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")
+def _unauthenticated() -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")

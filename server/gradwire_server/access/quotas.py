@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Quota
 from gradwire_server.config import Limits
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 IDS = ("input_ids", "prompt_ids", "response_ids")
 
@@ -32,7 +32,7 @@ class Usage:
         """That one operation more fits. An operation that is too large for a quota by itself passes alone.
 
         Raises:
-            RpcError: LIMIT_EXCEEDED, with what to wait for.
+            ServiceError: LIMIT_EXCEEDED, with what to wait for.
         """
         quota, limits = self.quota_of(self.owner), self.limits
         operations = quota.queued_operations or limits.key_queued_operations
@@ -53,11 +53,11 @@ class Usage:
         """Makes room for a payload that is about to come in.
 
         Raises:
-            RpcError: LIMIT_EXCEEDED.
+            ServiceError: LIMIT_EXCEEDED.
         """
         limit = self.limits.max_incoming_bytes
         if self.incoming_bytes and self.incoming_bytes + size > limit:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"this key is sending {self.incoming_bytes} bytes already, and {size} more would pass {limit}"
                 " (--limit max_incoming_bytes=N); send this operation again when those have arrived",
@@ -75,7 +75,7 @@ class Usage:
 def check_runs(count: int, quota: Quota, limits: Limits) -> None:
     """
     Raises:
-        RpcError: LIMIT_EXCEEDED when a key that has so many runs may not make another.
+        ServiceError: LIMIT_EXCEEDED when a key that has so many runs may not make another.
     """
     most = limits.key_runs if quota.runs is None else quota.runs
     if count >= most:
@@ -94,9 +94,9 @@ def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, samp
 
 def _exceeded(
     what: str, name: str, value: int, todo: str = "await some results, then submit this one again"
-) -> RpcError:
+) -> ServiceError:
     flag = f"--{name.replace('_', '-')}"
-    return RpcError(
+    return ServiceError(
         pb.ERROR_CODE_LIMIT_EXCEEDED,
         f"this key {what}; its quota is {value} ({flag} of `gradwire keys create`, --limit key_{name}=N); {todo}",
         rule=f"{name} = {value}",

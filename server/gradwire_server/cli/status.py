@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gradwire_server.observability.view import Snapshot, Watcher, draw, plain
+from gradwire_server.cli.status_view import Snapshot, Watcher, draw, plain
 
 Address = Annotated[str, typer.Argument(help="HOST:PORT of a server; https://HOST:PORT for TLS.")]
 ApiKey = Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")]

@@ -12,14 +12,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.run_records import ORIGIN, RunRecord, RunRecords, new_record
 from gradwire_server.scheduling.scheduler import Scheduler
 
 HEADS = ("", "value", "reward", "classification")
 
 
-class Creator:
+class RunCreation:
     """Creates runs in tasks of the server, so that a client that leaves half-way leaves no half of a run.
 
     Args:
@@ -32,14 +32,25 @@ class Creator:
         self._by_path = {path: name for name, path in models.items()}
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
-    async def create(self, request: pb.CreateRunRequest, owner: str) -> RunRecord:
-        config = pb.RunConfig()
-        config.CopyFrom(request.config)
-        config.base_model = self.model(config.base_model, "base_model")
-        self._check(config, request.idempotency_key)
-        return await self._once(new_record(owner, config, request.idempotency_key, _content(request)))
+    async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str) -> RunRecord:
+        """Makes a run from a model.
 
-    async def fork(self, request: pb.ForkRunRequest, caller: Caller) -> RunRecord:
+        Raises:
+            ServiceError: what is wrong with the settings; ALREADY_EXISTS for a key that made another run.
+        """
+        config = pb.RunConfig()
+        config.CopyFrom(given)
+        config.base_model = self.model(config.base_model, "base_model")
+        self._check(config, idempotency_key)
+        request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
+        return await self._once(new_record(caller.name, config, idempotency_key, _content(request)))
+
+    async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> RunRecord:
+        """Makes a run from a checkpoint.
+
+        Raises:
+            ServiceError: as of :meth:`create`; UNKNOWN_CHECKPOINT.
+        """
         source, checkpoint = self._runs.checkpoint(request.checkpoint, caller)
         config = pb.RunConfig()
         config.CopyFrom(source.config)
@@ -62,12 +73,12 @@ class Creator:
         """The allowed model of this name or path.
 
         Raises:
-            RpcError: UNKNOWN_MODEL, with the names that there are.
+            ServiceError: UNKNOWN_MODEL, with the names that there are.
         """
         name = self._by_path.get(name, name)
         if name not in self._names:
             known = ", ".join(sorted(self._names))
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_UNKNOWN_MODEL,
                 f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model`"
                 " add more)",
@@ -98,7 +109,7 @@ class Creator:
             making = (other for other, _ in self._creating.values())
             known = next((other for other in making if (other.owner, other.idempotency_key) == sought), None)
         if known is not None and known.request != record.request:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_ALREADY_EXISTS,
                 f"this idempotency key made the run {known.run_id} with other settings; a new run takes a new key",
                 field="idempotency_key",
@@ -134,22 +145,14 @@ class Creator:
         texts += [("lora.target_modules", module) for module in modules]
         for field, count in (("tags", len(config.tags)), ("lora.target_modules", len(modules))):
             if count > self._limits.max_tags:
-                raise _too_much(f"{count} {field}", "max_tags", self._limits.max_tags, field)
+                raise limit_exceeded(f"{count} {field}", "max_tags", self._limits.max_tags, field)
         for field, text in texts:
-            if len(text) > self._limits.max_name_chars:
-                raise _too_much(
-                    f"{field} has {len(text)} characters", "max_name_chars", self._limits.max_name_chars, field
-                )
+            check_length(text, "max_name_chars", self._limits.max_name_chars, field)
 
 
 def _content(request: pb.CreateRunRequest | pb.ForkRunRequest) -> bytes:
     return request.SerializeToString(deterministic=True)
 
 
-def _too_much(what: str, name: str, limit: int, field: str) -> RpcError:
-    message = f"{what}; {limit} at most (--limit {name}=N)"
-    return RpcError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"{name} = {limit}")
-
-
-def _invalid(message: str, field: str) -> RpcError:
-    return RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+def _invalid(message: str, field: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from gradwire_proto.v1 import training_pb2 as pb
 from tokenizers import Tokenizer
 
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 THREADS = 2
 
@@ -44,7 +44,7 @@ class Tokenizers:
 
     def _load(self, model: str) -> Tokenizer:
         if model not in self._files:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,
                 f"the model {model!r} has no tokenizer.json on the server; encode with your own tokenizer",
                 field="model",

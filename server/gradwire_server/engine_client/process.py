@@ -20,7 +20,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S, Vitals
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EngineClient(Protocol):
 
         Raises (through the future):
             EngineDied: it may or may not have been carried out.
-            RpcError: the engine refused it.
+            ServiceError: the engine refused it.
         """
 
     def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
@@ -162,7 +162,7 @@ class _Connection:
         if isinstance(outcome, EngineDied):
             answer.set_exception(outcome)
         elif outcome[0].HasField("error"):
-            answer.set_exception(RpcError.of(outcome[0].error))
+            answer.set_exception(ServiceError.of(outcome[0].error))
         else:
             answer.set_result(outcome)
 
@@ -197,7 +197,7 @@ class EngineProcess:
         """Starts the first engine.
 
         Raises:
-            RpcError: what the engine says stopped it.
+            ServiceError: what the engine says stopped it.
         """
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(started))
@@ -245,7 +245,7 @@ class EngineProcess:
                     started.set_exception(_start_error(error))
                     return
                 if not self._stopping:
-                    expected = isinstance(error, (RpcError, LinkClosed, OSError))
+                    expected = isinstance(error, (ServiceError, LinkClosed, OSError))
                     log.error("the engine ended: %s", error, exc_info=None if expected else error)
             healthy = self._worked or asyncio.get_running_loop().time() - began > HEALTHY_S
             failures = 1 if healthy else failures + 1
@@ -270,7 +270,7 @@ class EngineProcess:
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)
             if first.HasField("error"):
-                raise RpcError.of(first.error)
+                raise ServiceError.of(first.error)
             self.hello = first.hello
             self.generation += 1
             self.vitals.started()
@@ -316,7 +316,9 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def _start_error(error: Exception) -> RpcError:
-    if isinstance(error, RpcError):
+def _start_error(error: Exception) -> ServiceError:
+    if isinstance(error, ServiceError):
         return error
-    return RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"the engine did not start ({error}); its own words are above")
+    return ServiceError(
+        pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"the engine did not start ({error}); its own words are above"
+    )

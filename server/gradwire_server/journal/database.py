@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -244,7 +244,7 @@ def _storage_error(error: Exception) -> Exception:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = full or (isinstance(error, sqlite3.OperationalError) and "full" in str(error))
     if full:
-        return RpcError(
+        return ServiceError(
             pb.ERROR_CODE_STORAGE_FULL,
             "the server's disk is full: nothing was written; make room in its --state-dir and try again",
         )

@@ -107,7 +107,7 @@ class Journal:
         """Makes an operation durable; the future gives where its payload lies.
 
         Raises (through the future):
-            RpcError: STORAGE_FULL.
+            ServiceError: STORAGE_FULL.
             LookupError: when the number before it is not in the journal, because its own append failed.
         """
 

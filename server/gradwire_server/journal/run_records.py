@@ -19,7 +19,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.errors import RpcError, unknown_checkpoint, unknown_run
+from gradwire_server.errors import ServiceError, unknown_checkpoint, unknown_run
 from gradwire_server.journal.database import RUN, Database
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class RunRecords:
     def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
         """
         Raises:
-            RpcError: UNKNOWN_RUN, also for another's; PERMISSION_DENIED for one that the caller only reads.
+            ServiceError: UNKNOWN_RUN, also for another's; PERMISSION_DENIED for one that the caller only reads.
         """
         record = self._records.get(run_id)
         if record is None or not record.ready or not record.readable(caller):
@@ -154,7 +154,7 @@ class RunRecords:
 
     def _for_writing(self, record: RunRecord, caller: Caller) -> RunRecord:
         if not record.writable(caller):
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_PERMISSION_DENIED,
                 f"the run {record.run_id} is shared with this key to read; fork a checkpoint of it to go on from there",
                 field="run_id",
@@ -194,7 +194,7 @@ class RunRecords:
         if token:
             last = next((i for i, record in enumerate(mine) if record.run_id == token), None)
             if last is None:
-                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "unknown page_token; list again", field="page_token")
+                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "unknown page_token; list again", field="page_token")
             start = last + 1
         page = mine[start : start + size]
         return page, page[-1].run_id if start + size < len(mine) else ""
@@ -202,7 +202,7 @@ class RunRecords:
     async def insert(self, record: RunRecord) -> None:
         """Makes room for a run that is being created; it is listed once :meth:`finish` says so."""
         if len(self._records) >= self._max_runs:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"the server keeps {self._max_runs} runs already (--limit max_runs=N); delete one first",
                 rule=f"max_runs = {self._max_runs}",
@@ -224,10 +224,10 @@ class RunRecords:
         """Gives the right to write; durable before it returns.
 
         Raises:
-            RpcError: RUN_BUSY when another writer holds the run and `takeover` is not set.
+            ServiceError: RUN_BUSY when another writer holds the run and `takeover` is not set.
         """
         if record.writer and record.writer != writer and not takeover:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_RUN_BUSY,
                 f"the run {record.run_id} is held by the writer {record.writer!r}; open it with takeover to fence it",
             )
@@ -261,7 +261,7 @@ class RunRecords:
         """The checkpoint "RUN_ID/NAME" of a run that the caller may read.
 
         Raises:
-            RpcError: UNKNOWN_CHECKPOINT, also for another's; PERMISSION_DENIED as of :meth:`get`.
+            ServiceError: UNKNOWN_CHECKPOINT, also for another's; PERMISSION_DENIED as of :meth:`get`.
         """
         run_id, _, name = path.partition("/")
         record = self._records.get(run_id)
@@ -301,10 +301,10 @@ class RunRecords:
         """Of a checkpoint or an export.
 
         Raises:
-            RpcError: INVALID_ARGUMENT for a name that could leave the folder.
+            ServiceError: INVALID_ARGUMENT for a name that could leave the folder.
         """
         if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_INVALID_ARGUMENT, f"{name[:100]!r} is not a name", field="name", rule=NAME.pattern
             )
         return self._folder / run_id / kind / name

@@ -1,4 +1,4 @@
-"""Metrics, traces and logs of front and engine, and the view that ``gradwire status`` draws.
+"""Metrics, traces and logs of front and engine.
 
 May import: ``engine_link``.
 """

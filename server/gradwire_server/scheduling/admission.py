@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import Limits
 from gradwire_server.crash_points import crash_point
-from gradwire_server.errors import RpcError, shutting_down, unknown_run
+from gradwire_server.errors import ServiceError, shutting_down, unknown_run
 from gradwire_server.journal.journal import Journal, JournalEntry, identity
 from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.journal.segments import Buffer
@@ -24,7 +24,7 @@ from gradwire_server.scheduling.operation import (
     PayloadMemory,
     QueuedOperation,
     cancelled,
-    forgotten_with_the_run,
+    may_begin_early,
     retrieved,
 )
 from gradwire_server.scheduling.results import Results
@@ -112,7 +112,7 @@ class Admission:
             queue = self._queues[header.run_id]
             queue.check_epoch(header.epoch)
             if header.seq < 1:
-                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
+                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
             operation = QueuedOperation(header, identity(header), payload, time.time(), ack, refusal)
             if header.seq < queue.next_seq and header.seq not in queue.pending:
                 task = asyncio.create_task(self._acknowledge_again(queue, operation))
@@ -120,7 +120,7 @@ class Admission:
                 task.add_done_callback(self._repeating.discard)
                 return ack
             known = queue.offer(operation)
-        except RpcError as error:
+        except ServiceError as error:
             ack.set_exception(error)
             return ack
         if known is not None:
@@ -135,14 +135,14 @@ class Admission:
     def _answered(self, ack: asyncio.Future[pb.SubmitAck]) -> None:
         retrieved(ack)
         error = None if ack.cancelled() else ack.exception()
-        if isinstance(error, RpcError):
+        if isinstance(error, ServiceError):
             self._metrics.refused(error.error)
 
     async def _acknowledge_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
         known = await self._journal.identity_of(queue.record.run_id, operation.seq)
         if known is None:
             message = f"operation {operation.seq} was carried out and its result released"
-            operation.ack.set_exception(RpcError(pb.ERROR_CODE_RESULT_RELEASED, message))
+            operation.ack.set_exception(ServiceError(pb.ERROR_CODE_RESULT_RELEASED, message))
         elif known != operation.content:
             operation.ack.set_exception(reused(operation.seq))
         else:
@@ -156,16 +156,16 @@ class Admission:
         operation.appended = appended = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or ()
         )
-        operation.early = self._journal.keep_payloads and forgotten_with_the_run(operation.header.operation)
+        operation.early = self._journal.keep_payloads and may_begin_early(operation.header.operation)
 
         def durable(done: asyncio.Future[Any]) -> None:
             error = done.exception()
             queue.usage.incoming_bytes -= operation.header.payload_bytes
             if error is not None:
                 self._memory.let_go(operation)
-                if not isinstance(error, RpcError):
+                if not isinstance(error, ServiceError):
                     log.error("operation %d of %s was not journaled: %s", operation.seq, queue.record.run_id, error)
-                    error = RpcError(
+                    error = ServiceError(
                         pb.ERROR_CODE_STORAGE_FULL, f"operation {operation.seq} could not be journaled; submit it again"
                     )
                 operation.trace.end(None)
@@ -194,7 +194,7 @@ class Admission:
         """Cancels an operation that has not started; durable before it returns.
 
         Raises:
-            RpcError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.
+            ServiceError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.
         """
         queue.check_epoch(epoch)
         waiting = queue.window.get(seq)
@@ -202,7 +202,7 @@ class Admission:
             waiting.cancelled = True
             return True
         if seq < 1 or seq >= queue.next_seq:
-            raise RpcError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
+            raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
         operation = queue.pending.get(seq)
         if operation is None or operation.cancelled:
             return operation is not None

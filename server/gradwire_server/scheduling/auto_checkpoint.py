@@ -18,7 +18,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.process import EngineClient, EngineDied
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import AUTOMATIC, RunRecord, RunRecords
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -69,7 +69,7 @@ class AutoCheckpoint:
         try:
             reply, _ = await self._engine.request(engine_pb2.EngineRequest(operation=request))
             if reply.result.status != pb.STATUS_SUCCEEDED:
-                raise RpcError.of(reply.result.error)
+                raise ServiceError.of(reply.result.error)
             if not await queue.settled(seq):
                 return
             crash_point("checkpoint.before_row")
@@ -87,7 +87,7 @@ class AutoCheckpoint:
             await self._engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
         except EngineDied:
             return
-        except RpcError as error:
+        except ServiceError as error:
             log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
             return
         older = [saved.seq for saved in record.checkpoints.values() if saved.seq < newest.seq]
@@ -104,14 +104,14 @@ class AutoCheckpoint:
     async def check_deletable(self, record: RunRecord, name: str) -> None:
         """
         Raises:
-            RpcError: UNSUPPORTED when a recovery could need the checkpoint.
+            ServiceError: UNSUPPORTED when a recovery could need the checkpoint.
         """
         used = await self._journal.user_of(record.run_id, name)
         if used is not None:
             raise in_use(*used)
         rest = [saved.seq for saved in record.checkpoints.values() if saved.name != name]
         if record.trimmed_seq and max(rest, default=0) < record.trimmed_seq:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,
                 f"{record.run_id}/{name} is the only checkpoint from which the run could be restored after a crash;"
                 " save another one first, or delete the run",
@@ -119,8 +119,8 @@ class AutoCheckpoint:
             )
 
 
-def in_use(checkpoint: str, run_id: str, seq: int) -> RpcError:
-    return RpcError(
+def in_use(checkpoint: str, run_id: str, seq: int) -> ServiceError:
+    return ServiceError(
         pb.ERROR_CODE_UNSUPPORTED,
         f"{checkpoint} is still needed: a restored run {run_id} would repeat its operation {seq} with it; it can go"
         " once that run has saved two more checkpoints, or is deleted",

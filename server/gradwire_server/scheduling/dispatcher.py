@@ -18,6 +18,7 @@ from gradwire_server.engine_client.process import EngineAnswer, EngineClient
 from gradwire_server.errors import shutting_down
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
 from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
@@ -39,7 +40,7 @@ class Dispatcher:
     """Gives the engine as much at a time as is good for whoever waits.
 
     Attributes:
-        turns: who waits, and what the engine has.
+        fair_queue: who waits, and what the engine has.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Dispatcher:
                 if outcome is not None and finished:
                     self._results.finish(queue, operation, *outcome)
             if finished:
-                last = len(queue.sent) == 1 and operation.kind != "kept_forward"  # whose graph is in no checkpoint
+                last = len(queue.sent) == 1 and not kind_of(operation.header.operation).keeps_graph
                 if last and self._auto_checkpoint.due(queue):
                     queue.apart = True
                     await self._auto_checkpoint.take(queue, operation.seq)
@@ -142,7 +143,7 @@ class Dispatcher:
         """Waits for a place at the engine, for a request that is no operation of a run; :meth:`leave` gives it back.
 
         Raises:
-            RpcError: SHUTTING_DOWN.
+            ServiceError: SHUTTING_DOWN.
         """
         if self._draining:
             raise shutting_down()
@@ -164,7 +165,7 @@ class Dispatcher:
         """Samples outside any run's queue, when it is the owner's turn.
 
         Raises:
-            RpcError: LIMIT_EXCEEDED, or what the engine has against it.
+            ServiceError: LIMIT_EXCEEDED, or what the engine has against it.
             EngineDied: while it sampled.
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))

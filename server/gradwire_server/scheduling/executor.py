@@ -11,13 +11,13 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.process import EngineAnswer, EngineClient, EngineDied
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.segments import Buffer, CorruptRecord
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
-from gradwire_server.scheduling.operation import QueuedOperation, failed, repeated
+from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
 from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
 from gradwire_server.scheduling.run_queue import RunQueue
 
@@ -39,7 +39,7 @@ class Executor:
         """Makes a new run in the engine.
 
         Raises:
-            RpcError: what the engine has against it.
+            ServiceError: what the engine has against it.
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         for _ in range(DEATHS):
@@ -50,14 +50,14 @@ class Executor:
                 continue
             queue.generation = self._engine.generation
             return reply.run_created
-        raise RpcError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
+        raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
 
     async def drop(self, run_id: str) -> None:
         """Forgets a run, if the engine has it."""
         request = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=run_id))
         try:
             await self._engine.request(request)
-        except (EngineDied, RpcError) as error:
+        except (EngineDied, ServiceError) as error:
             log.info("run %s was not in the engine: %s", run_id, error)
 
     async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
@@ -79,7 +79,7 @@ class Executor:
             if answer is None:
                 return None
             reply, data = await answer
-        except RpcError as error:
+        except ServiceError as error:
             return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
         if reply.HasField("not_started"):
             return None
@@ -91,7 +91,7 @@ class Executor:
         """Sends an operation to the engine; None when it is not its turn after all, or it is void.
 
         Raises:
-            RpcError: why it cannot be. It is the first without a result then.
+            ServiceError: why it cannot be. It is the first without a result then.
             EngineDied: while the run was restored.
         """
         if not queue.is_next(operation):
@@ -111,7 +111,7 @@ class Executor:
                 if not queue.is_first(operation):
                     return None
                 message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
-                raise RpcError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
+                raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
         if queue.generation != self._engine.generation or not queue.is_next(operation):
             return None  # the engine died, or the operation was cancelled, meanwhile
         return self._engine.request(self._request(queue, operation), payload)
@@ -125,7 +125,7 @@ class Executor:
         """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
 
         Raises:
-            RpcError: the name is taken by one that another run's recovery needs, or the run keeps as many as it may.
+            ServiceError: another run's recovery needs the checkpoint of this name, or the run keeps as many as it may.
         """
         save = operation.header.operation.save_checkpoint
         used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
@@ -135,7 +135,7 @@ class Executor:
             return False
         full = check_room(save, queue.record.checkpoints, queue.limits)
         if full is not None:
-            raise RpcError.of(full)
+            raise ServiceError.of(full)
         return True
 
     def _request(self, queue: RunQueue, operation: QueuedOperation) -> engine_pb2.EngineRequest:
@@ -162,19 +162,19 @@ class Executor:
         except ReplayDied as error:
             queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
             if queue.replay_deaths[error.seq] >= DEATHS:
-                raise RpcError(
+                raise ServiceError(
                     pb.ERROR_CODE_QUARANTINED,
                     f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
                     f" {DEATHS} times; fork it from a checkpoint before that one",
                 ) from error
             raise EngineDied(suspect=False) from error
-        except RpcError as error:
+        except ServiceError as error:
             if self._engine.generation != generation:
                 raise EngineDied(suspect=False) from error  # between two requests: the next engine knows no such run
             raise
         queue.generation = generation
         self._metrics.restored(
-            sum(repeated(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
+            sum(is_replayed_with(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
         )
         queue.replay_deaths.clear()
         queue.behind_checkpoint = (0, 0)
@@ -201,7 +201,8 @@ class Executor:
         base, step = (newest.seq, newest.step) if newest else (0, 0)
         entries = await behind(self._journal, record, base)
         if not any(
-            repeated(entry.header.operation, entry.status) or (queued_too and not entry.status) for entry in entries
+            is_replayed_with(entry.header.operation, entry.status) or (queued_too and not entry.status)
+            for entry in entries
         ):
             return False
         await self._journal.rewind(record.run_id, base, step)

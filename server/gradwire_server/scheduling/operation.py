@@ -15,40 +15,26 @@ from gradwire_server.engine_client.process import EngineAnswer
 from gradwire_server.journal.journal import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
-
-_CHANGES = (
-    "forward_backward",
-    "kept_forward",
-    "backward",
-    "optim_step",
-    "zero_grad",
-    "load_checkpoint",
-    "update_reference",
-)
-_SETTLED = ("save_checkpoint", "load_checkpoint")
-_OUTSIDE = ("save_checkpoint", "export")
+from gradwire_server.operation_kinds import is_replayed, kind_of
 
 
-def changes_state(operation: pb.Operation) -> bool:
-    """Whether a recovery must repeat it. A sample without a seed of its own moves the run's generator."""
-    kind = operation.WhichOneof("kind")
-    return kind in _CHANGES or (kind == "sample" and not operation.sample.HasField("seed"))
+def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
+    """Whether a recovery repeats an operation whose result has this status."""
+    return status == pb.STATUS_SUCCEEDED and is_replayed(operation)
 
 
-def repeated(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
-    """Whether a recovery repeats an operation with a result of this status."""
-    return status == pb.STATUS_SUCCEEDED and changes_state(operation)
+def may_begin_early(operation: pb.Operation) -> bool:
+    """Whether the engine may begin the operation before it is in the journal.
+
+    Nothing is left of such an operation once the engine has given up its run: it writes no files, and it needs none
+    that somebody may delete before the journal has it.
+    """
+    return not kind_of(operation).writes_files and not uses(operation)
 
 
 def drops_accumulation(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
     """Whether an operation with a result of this status ends an accumulation that the engine may still hold."""
-    return operation.WhichOneof("kind") in ("optim_step", "zero_grad") and status != pb.STATUS_SUCCEEDED
-
-
-def forgotten_with_the_run(operation: pb.Operation) -> bool:
-    """Whether nothing is left of it once the engine has given up its run: it writes no files, and needs none that
-    somebody may delete before the journal has it."""
-    return operation.WhichOneof("kind") not in _OUTSIDE and not uses(operation)
+    return kind_of(operation).ends_accumulation and status != pb.STATUS_SUCCEEDED
 
 
 @dataclass(eq=False)
@@ -98,7 +84,7 @@ class QueuedOperation:
     def apart(self) -> bool:
         """Whether no other of its run may be in the engine with it: it needs their results, or is suspected of having
         killed an engine."""
-        return self.kind in _SETTLED or self.deaths > 0
+        return kind_of(self.header.operation).barrier or self.deaths > 0
 
 
 class PayloadMemory:

@@ -8,11 +8,11 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.engine_client.process import EngineClient, EngineDied
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, JournalEntry
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import CorruptRecord
-from gradwire_server.scheduling.operation import drops_accumulation, repeated
+from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
     Raises:
         EngineDied: of no operation's doing.
         ReplayDied: of this one's.
-        RpcError: the run cannot be restored, and why.
+        ServiceError: the run cannot be restored, and why.
     """
     base = await _begin(engine, record)
     count = dropped_step = 0
     entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
     for entry in entries:
         lost = entry.damaged and entry.header.seq <= record.applied_seq
-        if lost or repeated(entry.header.operation, entry.status):
+        if lost or is_replayed_with(entry.header.operation, entry.status):
             await _repeat(engine, journal, record, entry, dropped_step)
             count += 1
         elif drops_accumulation(entry.header.operation, entry.status):
@@ -53,19 +53,19 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
     """The operations with results behind a checkpoint, in order.
 
     Raises:
-        RpcError: CHECKPOINT_CORRUPT when the first were collected already, because a newer checkpoint held them;
+        ServiceError: CHECKPOINT_CORRUPT when the first were collected already, because a newer checkpoint held them;
             PAYLOAD_CORRUPT when one is missing: a damaged database may have lost rows without saying so.
     """
     accepted = record.accepted_seq  # more may be accepted while these are read
     entries = await journal.entries(record.run_id, base, accepted)
     if accepted > base and (not entries or entries[0].header.seq != base + 1):
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_CHECKPOINT_CORRUPT,
             f"no checkpoint of the run {record.run_id} can be read that its journal goes on from",
         )
     there = {entry.header.seq for entry in entries}
     if missing := [seq for seq in range(base + 1, accepted + 1) if seq not in there]:
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
             f"operation {missing[0]} of the run {record.run_id} cannot be repeated: it was lost on disk",
         )
@@ -78,7 +78,7 @@ async def _begin(engine: EngineClient, record: RunRecord) -> int:
         create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
         try:
             reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=create))
-        except RpcError as error:
+        except ServiceError as error:
             if error.code not in _TRY_OLDER:
                 raise
             log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
@@ -94,7 +94,7 @@ async def _repeat(
 ) -> None:
     header = entry.header
     if header.payload_bytes and entry.location is None:
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_CHECKPOINT_CORRUPT,
             f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was collected",
         )
@@ -104,14 +104,14 @@ async def _repeat(
         payload = [await journal.payload(entry.location)] if entry.location else []
         reply, _ = await engine.request(operation_request(header, dropped_step), payload)
     except CorruptRecord as error:
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
             f"operation {header.seq} of the run {record.run_id} cannot be repeated: it was damaged on disk",
         ) from error
     except EngineDied as error:
         raise (ReplayDied(header.seq) if error.suspect else error) from error
     if reply.result.status != pb.STATUS_SUCCEEDED:
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_INTERNAL,
             f"operation {header.seq} of the run {record.run_id} succeeded once and failed when it was repeated:"
             f" {reply.result.error.message}",

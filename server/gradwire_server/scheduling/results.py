@@ -10,13 +10,14 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, StoredResult, lost_result
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
-from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, repeated
+from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_replayed_with
 from gradwire_server.scheduling.run_queue import RunQueue
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,13 @@ class Results:
         """Takes a result into account at once; it is seen by others once it is durable, and the future is done."""
         self._memory.let_go(operation)
         checkpoint = None
-        if operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED:
+        if kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
             checkpoint = result.checkpoint
         result.seq, result.payload_bytes = operation.seq, len(payload)
         self._observe(queue.record, operation, result)
         marks = queue.finish(operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
-        kept = repeated(operation.header.operation, result.status)
+        kept = is_replayed_with(operation.header.operation, result.status)
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[None] = loop.create_future()
         self._storing.add(stored)
@@ -109,14 +110,14 @@ class Results:
         """Results in order of number, as they come, without end: each time those that are there, some at least.
 
         Raises:
-            RpcError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
+            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
         """
         record = queue.record
         seq, rewound_epoch = from_seq or record.released_seq + 1, record.rewound_epoch
         while True:
             changed = queue.changed
             if seq <= record.released_seq:
-                raise RpcError(
+                raise ServiceError(
                     pb.ERROR_CODE_RESULT_RELEASED,
                     f"results up to {record.released_seq} were released; ask from {record.released_seq + 1}",
                     field="from_seq",

@@ -22,10 +22,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage, tokens_of
 from gradwire_server.config import Limits
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
-from gradwire_server.scheduling.operation import QueuedOperation, drops_accumulation, failed, repeated
+from gradwire_server.scheduling.operation import QueuedOperation, drops_accumulation, failed, is_replayed_with
 
 RECENT_RESULTS = 64
 RECENT_BYTES = 64 << 10
@@ -60,7 +60,7 @@ class RunQueue:
     generation: int = 0
     replay_deaths: dict[int, int] = field(default_factory=dict)
     behind_checkpoint: tuple[int, int] = (0, 0)
-    closed: RpcError | None = None
+    closed: ServiceError | None = None
 
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
@@ -77,21 +77,21 @@ class RunQueue:
     def check_epoch(self, epoch: int) -> None:
         """
         Raises:
-            RpcError: STALE_EPOCH; REWOUND when it is stale because the run went back.
+            ServiceError: STALE_EPOCH; REWOUND when it is stale because the run went back.
         """
         record = self.record
         if epoch == record.epoch:
             return
         if 0 < epoch <= record.rewound_epoch:
             raise self.rewound()
-        raise RpcError(
+        raise ServiceError(
             pb.ERROR_CODE_STALE_EPOCH,
             f"another writer ({record.writer or 'unknown'}) has taken over the run {record.run_id}: this one writes"
             f" with epoch {epoch}, the run is at {record.epoch}; open the run again to take it back",
         )
 
-    def rewound(self) -> RpcError:
-        return RpcError(
+    def rewound(self) -> ServiceError:
+        return ServiceError(
             pb.ERROR_CODE_REWOUND,
             f"the run {self.record.run_id} went back to operation {self.record.rewound_to_seq} (durability=checkpoint"
             " and the engine was restarted): later operations are void; open the run again and go on from there",
@@ -101,7 +101,7 @@ class RunQueue:
         """Lets an operation wait for its turn. Gives the acknowledgement of an equal one that waits already.
 
         Raises:
-            RpcError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED. The number is not consumed.
+            ServiceError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED. The number is not consumed.
         """
         seq, limits = operation.seq, self.limits
         known = self.window.get(seq) or self.pending.get(seq)
@@ -110,21 +110,21 @@ class RunQueue:
                 raise reused(seq)
             return known.ack
         if seq >= self.next_seq + limits.max_window:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_SEQ_GAP,
                 f"operation {seq} is too far ahead: {self.next_seq} is expected next, and at most {limits.max_window}"
                 " numbers wait (--limit max_window=N); submit the missing ones first",
             )
         closes_gap = seq == self.next_seq and bool(self.window)
         if len(self.window) + len(self.pending) >= limits.max_queued_operations and not closes_gap:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"the run has {limits.max_queued_operations} operations queued (--limit max_queued_operations=N); await"
                 " some results, then submit this one again",
             )
         size = operation.header.payload_bytes
         if self.queued_bytes + size > limits.max_queued_bytes and self.queued_bytes and not closes_gap:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"the run's queued operations hold {self.queued_bytes} bytes, and this one would pass"
                 f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
@@ -132,7 +132,7 @@ class RunQueue:
             )
         waiting = sum(each.header.payload_bytes for each in self.window.values())
         if seq > self.next_seq and waiting and waiting + size > limits.max_window_bytes:
-            raise RpcError(
+            raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
                 f"{waiting} bytes wait for operation {self.next_seq}, and this one would pass {limits.max_window_bytes}"
                 " (--limit max_window_bytes=N); submit the missing one, then this one again",
@@ -182,7 +182,7 @@ class RunQueue:
             if not operation.ack.done():
                 try:
                     self.check_epoch(operation.header.epoch)
-                except RpcError as error:
+                except ServiceError as error:
                     operation.ack.set_exception(error)
 
     # ---- carrying out ----
@@ -269,7 +269,7 @@ class RunQueue:
             insort(self._dropped_steps, header.seq)
         steps, size = self.behind_checkpoint
         size += header.ByteSize()
-        if repeated(header.operation, status):
+        if is_replayed_with(header.operation, status):
             steps += header.operation.WhichOneof("kind") == "optim_step"
             size += header.payload_bytes
         self.behind_checkpoint = (steps, size)
@@ -344,7 +344,7 @@ class RunQueue:
         self.pending.clear()
         self.window.clear()
 
-    def close(self, reason: RpcError) -> None:
+    def close(self, reason: ServiceError) -> None:
         """Ends every reader with this error, and every unacknowledged submission."""
         self.closed = reason
         for operation in [*self.pending.values(), *self.window.values()]:
@@ -362,8 +362,8 @@ class RunQueue:
         return self._changed
 
 
-def reused(seq: int) -> RpcError:
-    return RpcError(
+def reused(seq: int) -> ServiceError:
+    return ServiceError(
         pb.ERROR_CODE_SEQ_REUSED,
         f"number {seq} was used for another operation; a new operation takes a new number",
         field="seq",

@@ -38,9 +38,9 @@ class Scheduler:
     """Runs and their queues.
 
     Attributes:
-        intake: takes operations over.
-        pipeline: has them carried out.
-        outcomes: stores their results and hands them out.
+        admission: takes operations over.
+        dispatcher: has them carried out.
+        results: stores their results and hands them out.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Scheduler:
         it returns.
 
         Raises:
-            RpcError: what the engine has against it. Nothing is left of the run.
+            ServiceError: what the engine has against it. Nothing is left of the run.
         """
         queue = self._new_queue(record)
         try:
@@ -130,7 +130,7 @@ class Scheduler:
     async def delete(self, record: RunRecord) -> None:
         """
         Raises:
-            RpcError: UNSUPPORTED when another run could not be restored without a checkpoint of this one.
+            ServiceError: UNSUPPORTED when another run could not be restored without a checkpoint of this one.
         """
         used = await self._journal.user_of(record.run_id)
         if used is not None:
@@ -158,7 +158,7 @@ class Scheduler:
     def queue(self, record: RunRecord) -> RunQueue:
         """
         Raises:
-            RpcError: UNKNOWN_RUN.
+            ServiceError: UNKNOWN_RUN.
         """
         if record.run_id not in self._queues:
             raise unknown_run(record.run_id)

@@ -108,7 +108,7 @@ def test_weights_only_starts_the_optimizer_anew(engine: LocalEngine) -> None:
     engine.do("run-a", load_checkpoint=pb.LoadCheckpoint(checkpoint="start", weights_only=True))
     assert np.array_equal(engine.logprobs("run-a", BATCH), start)
     assert [engine.train("run-a", BATCH) for _ in range(3)] == first
-    assert engine.engine.runs["run-a"].step == 6
+    assert engine.context.runs["run-a"].step == 6
 
 
 def test_forks_take_the_weights_and_if_asked_the_optimizer_and_may_change_the_head(engine: LocalEngine) -> None:
@@ -132,7 +132,7 @@ def test_forks_take_the_weights_and_if_asked_the_optimizer_and_may_change_the_he
             assert engine.train("run-rm", BATCH) == goes_on
         refused = engine.create("run-no", lora=lora, head="reward", checkpoint="run-a/sft", weights_only=True)
         assert refused.error.code == pb.ERROR_CODE_INVALID_ARGUMENT
-        assert "run-no" not in engine.engine.runs
+        assert "run-no" not in engine.context.runs
 
 
 def test_a_run_of_another_kind_refuses_and_stays_as_it_is(engine: LocalEngine) -> None:

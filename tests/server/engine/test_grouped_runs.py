@@ -17,9 +17,9 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations import grouped_runs, loss_operations
+from gradwire_server.engine.operations import batches, grouped_runs
 from gradwire_server.engine.operations.grouped_runs import GroupedRuns
-from gradwire_server.engine.process.loop import LoopRequest
+from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.training import grouped_forward_backward as together
 from support.engine import Columns, LocalEngine, Result, token_rows
 
@@ -60,7 +60,7 @@ class Engines:
     def __init__(self, model: Path, folder: Path) -> None:
         self.alone = LocalEngine({"tiny": model}, folder / "alone")
         self.together = LocalEngine({"tiny": model}, folder / "together")
-        self.groups = GroupedRuns(self.together.engine)
+        self.groups = GroupedRuns(self.together.context)
 
     def create(self, work: dict[str, Work]) -> None:
         for seed, (run_id, each) in enumerate(work.items()):
@@ -85,11 +85,11 @@ class Engines:
         assert found.keys() == work.keys()
         return found
 
-    def request(self, number: int, run_id: str, work: Work, **kind: Any) -> LoopRequest:
+    def request(self, number: int, run_id: str, work: Work, **kind: Any) -> Request:
         self.together.seqs[run_id] += 1
         operation = pb.Operation(**(kind or {"forward_backward": work.call}))
         asked = engine_pb2.EngineOperation(run_id=run_id, seq=self.together.seqs[run_id], operation=operation)
-        return LoopRequest(engine_pb2.EngineRequest(id=number, operation=asked), work.columns, None)
+        return Request(engine_pb2.EngineRequest(id=number, operation=asked), work.columns, None)
 
     def assert_same_steps(self, run_ids: Any) -> None:
         for run_id in run_ids:
@@ -144,7 +144,7 @@ def test_runs_of_any_rank_loss_and_head_get_what_they_get_alone(engines: Engines
     assert trunk_forwards == [len(WORK)] * 2
     engines.assert_same_steps(WORK)
     for run_id in WORK:
-        rng = [engine.engine.runs[run_id].rng_tensors()["cpu"] for engine in (engines.alone, engines.together)]
+        rng = [engine.context.runs[run_id].rng_tensors()["cpu"] for engine in (engines.alone, engines.together)]
         assert torch.equal(*rng)
 
 
@@ -163,7 +163,7 @@ def test_a_loss_with_two_units_takes_two_backward_passes(engines: Engines) -> No
         return replace(output, terms=output.terms | {"more": more})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_operations, "get_loss", lambda name: replace(plain, function=two_units))
+        patch.setattr(batches, "get_loss", lambda name: replace(plain, function=two_units))
         alone, grouped = engines.ask_alone(work), engines.ask_together(work)
     for run_id in work:
         assert_same(grouped[run_id], alone[run_id])
@@ -181,7 +181,7 @@ def bad_loss(engines: Engines) -> Work:
 def non_finite(engines: Engines) -> Work:
     for engine in (engines.alone, engines.together):
         with torch.no_grad():
-            next(iter(engine.engine.runs["run-few"].policy.trainable_parameters().values()))[0, 0] = torch.nan
+            next(iter(engine.context.runs["run-few"].policy.trainable_parameters().values()))[0, 0] = torch.nan
     return Work(WORK["run-few"].config, loss_call("causal_lm"), token_rows(ROWS))
 
 
@@ -193,8 +193,8 @@ def test_the_trouble_of_one_costs_the_others_nothing(engines: Engines, trouble: 
     mine, theirs = grouped.pop("run-few").proto, alone.pop("run-few").proto
     assert mine.status == pb.STATUS_FAILED
     assert mine.error == theirs.error
-    assert engines.together.engine.runs["run-few"].accumulator.empty
-    assert engines.together.engine.runs["run-few"].failed_seq == mine.seq
+    assert engines.together.context.runs["run-few"].accumulator.empty
+    assert engines.together.context.runs["run-few"].failed_seq == mine.seq
     for run_id in grouped:
         assert_same(grouped[run_id], alone[run_id])
         assert grouped[run_id].proto.loss.grouped_runs >= 3
@@ -245,14 +245,14 @@ def test_who_goes_together(engines: Engines, monkeypatch: pytest.MonkeyPatch) ->
     assert choose([a, checkpoint, b]) == [a, b]
     assert choose([a, step, b]) == [step]
     monkeypatch.setitem(grouped_runs.MOST_TOKENS, "cpu", 16)
-    assert GroupedRuns(engines.together.engine).choose([a, b, dropout]) == [a]
+    assert GroupedRuns(engines.together.context).choose([a, b, dropout]) == [a]
 
 
 def test_no_more_go_together_than_fit_a_micro_batch(
     engines: Engines, tiny_model_path: Path, tmp_path: Path, trunk_forwards: list[int]
 ) -> None:
     engines.together = LocalEngine({"tiny": tiny_model_path}, tmp_path / "small", microbatch_tokens=20)
-    engines.groups = GroupedRuns(engines.together.engine)
+    engines.groups = GroupedRuns(engines.together.context)
     work = {f"run-{number}": Work({"lora": 4}, loss_call("causal_lm"), token_rows([[1] * 8])) for number in range(3)}
     work["run-two"] = Work({"lora": 4}, loss_call("causal_lm"), token_rows([[1, 2] * 7] * 2))
     engines.create(work)

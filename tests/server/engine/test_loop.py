@@ -7,32 +7,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations.outcome import Columns
-from gradwire_server.engine.process.engine import Answer
-from gradwire_server.engine.process.loop import Groups, Loop, LoopRequest
+from gradwire_server.engine.operations.lifecycle import Answer
+from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.process.loop import Groups, Loop
 
 
 class Stage:
     """An engine whose samples take as many steps as their ``max_tokens``; ``log`` is what happened, in order."""
 
     def __init__(self) -> None:
-        self.requests: queue.Queue[LoopRequest] = queue.Queue()
+        self.requests: queue.Queue[Request] = queue.Queue()
         self.log: list[str] = []
-        self.arrivals: dict[int, list[LoopRequest]] = {}
+        self.arrivals: dict[int, list[Request]] = {}
         self.under_way: list[tuple[engine_pb2.EngineRequest, list[int]]] = []
         self.worked_on: list[list[int]] = []
         self.steps = 0
 
     # the engine
 
-    def answer(
-        self, request: engine_pb2.EngineRequest, columns: Columns, decode_error: codec.CodecError | None = None
-    ) -> Answer:
-        self.log.append(f"do {request.id}")
-        return Answer(engine_pb2.EngineReply(id=request.id), [])
+    def answer(self, request: Request) -> Answer:
+        self.log.append(f"do {request.message.id}")
+        return Answer(engine_pb2.EngineReply(id=request.message.id), [])
 
     # its samples
 
@@ -42,7 +39,8 @@ class Stage:
     def of(self, run_id: str) -> bool:
         return any(message.operation.run_id == run_id for message, _ in self.under_way)
 
-    def begin(self, message: engine_pb2.EngineRequest, columns: Columns, error: codec.CodecError | None) -> None:
+    def begin(self, request: Request) -> None:
+        message = request.message
         self.log.append(f"begin {message.id}")
         call = message.sample.call if message.HasField("sample") else message.operation.operation.sample
         self.under_way.append((message, [call.max_tokens]))
@@ -70,7 +68,7 @@ class Stage:
         self.worked_on.append(list(request_ids))
         yield
 
-    def run(self, *requests: LoopRequest, groups: Groups | None = None) -> list[str]:
+    def run(self, *requests: Request, groups: Groups | None = None) -> list[str]:
         for request in requests:
             self.requests.put(request)
         Loop(self, self, self.requests, self.told, self.working, groups).run()
@@ -86,29 +84,29 @@ class Pairs:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
 
-    def choose(self, ready: Sequence[LoopRequest]) -> Sequence[LoopRequest]:
+    def choose(self, ready: Sequence[Request]) -> Sequence[Request]:
         steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
         return steps[:2] or ready[:1]
 
-    def answer(self, requests: Sequence[LoopRequest]) -> Iterator[Answer]:
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         self.stage.log.append("together")
         for request in reversed(requests):
-            yield self.stage.answer(request.message, request.columns)
+            yield self.stage.answer(request)
 
 
-def ask(number: int, **kind: Any) -> LoopRequest:
-    return LoopRequest(engine_pb2.EngineRequest(id=number, **kind), {}, None)
+def ask(number: int, **kind: Any) -> Request:
+    return Request(engine_pb2.EngineRequest(id=number, **kind), {}, None)
 
 
-def operation(number: int, run_id: str, **kind: Any) -> LoopRequest:
+def operation(number: int, run_id: str, **kind: Any) -> Request:
     return ask(number, operation=engine_pb2.EngineOperation(run_id=run_id, seq=number, operation=pb.Operation(**kind)))
 
 
-def step(number: int, run_id: str) -> LoopRequest:
+def step(number: int, run_id: str) -> Request:
     return operation(number, run_id, optim_step=pb.OptimStep())
 
 
-def sample(number: int, run_id: str = "", tokens: int = 3) -> LoopRequest:
+def sample(number: int, run_id: str = "", tokens: int = 3) -> Request:
     call = pb.SampleCall(max_tokens=tokens)
     return operation(number, run_id, sample=call) if run_id else ask(number, sample=pb.SampleRequest(call=call))
 

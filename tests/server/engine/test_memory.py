@@ -62,12 +62,12 @@ def test_an_operation_out_of_memory_succeeds_in_smaller_pieces(
 ) -> None:
     whole, expected = trained(engine, "run-whole")
     device = SmallDevice(monkeypatch, 2)
-    budget = engine.engine.budget
+    budget = engine.context.budget
     pieces, found = trained(engine, "run-pieces")
     assert device.refused > 0 and whole.proto.loss.num_microbatches == 1 < pieces.proto.loss.num_microbatches
     assert pieces.proto.loss.loss == pytest.approx(whole.proto.loss.loss, rel=1e-6)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert engine.engine.budget == budget  # the next operation is tried as a whole again
+    assert engine.context.budget == budget  # the next operation is tried as a whole again
 
 
 def test_a_row_that_does_not_fit_fails_alone_and_leaves_the_gradients(
@@ -75,7 +75,7 @@ def test_a_row_that_does_not_fit_fails_alone_and_leaves_the_gradients(
 ) -> None:
     engine.create("run-a", seed=3, lora=4)
     engine.do("run-a", ROWS, forward_backward=CAUSAL)
-    run = engine.engine.runs["run-a"]
+    run = engine.context.runs["run-a"]
     before = {name: tensor.clone() for name, tensor in run.accumulator.state_tensors().items()}
     states = {name: state.clone() for name, state in run.rng_tensors().items()}
     with monkeypatch.context() as small:
@@ -126,8 +126,8 @@ def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
     assert full.sequences == 12 + again and found.proto.loss.recomputed
     assert found.proto.loss.loss == pytest.approx(plain.proto.loss.loss, rel=1e-6)
     np.testing.assert_allclose(found.columns["logprobs"].values, plain.columns["logprobs"].values, atol=1e-5)
-    theirs = engine.engine.runs["run-a"].accumulator.state_tensors()
-    for name, gradient in engine.engine.runs["run-b"].accumulator.state_tensors().items():
+    theirs = engine.context.runs["run-a"].accumulator.state_tensors()
+    for name, gradient in engine.context.runs["run-b"].accumulator.state_tensors().items():
         torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
 
 
@@ -166,7 +166,7 @@ def test_a_backward_out_of_memory_leaves_nothing_of_what_it_had_added(
             found = engine.do("run-a", rows, forward_backward=CAUSAL)
         assert full.calls == (2 + 6 if tokens == 40 else 6)  # the operation is repeated, in pieces half as large
         assert found.proto.loss.num_microbatches == 6
-        sums.append(engine.engine.runs["run-a"].accumulator.state_tensors())
+        sums.append(engine.context.runs["run-a"].accumulator.state_tensors())
     repeated, expected = sums
     assert repeated.keys() == expected.keys()
     assert all(torch.equal(repeated[name], expected[name]) for name in expected)
@@ -174,7 +174,7 @@ def test_a_backward_out_of_memory_leaves_nothing_of_what_it_had_added(
 
 def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalEngine) -> None:
     engine.create("run-a")
-    run, cpu = engine.engine.runs["run-a"], torch.device("cpu")
+    run, cpu = engine.context.runs["run-a"], torch.device("cpu")
     assert Memory(cpu).budget(run) == MOST["cpu"]  # 2,048 tokens of so small a model fit everywhere
     needed = token_bytes(run.policy)
     assert Memory(cpu, machine_bytes=int(6 * 100.5 * needed)).budget(run).microbatch_tokens == 100
@@ -187,7 +187,7 @@ def test_a_gpu_gets_what_is_free_and_less_after_it_was_too_much(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create("run-a")
-    run, free = engine.engine.runs["run-a"], [1 << 20]
+    run, free = engine.context.runs["run-a"], [1 << 20]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 20)
@@ -213,7 +213,7 @@ def test_a_gpu_gets_what_is_free_and_less_after_it_was_too_much(
 def test_what_a_token_takes_is_what_a_batch_of_them_takes(engine: LocalEngine) -> None:
     engine.create("run-a")
     engine.create("run-b", gradient_checkpointing=True)
-    whole, checkpointed = (engine.engine.runs[name].policy for name in ("run-a", "run-b"))
+    whole, checkpointed = (engine.context.runs[name].policy for name in ("run-a", "run-b"))
     meter = ActivationMeter(whole)
     with meter:
         whole.hidden(torch.zeros(600, dtype=torch.int64), torch.full((6,), 100), training=True)

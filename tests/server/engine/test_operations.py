@@ -12,7 +12,7 @@ import torch
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations import loss_operations
+from gradwire_server.engine.training import forward_backward as training_pass
 from support.engine import LocalEngine, token_rows
 
 ROWS = [[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60]]
@@ -58,7 +58,7 @@ def test_an_abandoned_or_lost_second_half_leaves_nothing_behind(engine: LocalEng
     assert "ZeroDivisionError" in abandoned.proto.error.message
     engine.do("run-a", BATCH, kept_forward=pb.KeptForward())
     engine.do("run-a", BATCH, forward=pb.LossCall(outputs=["logprobs"]), seq=5)
-    assert not engine.engine.runs["run-a"].kept
+    assert not engine.context.runs["run-a"].kept
     assert engine.op("run-a", optim_step=STEP).proto.error.code == pb.ERROR_CODE_NOTHING_TO_STEP
 
 
@@ -127,10 +127,10 @@ def test_a_fault_of_ours_is_reported_by_number_only_and_undone(
             torch.rand(3)
             raise ZeroDivisionError("a secret")
 
-        patch.setattr(loss_operations, "forward_backward", fault)
+        patch.setattr(training_pass, "forward_backward", fault)
         error = engine.op("run-a", BATCH, forward_backward=call("causal_lm")).proto.error
         patch.setattr(
-            loss_operations, "forward_backward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
+            training_pass, "forward_backward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("x"))
         )
         memory = engine.op("run-a", BATCH, forward_backward=call("causal_lm")).proto.error
     assert error.code == pb.ERROR_CODE_INTERNAL
@@ -165,7 +165,7 @@ def test_sampled_logprobs_are_the_scored_ones_and_text_prompts_are_encoded(engin
     tokens, logprobs = result.columns["token_ids"], result.columns["logprobs"]
     assert [level.tolist() for level in tokens.levels] == [[3, 3], [7] * 6]
     assert result.proto.sample.num_sampled_tokens == 42
-    tokenizer = engine.engine.tokenizer("tiny")
+    tokenizer = engine.context.tokenizer("tiny")
     assert tokenizer is not None
     prompts = tokenizer.encode(settings.prompts)
     assert prompts[0][0] == 1 and result.proto.sample.num_prompt_tokens == sum(map(len, prompts))

@@ -48,12 +48,12 @@ def test_bfloat16_trains_as_float32_does_but_for_rounding(
     np.testing.assert_allclose(logprobs, exact[1], atol=0.05)
     assert not np.array_equal(logprobs, exact[1])  # it was not float32 after all
     assert norms == pytest.approx(exact[2], rel=0.1)
-    policy = engine.engine.runs["run-a"].policy
+    policy = engine.context.runs["run-a"].policy
     assert policy.split_model.packing is not Packing.PADDED
     assert {master.dtype for master in policy.masters().values()} == {torch.float32}
     weights = {parameter.dtype for parameter in policy.trainable_parameters().values()}
     assert weights == {torch.float32 if dtype == "mixed" else torch.bfloat16}
-    gradients = engine.do("run-a", ROWS, forward_backward=CAUSAL) and engine.engine.runs["run-a"].accumulator
+    gradients = engine.do("run-a", ROWS, forward_backward=CAUSAL) and engine.context.runs["run-a"].accumulator
     assert {tensor.dtype for name, tensor in gradients.state_tensors().items() if not name.endswith("|")} == {
         torch.float32
     }

@@ -32,7 +32,7 @@ def dpo(engine: LocalEngine, run: str, reference: str, kind: str = "forward_back
 @pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
 def test_a_second_epoch_computes_no_reference(engine: LocalEngine, lora: int | None) -> None:
     engine.create("run-a", lora=lora)
-    references = engine.engine.references
+    references = engine.context.references
     assert dpo(engine, "run-a", "base")["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert references.computed_sequences == 6
     engine.do("run-a", optim_step=pb.OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8))
@@ -45,7 +45,7 @@ DPO = pb.LossCall(loss_fn="dpo", loss_kwargs_json=json.dumps({"reference_model":
 
 
 def test_only_what_is_new_is_computed_where_rounding_does_not_matter(engine: LocalEngine) -> None:
-    references = engine.engine.references
+    references = engine.context.references
     references.same_bits = False
     engine.create("run-a")
     dpo(engine, "run-a", "base")
@@ -63,8 +63,8 @@ def test_what_was_kept_changes_no_bit_on_a_cpu(tiny_model_path: Path, tmp_path: 
             engine.do("run-other", columns, forward_backward=DPO)
         engine.do("run-a", SOME_NEW, forward_backward=DPO)
         engine.do("run-a", SOME_NEW, forward_backward=DPO)  # nothing of it is computed again
-        assert engine.engine.references.found_sequences == (12 if before else 6)
-        sums.append(engine.engine.runs["run-a"].accumulator.state_tensors())
+        assert engine.context.references.found_sequences == (12 if before else 6)
+        sums.append(engine.context.runs["run-a"].accumulator.state_tensors())
     assert all(torch.equal(sums[0][name], sums[1][name]) for name in sums[0])
 
 
@@ -114,7 +114,7 @@ def test_a_reward_head_travels_with_its_checkpoint(engine: LocalEngine) -> None:
 @pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
 def test_the_moving_average_moves_and_its_old_scores_are_forgotten(engine: LocalEngine, lora: int | None) -> None:
     engine.create("run-a", lora=lora, seed=1, head="value")
-    run = engine.engine.runs["run-a"]
+    run = engine.context.runs["run-a"]
     start = {name: tensor.clone() for name, tensor in run.policy.state_tensors().items()}
     assert dpo(engine, "run-a", "ema", "forward")["reward_margin"] == pytest.approx(0, abs=1e-6)
     engine.train("run-a", BATCH)
@@ -131,23 +131,23 @@ def test_the_moving_average_moves_and_its_old_scores_are_forgotten(engine: Local
 
 def test_weights_are_kept_within_so_many_bytes(tiny_model_path: Path, tmp_path: Path) -> None:
     sizing = LocalEngine({"tiny": tiny_model_path}, tmp_path)
-    size = 4 * sizing.engine.pool.facts("tiny").num_parameters
+    size = 4 * sizing.context.pool.facts("tiny").num_parameters
     models = dict.fromkeys(("tiny", "second", "third"), tiny_model_path)
     engine = LocalEngine(models, tmp_path, reference_cache_bytes=2 * size)
     engine.create("run-full")
     engine.do("run-full", save_checkpoint=pb.SaveCheckpoint(name="start"))
     expected = engine.logprobs("run-full", BATCH)
-    references = engine.engine.references
+    references = engine.context.references
     for name in ("tiny", "second", "run-full/start", "second", "third"):
         assert np.allclose(engine.logprobs("run-full", BATCH, model=name), expected, atol=1e-6)
         assert len(references.loaded) <= 2
     assert references.loaded == ["model second", "model third"]
-    assert not engine.engine.pool.is_loaded("tiny")
+    assert not engine.context.pool.is_loaded("tiny")
     # What a run stands on is not dropped, costs the cache nothing, and is the cache's again when the run has gone.
     engine.create("run-lora", lora=4)
     for name in ("base", "second", "third"):
         engine.logprobs("run-lora", BATCH, model=name)
-    assert len(references.loaded) == 3 and engine.engine.pool.is_loaded("tiny")
+    assert len(references.loaded) == 3 and engine.context.pool.is_loaded("tiny")
     engine.request(drop_run=engine_pb2.EngineDropRun(run_id="run-lora"))
     assert len(references.loaded) == 2
 
@@ -176,7 +176,7 @@ def test_a_reference_is_of_the_dtype_that_was_asked_for(engine: LocalEngine, nam
         kwargs = json.dumps({"reference_model": name, "reference_dtype": dtype})
         call = pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs)
         metrics = engine.do("run-a", PAIRS, forward_backward=call).proto.loss.metrics
-        return metrics["reward_margin"], engine.engine.references.computed_sequences
+        return metrics["reward_margin"], engine.context.references.computed_sequences
 
     (whole, first), (same, second), (rounded, third), (again, fourth) = map(
         rewards, (None, "float32", "bfloat16", "bfloat16")
@@ -184,7 +184,7 @@ def test_a_reference_is_of_the_dtype_that_was_asked_for(engine: LocalEngine, nam
     assert whole == same and first == second  # the server's own: nothing is computed or copied
     assert third == fourth == second + 6
     assert rounded == again == pytest.approx(whole, abs=0.02) and rounded != whole
-    assert engine.engine.references.loaded[-1].endswith("torch.bfloat16")
+    assert engine.context.references.loaded[-1].endswith("torch.bfloat16")
 
 
 def test_the_moving_average_is_of_the_runs_dtype(engine: LocalEngine) -> None:

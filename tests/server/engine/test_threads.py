@@ -30,7 +30,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def engine(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
     engine = LocalEngine({"tiny": tiny_model_path}, tmp_path)
-    parameters = engine.engine.pool.facts("tiny").num_parameters
+    parameters = engine.context.pool.facts("tiny").num_parameters
     monkeypatch.setattr(threads, "SMALL", 50 * parameters)  # as if the tiny model were a larger one
     return engine
 
@@ -79,5 +79,5 @@ def test_what_came_between_changes_no_bit(two_threads: None, engine: LocalEngine
                 engine.do(f"{run_id}-other", token_rows(SMALL), forward_backward=CAUSAL)
             engine.do(run_id, token_rows(rows), forward_backward=CAUSAL)
             engine.do(run_id, optim_step=STEP)
-        found.append(engine.engine.runs[run_id].policy.state_tensors())
+        found.append(engine.context.runs[run_id].policy.state_tensors())
     assert all(np.array_equal(found[0][name].numpy(), found[1][name].numpy()) for name in found[0])

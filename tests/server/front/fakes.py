@@ -12,7 +12,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine_client.process import EngineAnswer, EngineDied
 from gradwire_server.engine_link.vitals import Vitals
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 
 
 @dataclass
@@ -95,7 +95,7 @@ class FakeEngine:
                 if request.operation.seq in self.dies_behind:
                     self.dies_behind.discard(request.operation.seq)
                     self.die()
-        except (EngineDied, RpcError) as error:
+        except (EngineDied, ServiceError) as error:
             answer.set_exception(error)
         else:
             answer.set_result(outcome)
@@ -112,12 +112,12 @@ class FakeEngine:
         if kind == "create_run":
             create = request.create_run
             if create.config.lora.rank > 100:
-                raise RpcError(pb.ERROR_CODE_INVALID_ARGUMENT, "rank too large", field="lora.rank")
+                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "rank too large", field="lora.rank")
             run = self.runs[create.run_id] = FakeRun()
             if create.checkpoint:
                 history = self._folder(create.checkpoint) / "history"
                 if not history.exists():
-                    raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{create.checkpoint} cannot be read")
+                    raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, f"{create.checkpoint} cannot be read")
                 seq, *run.history = history.read_text().split()
                 reply.run_created.seq = int(seq)
                 run.step = 0 if create.weights_only else run.history.count("step")
@@ -128,7 +128,7 @@ class FakeEngine:
             reply.empty.SetInParent()
         elif kind == "verify_checkpoint":
             if self.unreadable:
-                raise RpcError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, "cannot be read")
+                raise ServiceError(pb.ERROR_CODE_CHECKPOINT_CORRUPT, "cannot be read")
         elif kind == "operation":
             return self._operation(request.operation, payload, reply)
         return reply, b""
@@ -137,7 +137,7 @@ class FakeEngine:
         self, asked: engine_pb2.EngineOperation, payload: bytes, reply: engine_pb2.EngineReply
     ) -> tuple[engine_pb2.EngineReply, bytes]:
         if asked.run_id not in self.runs:
-            raise RpcError(pb.ERROR_CODE_UNKNOWN_RUN, f"{asked.run_id} is not in this engine")
+            raise ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, f"{asked.run_id} is not in this engine")
         run, operation, seq = self.runs[asked.run_id], asked.operation, asked.seq
         if asked.unless_failed and run.failed_seq >= asked.unless_failed:
             reply.not_started.SetInParent()

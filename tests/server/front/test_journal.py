@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, RunMarks, identity
 from gradwire_server.journal.run_records import RunRecords, new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
@@ -190,7 +190,7 @@ async def test_a_full_disk_refuses_and_service_resumes_when_there_is_room(
             raise OSError(28, "No space left on device")
 
         full.setattr(os, "fsync", no_space)
-        with pytest.raises(RpcError) as caught:
+        with pytest.raises(ServiceError) as caught:
             await append(journal, operation(run_id, 1, size=3), b"abc")
         assert caught.value.code == pb.ERROR_CODE_STORAGE_FULL
     assert await journal.entries(run_id, 0, 10) == []

@@ -39,7 +39,7 @@ async def saved(client: Client, *names: str) -> None:
 
 async def journal_of(server: Server, run_id: str) -> list[tuple[int, bool]]:
     """(number, whether its payload is kept) of every operation that is still known."""
-    journal = server._journal
+    journal = server.core._journal
     assert journal is not None
     return [(entry.header.seq, entry.location is not None) for entry in await journal.entries(run_id, 0, 10**6)]
 
@@ -151,7 +151,7 @@ async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(sta
             await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name))
         await client.results(2, 4)
         await saved(client, "best", "two", "three")
-        journal = door.server._journal
+        journal = door.server.core._journal
         assert journal is not None
         async with asyncio.timeout(60):
             while await journal.user_of(client.run_id, "best") is not None:  # noqa: ASYNC110 - trimmed behind two saves
@@ -230,7 +230,7 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
         client = await (await door.client()).begin()
         await client.fb(1)
         await client.results(1)
-        record = door.server.runs.get(client.run_id, Caller("", "admin"))
+        record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
         later = 2000.0
         await until(lambda: record.released_seq == 1)
         later = 0.0
@@ -247,7 +247,7 @@ async def test_a_shutdown_says_what_it_left(start: Start) -> None:
         door.engine.gate.clear()
         for seq in (1, 2, 3):
             await client.fb(seq)
-    assert door.server.left == {client.run_id: 3}
+    assert door.server.core.left == {client.run_id: 3}
 
 
 async def test_what_no_recovery_repeats_takes_no_room(start: Start) -> None:

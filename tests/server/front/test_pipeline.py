@@ -91,8 +91,8 @@ async def test_what_the_engine_made_of_operations_that_could_not_be_written_is_u
     client = await (await door.client()).begin()
     await client.fb(1, "a")
     await client.results(1)
-    assert door.server._journal is not None
-    store = door.server._journal.store
+    assert door.server.core._journal is not None
+    store = door.server.core._journal.store
     meanwhile = set[int]()
 
     def full() -> None:
@@ -140,11 +140,11 @@ async def test_a_server_that_stops_takes_back_what_the_engine_has_not_begun(star
             await client.fb(seq, str(seq), b"payload")
         await until(lambda: door.engine.most_in_pipe == 10 and door.engine.newest.operation.seq == 1)
         stopping = asyncio.create_task(door.server.stop())
-        await until(lambda: door.server.scheduler.dispatcher._draining)
+        await until(lambda: door.server.core.scheduler.dispatcher._draining)
         door.engine.gate.set()
         await stopping
         assert door.engine.runs[client.run_id].history == ["1"]
-        assert door.server.left == {client.run_id: 9}
+        assert door.server.core.left == {client.run_id: 9}
     async with start() as door:
         again = await door.client()
         again.run_id = client.run_id

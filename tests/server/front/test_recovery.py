@@ -12,7 +12,7 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
-from gradwire_server.errors import RpcError
+from gradwire_server.errors import ServiceError
 from support.scripted import until
 
 from tests.server.front.conftest import Client, Door, Start, error_of
@@ -211,7 +211,7 @@ async def test_without_payloads_a_run_goes_back_to_its_checkpoint_and_says_so(st
         if how == "engine":
             door.engine.die()
             await client.fb(4, "void")
-            record = door.server.runs.get(client.run_id, Caller("", "admin"))
+            record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
             await until(lambda: record.epoch > client.epoch)
             await went_back(door, client)
     if how == "server":
@@ -263,7 +263,7 @@ async def test_a_run_that_cannot_be_restored_says_why(start: Start, tmp_path: Pa
 
 def test_an_error_keeps_what_it_was_given() -> None:
     error = pb.Error(code=pb.ERROR_CODE_SEQ_GAP, message="far", field="seq", row=0, rule="r", cause_seq=3)
-    assert RpcError.of(error).error == error
+    assert ServiceError.of(error).error == error
 
 
 async def test_a_database_that_cannot_be_read_is_said_in_a_sentence(start: Start, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ async def test_an_engine_that_dies_before_a_slow_disk_has_stored_its_result(
         await client.fb(1, "a")
         await (client.fb(2, "b") if behind == "fb" else save(client, 2))
         disk = threading.Event()
-        held = door.server.runs._store.write(lambda connection: disk.wait(client.patience_s))
+        held = door.server.core.runs._store.write(lambda connection: disk.wait(client.patience_s))
         door.engine.dies_behind = {1}
         door.engine.gate.set()
         await until(lambda: not door.engine.dies_behind)
@@ -292,7 +292,7 @@ async def test_an_engine_that_dies_before_a_slow_disk_has_stored_its_result(
         disk.set()
         await held
         if durability == "checkpoint":
-            record = door.server.runs.get(client.run_id, Caller("", "admin"))
+            record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
             await until(lambda: record.epoch > client.epoch)
             assert (record.accepted_seq, record.rewound_to_seq) == (0, 0)
             return
@@ -308,7 +308,7 @@ async def test_an_engine_that_dies_while_a_save_waits_for_a_slow_disk(door: Door
     await client.fb(1, "a")
     await save(client, 2, "one")
     disk = threading.Event()
-    held = door.server.runs._store.write(lambda connection: disk.wait(client.patience_s))
+    held = door.server.core.runs._store.write(lambda connection: disk.wait(client.patience_s))
     door.engine.gate.set()
     await until(lambda: bool(door.engine.seen))
     await asyncio.sleep(0.1)

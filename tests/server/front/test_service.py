@@ -12,12 +12,15 @@ import grpc
 import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits, ServerConfig, parse_model
-from gradwire_server.core.run_creation import Creator
-from gradwire_server.doors.grpc import service as service_module
+from gradwire_server.core.core import PROTOCOL
+from gradwire_server.core.run_creation import RunCreation
+from gradwire_server.doors.grpc.door import SERVICE
+from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from gradwire_server.engine_client.process import EngineProcess
-from gradwire_server.errors import GRPC_STATUS, RpcError
-from gradwire_server.server import SERVICE, Server
+from gradwire_server.errors import ServiceError
+from gradwire_server.server import Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.server.front.conftest import Client, Door, Start, error_of
@@ -42,7 +45,7 @@ async def test_a_mistake_of_the_server_leaves_as_a_number(door: Door, monkeypatc
     async def broken(*_: Any) -> None:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr(door.server.scheduler.results, "release", broken)
+    monkeypatch.setattr(door.server.core.scheduler.results, "release", broken)
     client = await (await door.client()).begin()
     with pytest.raises(grpc.RpcError) as caught:
         await client.stub.AckResults(pb.AckResultsRequest(run_id=client.run_id, up_to_seq=1, epoch=client.epoch))
@@ -190,10 +193,10 @@ async def test_one_key_makes_one_run(door: Door) -> None:
 
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
-    creator = Creator(door.server.scheduler, door.server.runs, Limits(), {"tiny": "/models/tiny"})
-    request = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"), idempotency_key="k")
-    one, other = await asyncio.gather(creator.create(request, ""), creator.create(request, ""))
-    assert one is other and one.ready and door.server.runs.count == 1
+    creator = RunCreation(door.server.core.scheduler, door.server.core.runs, Limits(), {"tiny": "/models/tiny"})
+    config, caller = pb.RunConfig(base_model="tiny"), Caller("")
+    one, other = await asyncio.gather(creator.create(caller, config, "k"), creator.create(caller, config, "k"))
+    assert one is other and one.ready and door.server.core.runs.count == 1
 
 
 async def test_runs_are_listed_in_pages_and_their_number_is_bounded(start: Start) -> None:
@@ -251,7 +254,7 @@ async def test_live_and_ready_are_told_apart(door: Door) -> None:
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
         assert (await state(""), await state(SERVICE)) == (1, 1)
-        door.server._engine_changed(False)
+        door.server.door.engine_changed(False)
         async with asyncio.timeout(60):
             while await state(SERVICE) != 2:  # noqa: ASYNC110  nobody announces it
                 await asyncio.sleep(0.01)
@@ -275,13 +278,13 @@ async def test_streams_end_with_a_word_when_the_server_stops(start: Start) -> No
 async def test_a_fault_in_starting_the_engine_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("gradwire_server.engine_client.process.command", lambda *_: 1 // 0)
     engine = EngineProcess(ServerConfig(state_dir=tmp_path, models={"tiny": "x"}))
-    with pytest.raises(RpcError, match=r"did not start .*division"):
+    with pytest.raises(ServiceError, match=r"did not start .*division"):
         await asyncio.wait_for(engine.start(), 60)
 
 
 async def test_the_server_says_what_it_is(door: Door) -> None:
     info = await (await door.client()).stub.GetServerInfo(pb.GetServerInfoRequest())
-    assert (info.protocol, info.device, info.engine_ready) == (service_module.PROTOCOL, "fake", True)
+    assert (info.protocol, info.device, info.engine_ready) == (PROTOCOL, "fake", True)
     assert info.limits["max_payload_bytes"] == 1 << 30 and info.durability == "journal"
 
 

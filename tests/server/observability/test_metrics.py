@@ -206,7 +206,7 @@ async def test_a_server_shows_what_waits_and_what_was_done(start: Start) -> None
         await client.fb(1, payload=b"abc")
         await client.step(2)
         await client.send(*client.frames(4, zero_grad=pb.ZeroGrad()))  # 3 is missing: it waits unacknowledged
-        backlog = door.server.scheduler.backlog
+        backlog = door.server.core.scheduler.backlog
         await until(lambda: backlog().early == 1 and backlog().oldest_s > 0.05)
         held = await asyncio.to_thread(scrape, door.server.metrics_address)
         assert held["gradwire_queue_operations"] == 2 and held["gradwire_queue_bytes"] == 3
@@ -242,7 +242,7 @@ async def test_a_recovery_is_timed_and_counted(start: Start) -> None:
         door.engine.die()
         await client.fb(4)
         await client.results(1, 4)
-        found = door.server.metrics.registry.get_sample_value
+        found = door.server.core.metrics.registry.get_sample_value
         assert found("gradwire_replayed_operations_total") == 3
         assert found("gradwire_replay_seconds_count") == 1
         assert door.server.metrics_address == ""

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.cli import status as status_cli
-from gradwire_server.observability.view import Snapshot, draw, duration, plain, rate, size
+from gradwire_server.cli.status_view import Snapshot, draw, duration, plain, rate, size
 from rich.console import Console
 
 

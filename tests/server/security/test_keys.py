@@ -105,7 +105,7 @@ async def test_with_a_key_the_server_listens_beyond_loopback(tmp_path: Path) -> 
             pass
     KeyFile(tmp_path).create("ada")
     async with Server(config, FakeEngine(tmp_path)) as server:
-        assert server.keys.required
+        assert server.core.keys.required
 
 
 async def test_odd_headers_are_no_key(keyed: Any) -> None:
@@ -149,7 +149,7 @@ async def test_a_keys_queue_is_bounded_over_all_its_runs_and_empties(keyed: Any)
         assert not (await runs[1].fb(2, "a", bytes(2000))).HasField("error")  # alone it passes any quota
         await runs[0].stub.DeleteRun(pb.DeleteRunRequest(run_id=runs[0].run_id))
         assert await runs[1].statuses(2) == ["ok", "ok"]
-        usage = door.door.server.scheduler.usage("bob")
+        usage = door.door.server.core.scheduler.usage("bob")
         assert (usage.operations, usage.bytes, usage.incoming_bytes) == (0, 0, 0)
 
 
@@ -185,7 +185,7 @@ async def test_payloads_on_their_way_are_bounded(keyed: Any) -> None:
         half = first.frames(1, bytes(900), forward_backward=pb.LossCall(loss_fn="a"))[0]
         half.chunk = half.chunk[:10]
         await first.send(half)
-        usage = door.door.server.scheduler.usage("ada")
+        usage = door.door.server.core.scheduler.usage("ada")
         await until(lambda: usage.incoming_bytes)
         error = (await second.fb(1, "a", bytes(101))).error
         assert error.rule == "max_incoming_bytes = 1000" and "--limit" in error.message
@@ -286,7 +286,7 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")
         sampling = [asyncio.ensure_future(outcome(bob.stub, "Sample", asked)) for _ in range(SMALL_AHEAD + 2)]
-        fair_queue = door.door.server.scheduler.dispatcher.fair_queue
+        fair_queue = door.door.server.core.scheduler.dispatcher.fair_queue
         await until(lambda: len(fair_queue) == 2)
         create = pb.CreateRunRequest(config=pb.RunConfig(base_model="tiny"))
         creating = asyncio.ensure_future(outcome(bob.stub, "CreateRun", create))
@@ -297,7 +297,7 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         door.engine.gate.set()
         assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * SMALL_AHEAD
         await stopping
-        assert door.door.server.runs.count == 0
+        assert door.door.server.core.runs.count == 0
 
 
 async def test_the_old_writer_is_told_who_took_its_run_over(keyed: Any) -> None:

@@ -20,7 +20,8 @@ from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller, Keys
-from gradwire_server.errors import GRPC_STATUS, RpcError
+from gradwire_server.doors.grpc.errors import GRPC_STATUS
+from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +48,18 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_OPEN):
             return handler
         try:
-            caller = self._keys.caller(details.invocation_metadata)
-        except RpcError as error:
+            caller = self._keys.caller(_secret(details.invocation_metadata))
+        except ServiceError as error:
             return _refusing(error, details.method)
         return _guarded(handler, self._keys, caller, details.method)
 
 
-def _refusing(error: RpcError, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+def _secret(metadata: Any) -> str:
+    given = next((value for key, value in metadata or () if key == "authorization"), "")
+    return given.removeprefix("Bearer ") if isinstance(given, str) else ""
+
+
+def _refusing(error: ServiceError, method: str) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler that reads nothing: a stream's, whatever the method is."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -106,7 +112,7 @@ def _guarded(handler: Any, keys: Keys, caller: Caller, method: str) -> grpc.RpcM
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(error, RpcError):
+    if isinstance(error, ServiceError):
         await _abort(context, error.error, method)
     if isinstance(error, DecodeError):
         message = "the message cannot be parsed; client and server may be of different versions"

@@ -15,20 +15,27 @@ from transformers import AttentionInterface
 
 from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.adapters import SpanLinear
-from gradwire_server.engine.sampling.key_values import SlotLayer
 
 KINDS = 64
 """Of work that a layer's code may be compiled for; beyond them it runs as it is."""
+
+
+_LEFT_OUT: list[tuple[type, str]] = [(SpanLinear, "forward")]
+
+
+def leave_out(kind: type, method: str) -> None:
+    """Keeps a method that the layers call out of what is compiled; for those that take another way at each call."""
+    _LEFT_OUT.append((kind, method))
 
 
 def compile_layers(trunk: nn.Module) -> None:
     """Compiles the layers of a trunk, each when it is first called."""
     torch._dynamo.config.recompile_limit = KINDS
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
-    if not hasattr(SpanLinear.forward, "_torchdynamo_disable"):
-        SpanLinear.forward = torch.compiler.disable(SpanLinear.forward)  # type: ignore[method-assign]
-    if not hasattr(SlotLayer.update, "_torchdynamo_disable"):  # where a token's keys go is another place each step
-        SlotLayer.update = torch.compiler.disable(SlotLayer.update)  # type: ignore[method-assign]
+    for kind, method in _LEFT_OUT:
+        function = getattr(kind, method)
+        if not hasattr(function, "_torchdynamo_disable"):
+            setattr(kind, method, torch.compiler.disable(function))
     layers = max((module for module in trunk.modules() if isinstance(module, nn.ModuleList)), key=len)
     for layer in layers:
         layer.compile(dynamic=True)

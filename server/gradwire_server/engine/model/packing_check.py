@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.packing import MIN_SAVED, Packing, arrange, lay_out
-
-if TYPE_CHECKING:
-    from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.split_model import SplitModel
 
 logger = logging.getLogger(__name__)
 

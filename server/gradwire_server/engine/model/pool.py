@@ -19,6 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.compilation import compile_layers
+from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
 
 logger = logging.getLogger(__name__)
@@ -108,7 +110,11 @@ class ModelPool:
                 trust_remote_code=False,
                 **kwargs,
             )
-        return SplitModel(facts, model, mixed=self._mixed and dtype is None, compiled=self._compiled)
+        split_model = SplitModel(facts, model, mixed=self._mixed and dtype is None)
+        split_model.packing = choose_packing(split_model)
+        if self._compiled:
+            compile_layers(split_model.trunk)
+        return split_model
 
     def _read_facts(self, name: str) -> ModelFacts:
         if name not in self._paths:

@@ -21,8 +21,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import LAYOUT
 from gradwire_server.engine.model.dropout import DropoutPlaces
 from gradwire_server.engine.model.embedding import add_rows_in_place
-from gradwire_server.engine.model.packing import Layout, Padded
-from gradwire_server.engine.model.packing_check import choose_packing
+from gradwire_server.engine.model.packing import Layout, Packing, Padded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -80,12 +79,11 @@ class SplitModel:
         adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
         adapter_layers: what computes with the adapters.
         mixed: whether the trunk computes in bfloat16 (autocast) with weights of float32.
-        packing: the form that it may be given ragged sequences in.
+        packing: the form that it may be given ragged sequences in; padded until a check has found a better one
+            (:func:`.packing_check.choose_packing`).
     """
 
-    def __init__(
-        self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False, compiled: bool = False
-    ) -> None:
+    def __init__(self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False) -> None:
         self.facts = facts
         self.model = model
         self.trunk = cast(nn.Module, model.get_decoder())
@@ -101,11 +99,7 @@ class SplitModel:
         model.eval()
         add_rows_in_place(model.get_input_embeddings())
         check_split(self)
-        self.packing = choose_packing(self)
-        if compiled:
-            from gradwire_server.engine.model.compilation import compile_layers
-
-            compile_layers(self.trunk)
+        self.packing = Packing.PADDED
 
     @property
     def device(self) -> torch.device:

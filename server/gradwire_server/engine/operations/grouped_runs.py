@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gradwire_proto.v1 import engine_pb2, training_pb2
+from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
-from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
 from gradwire_server.engine.model.policy import LoraPolicy
-from gradwire_server.engine.operations import loss_operations
-from gradwire_server.engine.process.engine import Answer, Engine, succeeded
-from gradwire_server.engine.process.loop import LoopRequest
+from gradwire_server.engine.operations import batches
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, not_started
+from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import suited_threads
 from gradwire_server.engine.training.forward_backward import Training
@@ -35,8 +36,8 @@ MOST_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
 
 @dataclass(eq=False)
 class _Member:
-    request: LoopRequest
-    run: EngineRun
+    request: Request
+    execution: Execution
     training: Training
     generators: dict[str, Tensor]
     seconds: float
@@ -45,19 +46,23 @@ class _Member:
     def call(self) -> training_pb2.LossCall:
         return self.request.message.operation.operation.forward_backward
 
+    @property
+    def run(self) -> EngineRun:
+        return self.execution.run
+
 
 class GroupedRuns:
     """Chooses what goes together, and answers it.
 
     Args:
-        engine: whose operations they are.
+        context: the engine's parts.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._most_tokens = MOST_TOKENS[engine.pool.device.type]
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._most_tokens = MOST_TOKENS[context.pool.device.type]
 
-    def choose(self, ready: Sequence[LoopRequest]) -> Sequence[LoopRequest]:
+    def choose(self, ready: Sequence[Request]) -> Sequence[Request]:
         """What to carry out now, of requests whose turn it is, of different runs; the first of them or more.
 
         A step goes before a ``forward_backward`` of another run, whose companion the next one of its run may be.
@@ -76,14 +81,13 @@ class GroupedRuns:
                 tokens += more
         return chosen
 
-    def answer(self, requests: Sequence[LoopRequest]) -> Iterator[Answer]:
-        """Carries them out, as :meth:`.engine.Engine.answer` would one after another."""
-        alone: list[LoopRequest] = []
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """Carries them out; the answers are those that each alone would have, within rounding."""
+        alone: list[Request] = []
         members: list[_Member] = []
         for request in requests:
-            if not self._engine.begins(request.message):
-                empty = training_pb2.Empty()
-                yield Answer(engine_pb2.EngineReply(id=request.message.id, not_started=empty), [])
+            if not begins(self._context, request.message):
+                yield _to(request, not_started())
                 continue
             member = self._prepare(request)
             if member is not None and self._fits([*members, member]):
@@ -99,34 +103,30 @@ class GroupedRuns:
         else:
             alone += [member.request for member in members]
         for request in alone:
-            answer = self._engine.carry_out(request.message, request.columns)
-            answer.reply.id = request.message.id
-            yield answer
+            yield _to(request, carry_out(self._context, request.message.operation, request.columns))
 
     def _fits(self, members: Sequence[_Member]) -> bool:
         trainings = [member.training for member in members]
         return fits(trainings, min(self._most_tokens, *(each.budget.microbatch_tokens for each in trainings)))
 
-    def _trained(self, request: LoopRequest) -> LoraPolicy | None:
+    def _trained(self, request: Request) -> LoraPolicy | None:
         """The policy of a request that may go together with others."""
         asked = request.message.operation
-        run = self._engine.runs.get(asked.run_id)
+        run = self._context.runs.get(asked.run_id)
         if run is None or request.error is not None or not asked.operation.HasField("forward_backward"):
             return None
         return run.policy if isinstance(run.policy, LoraPolicy) else None
 
-    def _prepare(self, request: LoopRequest) -> _Member | None:
+    def _prepare(self, request: Request) -> _Member | None:
         """None where it cannot be prepared, and says alone why."""
-        engine, asked, start = self._engine, request.message.operation, time.perf_counter()
-        run = engine.runs[asked.run_id]
-        run.drop_accumulated(asked.dropped_step)
-        generators, had_ema, whole = run.rng_tensors(), run.ema is not None, engine.budget
-        crash_point("engine.before_operation")
-        run.forget_kept(asked.seq)
-        engine.budget = engine.memory.budget(run)
+        context, asked = self._context, request.message.operation
+        execution = Execution(context, asked)
+        run, whole = execution.run, context.budget
+        generators, had_ema = run.rng_tensors(), run.ema is not None
+        context.budget = context.memory.budget(run)
         try:
             with run.rng():
-                training = loss_operations.prepare(engine, run, asked.operation.forward_backward, request.columns)
+                training = batches.prepare(context, run, asked.operation.forward_backward, request.columns)
         except Exception as error:  # the same is raised where it is carried out alone, and answered there
             if is_fatal(error):
                 raise
@@ -134,8 +134,8 @@ class GroupedRuns:
                 run.drop_ema()
             return None
         finally:
-            engine.budget = whole
-        return _Member(request, run, training, generators, time.perf_counter() - start)
+            context.budget = whole
+        return _Member(request, execution, training, generators, execution.seconds)
 
     def _together(self, members: Sequence[_Member]) -> Iterator[tuple[_Member, Answer | None]]:
         """The answer of each; None where it has to be carried out alone."""
@@ -163,19 +163,16 @@ class GroupedRuns:
                 yield member, self._succeeded(member, evaluation, member.seconds + share, len(members))
 
     def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
-        asked = member.request.message.operation
-        outcome = loss_operations.trained(self._engine, member.run, member.call, member.training, lambda: evaluation)
+        outcome = batches.trained(self._context, member.run, member.call, member.training, lambda: evaluation)
         outcome.result.loss.grouped_runs = num_runs
-        member.run.seq = asked.seq
-        answer = succeeded(outcome, asked.seq, seconds)
-        answer.reply.id = member.request.message.id
-        self._engine.tracing.record(
-            "gradwire.engine.forward_backward", asked.traceparent, seconds, run=asked.run_id, seq=asked.seq
-        )
-        crash_point("engine.before_reply")
-        return answer
+        return _to(member.request, member.execution.succeeded(outcome, seconds))
 
 
-def _least_tokens(request: LoopRequest) -> int:
+def _to(request: Request, answer: Answer) -> Answer:
+    answer.reply.id = request.message.id
+    return answer
+
+
+def _least_tokens(request: Request) -> int:
     """No more than the tokens of a batch: those of its longest column."""
     return max((len(column.values) for column in request.columns.values()), default=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from gradwire_proto.codec import Column
@@ -13,12 +12,10 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.operations.outcome import Columns, Outcome
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.sampling.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
-
-if TYPE_CHECKING:
-    from gradwire_server.engine.process.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Started:
         return Outcome(training_pb2.OperationResult(sample=result), columns)
 
 
-def begin_in_run(engine: Engine, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
+def begin_in_run(context: EngineContext, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
     """Begins a run's own ``sample``, within :meth:`.run.EngineRun.rng`: without a seed of its own it draws one.
 
     On a CPU it is computed alone, so that a run's numbers are the same to the last bit whoever else is there.
@@ -65,7 +62,7 @@ def begin_in_run(engine: Engine, run: EngineRun, call: training_pb2.SampleCall, 
             )
         prompts = [row.tolist() for row in column.rows()]
     seed = call.seed if call.HasField("seed") else draw_seed()
-    return _begin(engine, run.policy, call, prompts, seed, alone=engine.pool.device.type == "cpu")
+    return _begin(context, run.policy, call, prompts, seed, alone=context.pool.device.type == "cpu")
 
 
 def draw_seed() -> int:
@@ -73,19 +70,19 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def begin_outside(engine: Engine, asked: training_pb2.SampleRequest) -> Started:
+def begin_outside(context: EngineContext, asked: training_pb2.SampleRequest) -> Started:
     """Begins samples of a model or a checkpoint, of no run.
 
     Raises:
         OperationError: for what is wrong with the request.
     """
-    policy = engine.references.resolve(asked.model, field="model").policy
+    policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
-    return _begin(engine, policy, asked.call, prompts, secrets.randbits(62), alone=False)
+    return _begin(context, policy, asked.call, prompts, secrets.randbits(62), alone=False)
 
 
 def _begin(
-    engine: Engine,
+    context: EngineContext,
     policy: Policy,
     call: training_pb2.SampleCall,
     prompts: Sequence[Sequence[int]] | None,
@@ -93,7 +90,7 @@ def _begin(
     alone: bool,
 ) -> Started:
     params = SamplingParams.from_call(call, seed)
-    tokenizer = engine.tokenizer(policy.facts.name)
+    tokenizer = context.tokenizer(policy.facts.name)
     if not prompts and call.prompts:
         if tokenizer is None:
             raise OperationError(
@@ -103,5 +100,5 @@ def _begin(
             )
         prompts = tokenizer.encode(call.prompts)
     prompts = prompts or []
-    job = engine.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
+    job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
     return Started(job, sum(map(len, prompts)))

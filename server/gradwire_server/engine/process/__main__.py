@@ -26,11 +26,11 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.pool import Dtype
 from gradwire_server.engine.operations.grouped_runs import GroupedRuns
-from gradwire_server.engine.operations.outcome import Columns
+from gradwire_server.engine.operations.request import Columns, Request
+from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
-from gradwire_server.engine.process.loop import Loop, LoopRequest
-from gradwire_server.engine.process.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import EngineLink, LinkClosed
 from gradwire_server.observability import logs
@@ -62,12 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
         engine = _start(options, tracing)
-        engine.marks = None if options.marks is None else CrashMarks(options.marks)
+        context = engine.context
+        context.crash_marks = None if options.marks is None else CrashMarks(options.marks)
         hello = engine_pb2.EngineReply(hello=engine.hello())
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
         return 1
-    requests: queue.Queue[LoopRequest] = queue.Queue(READ_AHEAD)
+    requests: queue.Queue[Request] = queue.Queue(READ_AHEAD)
     try:
         link.send(hello)
         threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
@@ -75,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heartbeat.start()
         Loop(
             engine,
-            SamplesInProgress(engine),
+            SamplesInProgress(context),
             requests,
             lambda answer: link.send(answer.reply, answer.buffers),
             lambda request_ids: heartbeat.working(),
-            GroupedRuns(engine) if _groups_runs(options.group_runs, engine) else None,
+            GroupedRuns(context) if _groups_runs(options.group_runs, context.pool.device) else None,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
@@ -107,7 +108,7 @@ def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
     )
 
 
-def _read_ahead(link: EngineLink, requests: queue.Queue[LoopRequest]) -> None:
+def _read_ahead(link: EngineLink, requests: queue.Queue[Request]) -> None:
     while True:
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
@@ -121,14 +122,14 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[LoopRequest]) -> None:
                 columns = codec.decode(message.operation.tensors, payload)
             except codec.CodecError as found:
                 error = found
-        requests.put(LoopRequest(message, columns, error))
+        requests.put(Request(message, columns, error))
         if message.HasField("shutdown"):
             return
 
 
-def _groups_runs(asked: str, engine: Engine) -> bool:
+def _groups_runs(asked: str, device: torch.device) -> bool:
     """Not by default on a CPU, where a replay of the journal is to give the bits that were given before."""
-    return asked == "on" or (asked == "auto" and engine.pool.device.type != "cpu")
+    return asked == "on" or (asked == "auto" and device.type != "cpu")
 
 
 def _bytes(gib: float | None, default: D) -> int | D:
@@ -141,7 +142,9 @@ def _model(text: str) -> tuple[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gradwire_server.engine", description="Started by gradwire serve.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire_server.engine.process", description="Started by gradwire serve."
+    )
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
     parser.add_argument("--state-dir", type=Path, required=True)

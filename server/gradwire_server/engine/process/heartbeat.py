@@ -31,7 +31,7 @@ class Heartbeat:
         self._engine, self._send, self._interval_s = engine, send, interval_s
         self._busy_s = 0.0
         self._since: float | None = None
-        self._utilization = _utilization(engine.pool.device)
+        self._utilization = _utilization(engine.context.pool.device)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
@@ -49,7 +49,7 @@ class Heartbeat:
     def report(self) -> engine_pb2.EngineHeartbeat:
         since = self._since
         present = time.monotonic() - since if since is not None else 0.0
-        cached = self._engine.references
+        cached = self._engine.context.references
         beat = engine_pb2.EngineHeartbeat(
             busy_s=self._busy_s + present,
             request_s=present,
@@ -61,7 +61,7 @@ class Heartbeat:
                 "logprobs": engine_pb2.CacheUse(hits=cached.found_sequences, misses=cached.computed_sequences),
             },
         )
-        device = self._engine.pool.device
+        device = self._engine.context.pool.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             beat.device.allocated_bytes = torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
-"""What the engine does next: samples under way take turns with everything else.
+"""What the engine does next: samples in progress take turns with everything else.
 
-One thread. Requests of a run are carried out and answered in the order they came. Samples join those under way as soon
-as they may; then each step of theirs, a token for some of them, alternates with one other request. A run's request
+One thread. Requests of a run are carried out and answered in the order they came. Samples join those in progress as
+soon as they may; then each step of theirs, a token for some of them, alternates with one other request. A run's request
 that is no sample waits until the run's samples have ended.
 """
 
@@ -11,65 +11,26 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
-from gradwire_proto import codec
-from gradwire_proto.v1 import engine_pb2
-
-from gradwire_server.engine.operations.outcome import Columns
-from gradwire_server.engine.process.engine import Answer
-
-
-@dataclass(frozen=True, eq=False)
-class LoopRequest:
-    """A request as it was read.
-
-    Attributes:
-        message: it.
-        columns: its payload, where it is an operation.
-        error: why there are no columns.
-    """
-
-    message: engine_pb2.EngineRequest
-    columns: Columns
-    error: codec.CodecError | None
-
-    @property
-    def run_id(self) -> str:
-        """Of the run that it reads or changes, or none."""
-        kind = self.message.WhichOneof("kind")
-        if kind == "operation":
-            return self.message.operation.run_id
-        if kind == "create_run":
-            return self.message.create_run.run_id
-        return self.message.drop_run.run_id if kind == "drop_run" else ""
-
-    @property
-    def samples(self) -> bool:
-        return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")
-
-    @property
-    def ends(self) -> bool:
-        return self.message.HasField("shutdown")
+from gradwire_server.engine.operations.lifecycle import Answer
+from gradwire_server.engine.operations.request import Request
 
 
 class Answering(Protocol):
     """The engine, for what is answered at once."""
 
-    def answer(
-        self, request: engine_pb2.EngineRequest, columns: Columns, decode_error: codec.CodecError | None = None
-    ) -> Answer: ...
+    def answer(self, request: Request) -> Answer: ...
 
 
 class InProgress(Protocol):
-    """See :class:`.in_progress.SamplesInProgress`."""
+    """See :class:`.samples_in_progress.SamplesInProgress`."""
 
     def __len__(self) -> int: ...
 
     def of(self, run_id: str) -> bool: ...
 
-    def begin(self, message: engine_pb2.EngineRequest, columns: Columns, error: codec.CodecError | None) -> None: ...
+    def begin(self, request: Request) -> None: ...
 
     def turn(self) -> list[int]: ...
 
@@ -81,9 +42,9 @@ class InProgress(Protocol):
 class Groups(Protocol):
     """See :class:`.grouped_runs.GroupedRuns`."""
 
-    def choose(self, ready: Sequence[LoopRequest]) -> Sequence[LoopRequest]: ...
+    def choose(self, ready: Sequence[Request]) -> Sequence[Request]: ...
 
-    def answer(self, requests: Sequence[LoopRequest]) -> Iterator[Answer]: ...
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]: ...
 
 
 class Loop:
@@ -91,7 +52,7 @@ class Loop:
 
     Args:
         engine: answers them.
-        samples: those under way.
+        samples: those in progress.
         requests: as they were read.
         send: takes an answer.
         working: a context for each piece of work, given the ids of the requests that it is for.
@@ -102,14 +63,14 @@ class Loop:
         self,
         engine: Answering,
         samples: InProgress,
-        requests: queue.Queue[LoopRequest],
+        requests: queue.Queue[Request],
         send: Callable[[Answer], None],
         working: Callable[[Sequence[int]], AbstractContextManager[None]],
         groups: Groups | None = None,
     ) -> None:
         self._engine, self._samples = engine, samples
         self._requests, self._send, self._working, self._groups = requests, send, working, groups
-        self._waiting: deque[LoopRequest] = deque()
+        self._waiting: deque[Request] = deque()
 
     def run(self) -> None:
         """Returns when a shutdown is answered; what came before it is answered then."""
@@ -119,7 +80,7 @@ class Loop:
                 if request.samples:
                     self._waiting.remove(request)
                     with self._working([request.message.id]):
-                        self._samples.begin(request.message, request.columns, request.error)
+                        self._samples.begin(request)
             if len(self._samples):
                 with self._working(self._samples.turn()):
                     self._samples.step()
@@ -142,9 +103,9 @@ class Loop:
             except queue.Empty:
                 return
 
-    def _ready(self) -> list[LoopRequest]:
+    def _ready(self) -> list[Request]:
         """Those whose turn it is in their run, in the order they came."""
-        ready: list[LoopRequest] = []
+        ready: list[Request] = []
         waits: set[str] = set()
         for request in self._waiting:
             run_id = request.run_id
@@ -160,11 +121,11 @@ class Loop:
                 waits.add(run_id)
         return ready
 
-    def _choose(self, ready: Sequence[LoopRequest]) -> Sequence[LoopRequest]:
+    def _choose(self, ready: Sequence[Request]) -> Sequence[Request]:
         """What is carried out now, of different runs: the first of those whose turn it is, or several at once."""
         return ready[:1] if self._groups is None else self._groups.choose(ready)
 
-    def _answer(self, chosen: Sequence[LoopRequest]) -> None:
+    def _answer(self, chosen: Sequence[Request]) -> None:
         for request in chosen:
             self._waiting.remove(request)
         if self._groups is not None and len(chosen) > 1:
@@ -174,5 +135,5 @@ class Loop:
             return
         for request in chosen:
             with self._working([request.message.id]):
-                answer = self._engine.answer(request.message, request.columns, request.error)
+                answer = self._engine.answer(request)
             self._send(answer)

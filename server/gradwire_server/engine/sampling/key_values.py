@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from gradwire_server.engine.failures import is_out_of_memory
+from gradwire_server.engine.model.compilation import leave_out
 from gradwire_server.engine.model.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ class SlotLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._places.width - 1
+
+
+leave_out(SlotLayer, "update")  # each step writes a token's keys to another place
 
 
 class Slots:

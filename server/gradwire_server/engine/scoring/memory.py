@@ -20,27 +20,19 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol
 
 import torch
-from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
-from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 
-if TYPE_CHECKING:
-    from gradwire_server.engine.process.engine import Engine
-    from gradwire_server.engine.state.engine_run import EngineRun
-
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MOST = {
     "cpu": Budget(),
@@ -56,6 +48,19 @@ CHUNK_BYTES = 16
 """Of what scoring holds for each logit of a chunk."""
 KEPT_BYTES = 4
 """Of a logit that is kept."""
+
+
+class MemoryUser(Protocol):
+    """What the budget of a run's operation depends on; :class:`.engine_run.EngineRun` has it."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def config(self) -> training_pb2.RunConfig: ...
+
+    @property
+    def step(self) -> int: ...
 
 
 class Memory:
@@ -88,7 +93,7 @@ class Memory:
         """The most that an operation is given."""
         return MOST[self._device.type]
 
-    def budget(self, run: EngineRun) -> Budget:
+    def budget(self, run: MemoryUser) -> Budget:
         """Of an operation of this run: a third of the room for the micro-batch, one for kept graphs, one for logits and
         what cannot be foreseen."""
         most, kind = self.most, _kind(run)
@@ -105,13 +110,13 @@ class Memory:
             min(int(room / 4 / KEPT_BYTES), most.kept_logits),
         )
 
-    def ran_out(self, run: EngineRun) -> None:
+    def ran_out(self, run: MemoryUser) -> None:
         """An operation found less memory than its budget said: on a GPU, the next ones of such runs get less."""
         if self._device.type == "cuda":
             kind = _kind(run)
             self._shares[kind] = self._shares.get(kind, 1.0) / 2
 
-    def _room(self, run: EngineRun) -> float:
+    def _room(self, run: MemoryUser) -> float:
         if self._device.type == "cpu":
             return self._machine_bytes / 2
         if time.monotonic() >= self._free_until:
@@ -166,7 +171,7 @@ def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
     return max(0, saved[1] - saved[0]) / length
 
 
-def _kind(run: EngineRun) -> bytes:
+def _kind(run: MemoryUser) -> bytes:
     """What runs of equal need have in common."""
     config = run.config
     return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + config.lora.SerializeToString()
@@ -195,34 +200,3 @@ def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/
                 yield int((folder / file).read_text())
             if folder == top:
                 break
-
-
-def in_smaller_pieces(engine: Engine, run: EngineRun, columns: Mapping[str, Column], attempt: Callable[[], T]) -> T:
-    """The attempt's outcome, with the run's budget. One that runs out of memory is repeated with half of it, until
-    every example has been alone; it must leave everything as it was when it raises.
-
-    Args:
-        columns: the batch, whose longest row and whose size say when halving makes a difference.
-    """
-    lengths = [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
-    longest = max((int(each.max()) for each in lengths), default=0)
-    total = max((int(each.max()) * len(each) for each in lengths), default=0)
-    whole = engine.budget
-    engine.budget = engine.memory.budget(run)
-    try:
-        while True:
-            tokens = min(engine.budget.microbatch_tokens, total)
-            outcome = unless_out_of_memory(attempt, alone=tokens <= longest)
-            if outcome is not None:
-                return outcome
-            engine.memory.ran_out(run)
-            logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
-            engine.budget = replace(
-                engine.budget,
-                microbatch_tokens=max(tokens // 2, 1),
-                activation_bytes=engine.budget.activation_bytes // 2,
-                logits_elements=max(engine.budget.logits_elements // 2, 1),
-                kept_logits=engine.budget.kept_logits // 2,
-            )
-    finally:
-        engine.budget = whole

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
-from gradwire_losses.padding import Padding
 from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
 from gradwire_losses.tinker import MASK, TARGET_TOKENS
 from gradwire_proto.codec import Column
@@ -24,16 +22,15 @@ from torch import Tensor
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.operations.outcome import Columns, Outcome
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.forward_backward import Training
 from gradwire_server.engine.training.loss_call import Reference
 from gradwire_server.engine.training.loss_report import LossEvaluation
-
-if TYPE_CHECKING:
-    from gradwire_server.engine.process.engine import Engine
 
 CANDIDATES = FieldSpec(
     "candidates",
@@ -59,14 +56,15 @@ PLAIN = LossSpec(
 )
 
 
-def _forward_backward(
-    engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
+def forward_backward(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
 ) -> Outcome:
-    training = prepare(engine, run, call, columns)
-    return trained(engine, run, call, training, lambda: forward_backward(training))
+    """Computes a loss and adds its gradient to what the run accumulates."""
+    training = prepare(context, run, call, columns)
+    return trained(context, run, call, training, lambda: training_pass.forward_backward(training))
 
 
-def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
+def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
     """A ``forward_backward``, read and checked, within the engine's budget.
 
     Raises:
@@ -77,20 +75,20 @@ def prepare(engine: Engine, run: EngineRun, call: training_pb2.LossCall, columns
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
     return Training(
         run.policy,
-        _read(loss, columns, run.policy, call.maybe_padded),
+        _read(loss, columns, run.policy),
         loss,
         config,
         run.accumulator,
-        reference=_reference(engine, run, config),
-        teacher=_teacher(engine, run, config),
+        reference=_reference(context, run, config),
+        teacher=_teacher(context, run, config),
         outputs=call.outputs,
-        budget=engine.budget,
+        budget=context.budget,
         dropout_seed=run.dropout_seed,
     )
 
 
 def trained(
-    engine: Engine,
+    context: EngineContext,
     run: EngineRun,
     call: training_pb2.LossCall,
     training: Training,
@@ -109,7 +107,7 @@ def trained(
         return _left_out(run, training.loss, training.batch, error)
     loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
-    return _evaluated(engine, run, replace(found, warnings=[*found.warnings, *hints]))
+    return _evaluated(context, run, replace(found, warnings=[*found.warnings, *hints]))
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -126,38 +124,43 @@ def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationErro
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def _forward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
-    policy = engine.references.resolve(call.model, run, field="model").policy if call.model else run.policy
+def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
+    """Computes scores, and a loss where one is named, without gradients."""
+    policy = context.references.resolve(call.model, run, field="model").policy if call.model else run.policy
     loss, config = _loss(call) if call.loss_fn else (None, None)
     found = evaluate.forward(
         policy,
-        _read(loss or PLAIN, columns, policy, call.maybe_padded),
+        _read(loss or PLAIN, columns, policy),
         loss,
         config,
-        reference=_reference(engine, run, config),
-        teacher=_teacher(engine, run, config),
+        reference=_reference(context, run, config),
+        teacher=_teacher(context, run, config),
         outputs=call.outputs,
         temperature=_temperature(call.temperature),
-        budget=engine.budget,
+        budget=context.budget,
     )
-    return _evaluated(engine, run, found)
+    return _evaluated(context, run, found)
 
 
-def _kept_forward(
-    engine: Engine, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
+def kept_forward(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
 ) -> Outcome:
+    """Computes scores that wait for their gradients: the first half of a loss that the client computes."""
     run.kept[seq], found = evaluate.kept_forward(
         run.policy,
-        _read(PLAIN, columns, run.policy, call.maybe_padded),
+        _read(PLAIN, columns, run.policy),
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
-        budget=engine.budget,
+        budget=context.budget,
         dropout_seed=run.dropout_seed,
     )
-    return _evaluated(engine, run, found)
+    return _evaluated(context, run, found)
 
 
-def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns) -> Outcome:
+def backward(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns
+) -> Outcome:
+    """Takes the gradients of scores that waited: the second half of a loss that the client computes."""
     kept = run.kept.pop(call.forward_seq, None)
     if call.abandoned:
         raise OperationError(
@@ -189,9 +192,9 @@ def _backward(engine: Engine, run: EngineRun, seq: int, call: training_pb2.Backw
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def _evaluated(engine: Engine, run: EngineRun, found: LossEvaluation) -> Outcome:
+def _evaluated(context: EngineContext, run: EngineRun, found: LossEvaluation) -> Outcome:
     if found.out_of_memory:
-        engine.memory.ran_out(run)
+        context.memory.ran_out(run)
     result = training_pb2.LossResult(
         metrics=found.metrics,
         num_sequences=found.num_sequences,
@@ -227,40 +230,26 @@ def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
     return loss, read_config(loss, kwargs)
 
 
-def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:
+def _read(loss: LossSpec, columns: Columns, policy: Policy) -> Batch:
     facts = policy.facts
-    return read_batch(
-        loss,
-        columns,
-        vocab_size=facts.vocab_size,
-        context_length=facts.context_length,
-        padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
-    )
+    return read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
 
 
-def _reference(engine: Engine, run: EngineRun, config: LossConfig | None) -> Reference | None:
+def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:
     name = getattr(config, "reference_model", None)
     if name is None:
         return None
-    reference = engine.references.resolve(name, run, dtype=getattr(config, "reference_dtype", None))
-    return lambda batch, temperature: engine.references.logprobs(reference, batch, temperature, engine.budget)
+    reference = context.references.resolve(name, run, dtype=getattr(config, "reference_dtype", None))
+    return lambda batch, temperature: context.references.logprobs(reference, batch, temperature, context.budget)
 
 
-def _teacher(engine: Engine, run: EngineRun, config: LossConfig | None) -> Policy | None:
+def _teacher(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Policy | None:
     if not isinstance(config, DivergenceConfig) or config.reference_model is None:
         return None
-    return engine.references.resolve(config.reference_model, run, dtype=config.reference_dtype).policy
+    return context.references.resolve(config.reference_model, run, dtype=config.reference_dtype).policy
 
 
 def _temperature(given: float) -> float:
     if not 0 <= given < float("inf"):
         raise invalid(f"temperature is {given}; it divides the logits, and is positive", "temperature")
     return given or 1.0
-
-
-LOSS_OPERATIONS: Mapping[str, Callable[[Engine, EngineRun, int, Any, Columns], Outcome]] = {
-    "forward_backward": _forward_backward,
-    "forward": _forward,
-    "kept_forward": _kept_forward,
-    "backward": _backward,
-}

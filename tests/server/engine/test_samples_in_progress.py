@@ -14,9 +14,10 @@ import torch
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.process.engine import Answer
-from gradwire_server.engine.process.loop import Loop, LoopRequest
-from gradwire_server.engine.process.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.operations.lifecycle import Answer
+from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
+from gradwire_server.engine.process.loop import Loop
 from support.engine import LocalEngine, token_rows
 
 PROMPTS = token_rows([[1, 20, 30], [1, 5]], "prompt_ids")
@@ -29,7 +30,7 @@ class Looped(LocalEngine):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._numbers = itertools.count(1000)
-        self._given: queue.Queue[LoopRequest] = queue.Queue()
+        self._given: queue.Queue[Request] = queue.Queue()
 
     def give(self, run_id: str, columns: Any = None, *, unless_failed: int = 0, **kind: Any) -> int:
         """Queues an operation of a run, or a SampleRequest where the run is ""; its id."""
@@ -44,16 +45,16 @@ class Looped(LocalEngine):
             )
         else:
             message.sample.CopyFrom(kind["sample"])
-        self._given.put(LoopRequest(message, columns or {}, None))
+        self._given.put(Request(message, columns or {}, None))
         return number
 
     def work(self) -> dict[int, Answer]:
         """Answers by id, in the order in which they came."""
-        self._given.put(LoopRequest(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
+        self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
         answers: dict[int, Answer] = {}
         Loop(
             self.engine,
-            SamplesInProgress(self.engine),
+            SamplesInProgress(self.context),
             self._given,
             lambda answer: answers.__setitem__(answer.reply.id, answer),
             lambda request_ids: nullcontext(),
@@ -80,7 +81,7 @@ def told(answer: Answer) -> list[list[float]]:
 
 
 def generator(engine: LocalEngine, run_id: str) -> torch.Tensor:
-    return engine.engine.runs[run_id].rng_tensors()["cpu"]
+    return engine.context.runs[run_id].rng_tensors()["cpu"]
 
 
 def test_samples_among_others_are_what_they_are_alone(engine: Looped) -> None:
@@ -107,7 +108,7 @@ def test_samples_outside_runs_share_their_steps(engine: Looped) -> None:
         for tokens in (5, 9, 7)
     ]
     steps = []
-    sampler = engine.engine.sampler
+    sampler = engine.context.sampler
     step = sampler.step
     sampler.step = lambda: (steps.append(len(sampler.turn())), step())  # type: ignore[method-assign]
     ids = [engine.give("", sample=request) for request in asked]
@@ -163,7 +164,7 @@ def test_a_failure_takes_back_what_was_not_to_begin_then(engine: Looped, monkeyp
     engine.do("run-a", PROMPTS, sample=call())
     expected = generator(engine, "run-a")
     engine.create("run-a", seed=1, lora={"rank": 4, "dropout": 0.2})
-    begin = engine.engine.sampler.begin
+    begin = engine.context.sampler.begin
     count = itertools.count(1)
 
     def second_breaks(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +173,7 @@ def test_a_failure_takes_back_what_was_not_to_begin_then(engine: Looped, monkeyp
             job.prompts = [()]  # the prefill cannot take an empty prompt
         return job
 
-    monkeypatch.setattr(engine.engine.sampler, "begin", second_breaks)
+    monkeypatch.setattr(engine.context.sampler, "begin", second_breaks)
     first = engine.give("run-a", PROMPTS, sample=call())
     broken = engine.give("run-a", token_rows([[1, 2]], "prompt_ids"), sample=call())
     dependent = engine.give("run-a", PROMPTS, unless_failed=1, sample=call())

@@ -1,0 +1,121 @@
+"""The gRPC door: the service and its health on one port."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from gradwire_proto.v1.training_pb2_grpc import add_TrainingServiceServicer_to_server
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from gradwire_server.config import Limits, ServerConfig
+from gradwire_server.core.core import Core
+from gradwire_server.doors.grpc.interceptors import Guard
+from gradwire_server.doors.grpc.service import TrainingService
+
+SERVICE = "gradwire.v1.TrainingService"
+STREAMS_GRACE_S = 5.0
+
+
+class GrpcDoor:
+    """Lets gRPC clients in to a core that has started.
+
+    Args:
+        core: what carries their calls out.
+
+    Attributes:
+        address: ``HOST:PORT`` where the door listens, once it is open.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._health: Any = health.aio.HealthServicer()
+        self._service: TrainingService | None = None
+        self._grpc: Any = None
+        self._changing: asyncio.Future[None] | None = None
+        self.address = ""
+
+    async def open(self) -> None:
+        """
+        Raises:
+            SystemExit: the address cannot be had, or a TLS file cannot be read; with a sentence.
+        """
+        config = self._core.config
+        self._service = TrainingService(self._core)
+        self._grpc = grpc.aio.server(interceptors=[Guard(self._core.keys)], options=grpc_options(config.limits))
+        add_TrainingServiceServicer_to_server(self._service, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        try:
+            if config.tls_cert is None:
+                port = self._grpc.add_insecure_port(config.address)
+            else:
+                port = self._grpc.add_secure_port(config.address, credentials(config))
+        except RuntimeError as error:
+            raise SystemExit(f"gradwire: cannot listen on {config.address}: {error}") from error
+        await self._grpc.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._set_ready(True)
+        self.address = f"{config.address.rpartition(':')[0]}:{port}"
+
+    def engine_changed(self, ready: bool) -> None:
+        """Tells health checks whether there is an engine."""
+        if self._grpc is not None:
+            self._changing = asyncio.ensure_future(self._set_ready(ready))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are taken."""
+        return self._grpc is not None
+
+    async def announce_end(self) -> None:
+        """Tells health checks that the server is about to stop."""
+        await self._health.enter_graceful_shutdown()
+
+    async def close(self) -> None:
+        """Ends the streams, then every call that is left. Closing twice is fine."""
+        door, self._grpc = self._grpc, None
+        if door is not None and self._service is not None:
+            self._service.stopping.set()
+            await door.stop(STREAMS_GRACE_S)
+
+    async def _set_ready(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(SERVICE, status.SERVING if ready else status.NOT_SERVING)
+
+
+def grpc_options(limits: Limits) -> list[tuple[str, int]]:
+    """Bursts of thousands of calls wait, frequent pings are allowed, nothing is
+    compressed, two servers never share a port by accident."""
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 40_000),
+        ("grpc.max_concurrent_streams", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def credentials(config: ServerConfig) -> grpc.ServerCredentials:
+    """TLS with the server's certificate; with a client CA, only for clients whose certificate it signed.
+
+    Raises:
+        SystemExit: a file cannot be read.
+    """
+
+    def read(path: Path | None) -> bytes | None:
+        try:
+            return path.read_bytes() if path else None
+        except OSError as error:
+            raise SystemExit(f"gradwire: {path} cannot be read: {error.strerror}") from error
+
+    pair = (read(config.tls_key) or b"", read(config.tls_cert) or b"")
+    authority = read(config.tls_client_ca)
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)

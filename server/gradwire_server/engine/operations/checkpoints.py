@@ -1,0 +1,49 @@
+"""Operations that write or read folders: ``save_checkpoint``, ``load_checkpoint``, ``export``."""
+
+from __future__ import annotations
+
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.request import Columns, Outcome
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.exports import export_run
+from gradwire_server.engine.state.folders import folder_bytes
+from gradwire_server.engine.state.snapshot import capture, restore
+
+
+def save_checkpoint(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
+) -> Outcome:
+    """Writes all of the run's state as a checkpoint."""
+    manifest = context.store.save(
+        run.run_id,
+        call.name or f"step-{run.step}",
+        capture(run),
+        config=run.config,
+        step=run.step,
+        seq=seq,
+        note=call.note,
+        overwrite=call.overwrite,
+    )
+    return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+
+def load_checkpoint(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LoadCheckpoint, columns: Columns
+) -> Outcome:
+    """Puts a checkpoint's state into the run."""
+    path = call.checkpoint if "/" in call.checkpoint else f"{run.run_id}/{call.checkpoint}"
+    manifest = restore(run, context.store, path, weights_only=call.weights_only)
+    return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+
+def export(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.ExportModel, columns: Columns
+) -> Outcome:
+    """Writes a folder that plain transformers or peft can load."""
+    name = call.name or f"step-{run.step}"
+    place = context.store.export_folder(run.run_id, name)
+    written = export_run(context.pool, run, place, call.format or "auto")
+    result = training_pb2.ExportResult(name=name, format=written, size_bytes=folder_bytes(place))
+    return Outcome(training_pb2.OperationResult(export=result))

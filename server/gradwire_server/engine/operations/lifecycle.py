@@ -1,0 +1,147 @@
+"""An operation in the engine, from its turn to its answer: the part that all kinds have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gradwire_proto import codec
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.request import Outcome
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply, and the buffers of its payload."""
+
+    reply: engine_pb2.EngineReply
+    buffers: list[memoryview]
+
+
+def plain_answer(**kind: object) -> Answer:
+    """An answer without a payload; ``kind`` is one of the reply's kinds."""
+    return Answer(engine_pb2.EngineReply(**kind), [])  # type: ignore[arg-type]  # one of the reply's kinds
+
+
+def not_started() -> Answer:
+    """The answer to a request that was taken back, or whose turn did not come."""
+    return plain_answer(not_started=training_pb2.Empty())
+
+
+def begins(context: EngineContext, request: engine_pb2.EngineRequest) -> bool:
+    """Whether a request is to be carried out now; if so, it is marked as begun.
+
+    It is not when the front has taken it back, or when an operation of its run failed that it was sent to follow
+    (``unless_failed``). The answer is :func:`not_started` then.
+    """
+    run = context.runs.get(request.operation.run_id)
+    unless_failed = request.operation.unless_failed
+    if unless_failed and run is not None and run.failed_seq >= unless_failed:
+        return False
+    return context.crash_marks is None or context.crash_marks.begin(request.id)
+
+
+class Execution:
+    """One operation of a run that has begun. It ends with :meth:`succeeded` or :meth:`failed`, or is dropped.
+
+    Args:
+        context: the engine's parts.
+        asked: the operation.
+
+    Attributes:
+        run: the run that it is carried out on.
+
+    Raises:
+        OperationError: UNKNOWN_RUN.
+    """
+
+    def __init__(self, context: EngineContext, asked: engine_pb2.EngineOperation) -> None:
+        run = context.runs.get(asked.run_id)
+        if run is None:
+            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
+        run.drop_accumulated(asked.dropped_step)
+        crash_point("engine.before_operation")
+        self.run, self._context, self._asked = run, context, asked
+        self._began = time.perf_counter()
+        self._had_ema = run.ema is not None
+        self._traced = False
+        run.forget_kept(asked.seq)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the operation began."""
+        return time.perf_counter() - self._began
+
+    @property
+    def _span_name(self) -> str:
+        return f"gradwire.engine.{self._asked.operation.WhichOneof('kind') or 'unknown'}"
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """The operation's span of a trace, for an operation that is computed in one go."""
+        self._traced = True
+        asked = self._asked
+        with self._context.tracing.span(self._span_name, asked.traceparent, run=asked.run_id, seq=asked.seq):
+            yield
+
+    def succeeded(self, outcome: Outcome, seconds: float | None = None) -> Answer:
+        """The answer to an operation that was carried out.
+
+        Args:
+            seconds: what it took of the engine; the time since it began by default.
+        """
+        asked, seconds = self._asked, self.seconds if seconds is None else seconds
+        answer = success(outcome, asked.seq, seconds)
+        self.run.seq = asked.seq
+        if not self._traced:
+            self._context.tracing.record(self._span_name, asked.traceparent, seconds, run=asked.run_id, seq=asked.seq)
+        crash_point("engine.before_reply")
+        return answer
+
+    def failed(self, error: Exception) -> Answer:
+        """The answer to an operation that raised: the run is as it was before, and knows the operation as failed.
+
+        Raises:
+            Exception: the error itself, where the process cannot go on after it.
+        """
+        if is_fatal(error):
+            raise error
+        if not self._had_ema:
+            self.run.drop_ema()
+        self.run.seq = self._asked.seq
+        return failure(self._context, self._asked, error, self.seconds)
+
+
+def success(outcome: Outcome, seq: int, seconds: float) -> Answer:
+    """The answer to what was carried out, with number ``seq`` where it is a run's operation."""
+    specs, buffers = codec.encode(outcome.columns)
+    result = outcome.result
+    result.seq = seq
+    result.status = training_pb2.STATUS_SUCCEEDED
+    result.timings.engine_s = seconds
+    result.tensors.extend(specs)
+    result.payload_bytes = sum(buffer.nbytes for buffer in buffers)
+    return Answer(engine_pb2.EngineReply(result=result), buffers)
+
+
+def failure(
+    context: EngineContext, asked: engine_pb2.EngineOperation, error: Exception, seconds: float = 0.0
+) -> Answer:
+    """The answer to an operation that failed, also one that could not begin; its run knows of it from now on."""
+    if asked.run_id in context.runs:
+        context.runs[asked.run_id].failed_seq = asked.seq
+    what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"
+    result = training_pb2.OperationResult(
+        seq=asked.seq,
+        status=training_pb2.STATUS_FAILED,
+        error=to_error(error, what),
+        timings=training_pb2.Timings(engine_s=seconds),
+    )
+    return Answer(engine_pb2.EngineReply(result=result), [])

@@ -1,0 +1,55 @@
+"""A request as the engine has read it, and what carrying it out gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwire_proto import codec
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+Columns = Mapping[str, Column]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A request of the front.
+
+    Attributes:
+        message: The decoded request.
+        columns: The tensors of its payload; empty unless it is an operation.
+        error: Why the payload could not be decoded; None where it could.
+    """
+
+    message: engine_pb2.EngineRequest
+    columns: Columns
+    error: codec.CodecError | None
+
+    @property
+    def run_id(self) -> str:
+        """The run that the request reads or changes; empty for none."""
+        kind = self.message.WhichOneof("kind")
+        if kind == "operation":
+            return self.message.operation.run_id
+        if kind == "create_run":
+            return self.message.create_run.run_id
+        return self.message.drop_run.run_id if kind == "drop_run" else ""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it asks for samples, of a run or outside one."""
+        return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")
+
+    @property
+    def ends(self) -> bool:
+        """Whether the engine ends once it is answered."""
+        return self.message.HasField("shutdown")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a handler gives: an ``OperationResult`` with its ``kind`` set, and the tensors that go with it."""
+
+    result: training_pb2.OperationResult
+    columns: Columns = field(default_factory=dict)

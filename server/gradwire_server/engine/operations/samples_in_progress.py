@@ -1,0 +1,190 @@
+"""The requests for samples that have begun, and their answers.
+
+A run's samples begin in the order of its operations, each taking its number from the run's generator then. They are
+answered in that order too, whichever ends first, and what else the run asks for waits for the last of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwire_proto.v1 import engine_pb2, training_pb2
+from torch import Tensor
+
+from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.lifecycle import (
+    Answer,
+    Execution,
+    begins,
+    failure,
+    not_started,
+    plain_answer,
+    success,
+)
+from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.operations.samples import Started, begin_in_run, begin_outside, draw_seed
+from gradwire_server.engine.state.engine_run import EngineRun
+
+
+@dataclass(eq=False)
+class _Sampling:
+    """A request for samples. ``execution`` is None for one outside a run, and for one that could not begin."""
+
+    message: engine_pb2.EngineRequest
+    began: float = field(default_factory=time.perf_counter)
+    execution: Execution | None = None
+    started: Started | None = None
+    answer: Answer | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.answer is not None or (self.started is not None and self.started.job.done)
+
+
+class _OfRun:
+    """A run's samples in progress, and its generators before the first of them."""
+
+    def __init__(self, run: EngineRun) -> None:
+        self.run = run
+        self.samplings: list[_Sampling] = []
+        self._before: Mapping[str, Tensor] = run.rng_tensors()
+        self._draws = 0
+        self._undone = False
+
+    def count(self, call: training_pb2.SampleCall, ok: bool) -> None:
+        """A sample ended; one that did not succeed draws no number, as a replay does not know of it."""
+        self._draws += ok and not call.HasField("seed")
+        self._undone = self._undone or not ok
+
+    def settle(self) -> None:
+        """All have ended: the generators are where those that succeeded put them."""
+        if self._undone:
+            self.run.load_rng_tensors(self._before)
+            with self.run.rng():
+                for _ in range(self._draws):
+                    draw_seed()
+
+
+class SamplesInProgress:
+    """Begins requests for samples, brings them on, and answers them.
+
+    Args:
+        context: the engine's parts.
+    """
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._outside: list[_Sampling] = []
+        self._runs: dict[str, _OfRun] = {}
+
+    def __len__(self) -> int:
+        return len(self._outside) + sum(len(of_run.samplings) for of_run in self._runs.values())
+
+    def of(self, run_id: str) -> bool:
+        """Whether samples of this run are in progress."""
+        return run_id in self._runs
+
+    def begin(self, request: Request) -> None:
+        """Takes a request over; what is wrong with it becomes its answer."""
+        message = request.message
+        sampling = _Sampling(message)
+        run = self._context.runs.get(message.operation.run_id)
+        if run is None:
+            self._outside.append(sampling)
+        else:
+            self._runs.setdefault(run.run_id, _OfRun(run)).samplings.append(sampling)
+        if not begins(self._context, message):
+            sampling.answer = not_started()
+            return
+        try:
+            if request.error is not None:
+                raise request.error
+            self._begin(sampling, request)
+        except Exception as error:  # the boundary: whatever it is, the caller hears of it
+            sampling.answer = self._failed(sampling, error)
+
+    def turn(self) -> list[int]:
+        """The ids of the requests that the next step brings on."""
+        jobs = self._context.sampler.turn()
+        return [sampling.message.id for sampling in self._all() if sampling.started and sampling.started.job in jobs]
+
+    def step(self) -> None:
+        """Brings some of them on by a token."""
+        if self._context.sampler.turn():
+            self._context.sampler.step()
+
+    def finished(self) -> list[Answer]:
+        """The answers that may go out now."""
+        answers = []
+        for sampling in [sampling for sampling in self._outside if sampling.ended]:
+            self._outside.remove(sampling)
+            answers.append(self._answer(sampling))
+        for run_id, of_run in list(self._runs.items()):
+            while of_run.samplings and of_run.samplings[0].ended:
+                sampling = of_run.samplings.pop(0)
+                answers.append(self._answer(sampling))
+                status = answers[-1].reply.result.status
+                of_run.count(sampling.message.operation.operation.sample, status == training_pb2.STATUS_SUCCEEDED)
+                if status == training_pb2.STATUS_FAILED:
+                    self._take_back(of_run)
+            if not of_run.samplings:
+                of_run.settle()
+                del self._runs[run_id]
+        return answers
+
+    def _all(self) -> list[_Sampling]:
+        return [*self._outside, *(sampling for of_run in self._runs.values() for sampling in of_run.samplings)]
+
+    def _begin(self, sampling: _Sampling, request: Request) -> None:
+        context, message = self._context, request.message
+        if message.HasField("sample"):
+            crash_point("engine.before_operation")
+            sampling.started = begin_outside(context, message.sample)
+            return
+        sampling.execution = Execution(context, message.operation)
+        run = sampling.execution.run
+        with run.rng():
+            sampling.started = begin_in_run(context, run, message.operation.operation.sample, request.columns)
+
+    def _answer(self, sampling: _Sampling) -> Answer:
+        answer = sampling.answer
+        if answer is None:
+            try:
+                answer = self._succeeded(sampling)
+            except Exception as error:  # the boundary, as in begin()
+                answer = self._failed(sampling, error)
+        answer.reply.id = sampling.message.id
+        return answer
+
+    def _succeeded(self, sampling: _Sampling) -> Answer:
+        assert sampling.started is not None
+        outcome = sampling.started.outcome()
+        if sampling.execution is not None:
+            return sampling.execution.succeeded(outcome)
+        seconds = time.perf_counter() - sampling.began
+        self._context.tracing.record("gradwire.engine.sample", "", seconds)
+        answer = success(outcome, 0, seconds)
+        crash_point("engine.before_reply")
+        return answer
+
+    def _failed(self, sampling: _Sampling, error: Exception) -> Answer:
+        if sampling.execution is not None:
+            return sampling.execution.failed(error)
+        if is_fatal(error):
+            raise error
+        asked = sampling.message.operation
+        if asked.run_id in self._context.runs:
+            return failure(self._context, asked, error)
+        return plain_answer(error=to_error(error, "request sample"))
+
+    def _take_back(self, of_run: _OfRun) -> None:
+        """One failed: those behind it that were not to be carried out then are as if they had not begun."""
+        for sampling in of_run.samplings:
+            unless_failed = sampling.message.operation.unless_failed
+            if unless_failed and of_run.run.failed_seq >= unless_failed and sampling.started is not None:
+                self._context.sampler.cancel(sampling.started.job)
+                sampling.started, sampling.answer = None, not_started()

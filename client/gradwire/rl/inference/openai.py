@@ -37,7 +37,8 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         weights: how the endpoint takes new weights, which training needs. ``"adapter"``: a LoRA run's, by
             ``POST load_lora_adapter``; of vLLM that wants ``--enable-lora`` and
             ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
-            ``reload_weights``, which wants ``VLLM_SERVER_DEV_MODE=1``. None: not at all.
+            ``reload_weights``, which wants ``VLLM_SERVER_DEV_MODE=1``; check that it does on yours: with vLLM 0.32 on
+            a CPU log-probabilities were off afterwards. None: not at all.
         weights_folder: where to export weights to; the endpoint has to see it under this name.
         adapters_url: the endpoint's ``load_lora_adapter``; by default below ``base_url``, as vLLM has it (SGLang has
             it at the root).

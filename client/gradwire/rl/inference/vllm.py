@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.errors import UnsupportedError
 from gradwire.rl.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenizerCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
@@ -20,14 +21,15 @@ from gradwire.rl.types import FloatArray
 class VLLMInference(WeightFolder, ToolGeneration):
     """A ``vllm.LLM`` in this process.
 
-    The adapter of a LoRA run is loaded beside the base model; the weights of a run that trains all of them replace the
-    engine's own (``reload_weights``).
+    The adapter of a LoRA run is loaded beside the base model. Runs that train all weights are refused at the first
+    update: after vLLM's ``reload_weights`` (0.32, on a CPU) log-probabilities were off by up to 0.3.
 
     Args:
         llm: the engine, or the name or path of a model for it: the run's base model. Your own engine needs
             ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1, and
             ``enable_lora=True`` with a ``max_lora_rank`` for LoRA runs.
-        options: of ``vllm.LLM`` where a name is given; LoRA is on up to rank 64 unless they say otherwise.
+        options: of ``vllm.LLM`` where a name is given. LoRA is on up to rank 64 unless they say
+            otherwise.
     """
 
     def __init__(self, llm: Any, **options: Any) -> None:
@@ -60,8 +62,10 @@ class VLLMInference(WeightFolder, ToolGeneration):
         self._adapter = adapter
 
     def _load_model(self, folder: Path) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        self._llm.reset_prefix_cache()
+        raise UnsupportedError(
+            "VLLMInference takes adapters only, and this run trains all weights: vLLM's reload_weights left other "
+            "log-probabilities than the run's (0.32 on a CPU). Train with lora={...}, or sample with the run itself"
+        )
 
     async def _run(self, rows: Sequence[TokenRow], **options: Any) -> tuple[list[Any], int]:
         """vLLM's outputs, and the version of the weights that they are of."""

@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.server import SERVICE
+from gradwire_server.doors.grpc.door import SERVICE
 from support.access import rpcs
 from support.fuzz import Fuzzer
 from support.keyed import code_of, error_of

@@ -1,12 +1,12 @@
-"""LoRA on a shared model: which adapter computes which tokens.
+"""LoRA on a shared model, with a choice of adapter for each range of tokens.
 
-The adapters are peft's, and so are their layers (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``). What computes in
-a linear one is here: the frozen product once for all tokens, then each adapter's on its own *span* of the token axis,
-in one autograd function, so that nothing as wide as the output is kept or added up twice. One run has one span over
-everything; several runs that go through the model together have a span each, and the gradients of each go to its own
-parameters alone. To change spans is to set an attribute.
+The adapters and their layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``). This module replaces the
+forward of linear layers: one autograd function computes the frozen product once for all tokens, then adds each
+adapter's product on its *span* of the token axis, so that no further tensor of the output's size is kept or summed. A
+single run has one span over all tokens. Several runs in one forward have a span each, and each span's gradient goes
+only to its own adapter's parameters. Changing the spans only sets an attribute.
 
-Adapters with dropout, and those on layers that are not linear, stay with peft, one at a time.
+peft itself computes adapters with dropout or on layers that are not linear, one adapter at a time.
 
 Legend: ``N`` tokens, padding included; ``I``, ``O`` features in and out; ``R`` rank; ``G`` spans.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """Tokens that an adapter computes: ``start <= place < stop`` on the flattened token axis; None is its end."""
+    """Tokens computed with an adapter: ``start <= place < stop`` on the flattened token axis; None is its end."""
 
     adapter: str
     start: int = 0
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @dataclass
 class _Active:
-    """What the layers of a model are to compute. ``peft``: as peft does, with the adapters enabled in them."""
+    """Spans that a model's layers compute with. ``peft``: use peft's own forward with its enabled adapter instead."""
 
     spans: tuple[Span, ...] = ()
     ends: Tensor | None = None
@@ -48,7 +48,7 @@ class _Active:
 
 
 class AdapterLayers:
-    """The adapter layers of one model, to be made anew when adapters were added or removed."""
+    """The adapter layers of one model; build a new instance after adding or removing adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -68,7 +68,7 @@ class AdapterLayers:
         self._disable()
 
     def use(self, adapter: str | None) -> None:
-        """Computes all tokens with one adapter, or with none."""
+        """Compute all tokens with one adapter, or with none."""
         if adapter is None or adapter in self._in_spans:
             self.use_spans(() if adapter is None else (Span(adapter),))
         elif adapter != self._peft_adapter:
@@ -78,15 +78,16 @@ class AdapterLayers:
             self._active.peft, self._peft_adapter = True, adapter
 
     def computes_in_spans(self, adapter: str) -> bool:
-        """Whether an adapter may be one of several: it has no dropout, and linear layers only."""
+        """Whether an adapter can share a forward with others: it has no dropout and is only on linear layers."""
         return adapter in self._in_spans
 
     def use_spans(self, spans: Sequence[Span], device: torch.device | None = None) -> None:
-        """Computes the tokens of each span with its adapter.
+        """Compute the tokens of each span with its adapter.
 
         Args:
-            spans: one behind the other, from place 0 on.
-            device: of the model; where it is CUDA and every span says its end, grouped kernels are used.
+            spans: Contiguous spans, starting at place 0.
+            device: The model's device; given CUDA and several spans, grouped kernels may be used, and each span must
+                have its ``stop``.
         """
         if self._peft_adapter is not None:
             self._disable()
@@ -98,12 +99,12 @@ class AdapterLayers:
         self._active.peft, self._peft_adapter = False, None
         for layer in self._layers:
             layer.enable_adapters(False)
-            for name in layer.adapter_layer_names:  # peft has frozen all but the adapter that was active
+            for name in layer.adapter_layer_names:  # peft has frozen all but the active adapter
                 getattr(layer, name).requires_grad_(True)
 
 
 class SpanLinear(LoraLinear):
-    """peft's linear layer, computing with the spans that are active."""
+    """peft's linear layer, computing with the active spans."""
 
     active: _Active
 
@@ -133,8 +134,8 @@ class SpanLinear(LoraLinear):
 
 
 def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Weight ``[O, I]`` and bias of a layer that is a plain product; no weight where it does anything else."""
-    if hasattr(layer, "_hf_hook"):  # accelerate moves data between devices in it
+    """Weight ``[O, I]`` and bias of a plain linear layer; None and None for any other layer."""
+    if hasattr(layer, "_hf_hook"):  # accelerate's hook moves data between devices
         return None, None
     if type(layer) is nn.Linear:
         return layer.weight, layer.bias
@@ -144,9 +145,9 @@ def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """``x W^T + bias``, or the result given in its place, plus each span's ``scale * x A^T B^T``. ``W`` is frozen.
+    """``x W^T + bias``, or a given result in its place, plus each span's ``scale * x A^T B^T``; ``W`` is frozen.
 
-    ``ends``, int32 on the device, has the spans' products done by grouped kernels: ranks and scales are then alike.
+    With ``ends`` (int32, on the device) grouped kernels compute the spans' products; ranks and scales must be equal.
     """
 
     @staticmethod
@@ -212,7 +213,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _alike(pairs: Sequence[Tensor], scales: Sequence[float]) -> bool:
-    """Whether grouped kernels take these: equal shapes and scales, rows that begin at multiples of 16 bytes."""
+    """Whether grouped kernels accept these pairs: equal shapes and scales, rows aligned to 16 bytes."""
     sides = (pairs[::2], pairs[1::2])
     return len(set(scales)) == 1 and all(
         len({each.shape for each in side}) == 1 and all(size * side[0].itemsize % 16 == 0 for size in side[0].shape)
@@ -222,7 +223,7 @@ def _alike(pairs: Sequence[Tensor], scales: Sequence[float]) -> bool:
 
 @cache
 def grouped_products_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the grouped kernels of this torch give on this device, for all products needed, what single ones do."""
+    """Whether this torch's grouped kernels run on the device and agree with single products, for all products used."""
     if not hasattr(F, "grouped_mm"):
         return False
     ends = torch.tensor([8, 24], dtype=torch.int32, device=device)

@@ -1,11 +1,12 @@
-"""Attention over packed sequences, as an attention implementation of transformers.
+"""Attention over packed sequences, registered as an attention implementation of transformers.
 
-Without a layout it is transformers' own SDPA, so that a model keeps this implementation for all its life. With one
-(keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing calls them again), each segment of
-the token axis attends causally to itself and to all of its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` their size.
+Without a layout it is transformers' own SDPA, so a model can keep this implementation permanently. With a layout
+(keyword :data:`LAYOUT`, which the layers pass on, also when gradient checkpointing recomputes them), each segment of
+the token axis attends causally to itself and fully to its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` head size.
 
-On CUDA one varlen kernel does it (:mod:`.attention_varlen`), on the CPU a kernel for blocks of segments
-(:mod:`.attention_blocks`). Elsewhere, and for windows and dropout, segments go one by one.
+CUDA uses one varlen kernel (:mod:`.attention_varlen`), the CPU a kernel over blocks of segments
+(:mod:`.attention_blocks`). Other devices, and windows and dropout where those do not support them, compute each segment
+on its own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from gradwire_server.engine.model.attention_varlen import one_by_one, varlen_ker
 from gradwire_server.engine.model.packing import Layout
 
 NAME = "gradwire"
-"""Of the attention implementation."""
+"""Name of the attention implementation."""
 LAYOUT = "token_layout"
-"""The keyword that carries a :class:`.packing.Layout` through a model."""
+"""Keyword that carries a :class:`.packing.Layout` through a model."""
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
@@ -46,7 +47,7 @@ def packed_attention(
     """``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
 
     Raises:
-        NotImplementedError: the model asks for something else than causal attention within a window.
+        NotImplementedError: The model asks for something other than causal attention within a window.
     """
     layout: Layout | None = kwargs.pop(LAYOUT, None)
     if layout is None:
@@ -59,7 +60,7 @@ def packed_attention(
         raise NotImplementedError(f"packed attention is causal, and knows nothing of {', '.join(unknown) or 'others'}")
     if _observed is not None:
         _observed.attention_windows.add(sliding_window)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast: rotary embeddings have widened them
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window and sliding_window < layout.reach else None
     one_size = query.shape[-1] == value.shape[-1]
@@ -73,17 +74,17 @@ def packed_attention(
     return one_by_one(query, key, value, layout, scale, window, dropout), None
 
 
-# ------------------------------------------------------------------ what the model asks for
+# ------------------------------------------------------------------ attention features that a model uses
 
 
 @dataclass
 class Observed:
-    """What a model asked of attention.
+    """Attention features that a model used.
 
     Attributes:
-        mask_windows: the widths that its masks bound attention to, of windows or of chunks; None for no bound.
-        mask_functions: whether a mask was anything else beside causal.
-        attention_windows: the widths that its layers told :func:`packed_attention`.
+        mask_windows: Sizes of the windows or chunks in its masks; None for an unbounded mask.
+        mask_functions: Whether a mask had a rule other than causal or windowed.
+        attention_windows: Window sizes that its layers passed to :func:`packed_attention`.
     """
 
     mask_windows: set[int | None] = field(default_factory=set)
@@ -96,7 +97,7 @@ _observed: Observed | None = None
 
 @contextmanager
 def observing() -> Iterator[Observed]:
-    """Writes down what models ask for within. Where there is a layout no mask is looked at: it must not matter."""
+    """Record the attention features used in the body. With a layout, masks are ignored, so they must not matter."""
     global _observed
     _observed = Observed()
     try:

@@ -1,9 +1,9 @@
-"""Attention over a layout of sequences on the CPU, put together from calls of PyTorch's flash kernel for blocks.
+"""Attention over a layout of sequences on the CPU, combined from calls of PyTorch's flash kernel on blocks.
 
-The blocks are each bucket of segments with itself, and all branches of a prefix with that. A token's partial results
-combine by their log-sum-exps, and the kernel's backward, given the combined output and log-sum-exp, yields each block's
-exact share of the gradient, so that no key is copied and no mask built. Legend: ``M`` tokens, ``H`` heads, ``K`` heads
-of keys and values, ``D`` their size.
+A block is a bucket of segments attending to themselves, or all branches of a prefix attending to that prefix. A token's
+partial results combine by their log-sum-exps. The kernel's backward, given the combined output and log-sum-exp, yields
+each block's exact share of the gradient, so no key is copied and no mask is built. Legend: ``M`` tokens, ``H`` heads,
+``K`` heads of keys and values, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _heads(by_token: Tensor) -> Tensor:
 
 
 def repeated(by_token: Tensor, groups: int) -> Tensor:
-    """``[M, K, D] -> [M, K * groups, D]``: each head of the keys for all queries that share it."""
+    """``[M, K, D] -> [M, K * groups, D]``: repeat each key or value head for the query heads that share it."""
     return by_token if groups == 1 else by_token.repeat_interleave(groups, dim=1)
 
 
@@ -101,7 +101,7 @@ def _summed(by_token: Tensor, groups: int) -> Tensor:
 
 
 def _take(by_token: Tensor, bucket: Bucket, *, only_real: bool = False) -> Tensor:
-    """``[M, H, D] -> [rows, H, width, D]``; with ``only_real``, repetitions are zero."""
+    """``[M, H, D] -> [rows, H, width, D]``; with ``only_real``, repeated tokens are zero."""
     count = bucket.rows * bucket.width
     if bucket.start is not None:
         taken = by_token[bucket.start : bucket.start + count]
@@ -115,7 +115,7 @@ def _take(by_token: Tensor, bucket: Bucket, *, only_real: bool = False) -> Tenso
 
 
 def _put(by_token: Tensor, bucket: Bucket, values: Tensor) -> None:
-    """``values [rows, width, ...]`` into ``[M, ...]``, repetitions dropped."""
+    """Write ``values [rows, width, ...]`` into ``[M, ...]``, dropping repeated tokens."""
     if bucket.start is not None:
         place = by_token[bucket.start : bucket.start + bucket.rows * bucket.width]
         place.unflatten(0, (bucket.rows, bucket.width)).copy_(values)

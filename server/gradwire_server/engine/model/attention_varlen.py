@@ -1,6 +1,6 @@
-"""Attention over a layout of sequences where there is a varlen kernel (CUDA), and one by one where there is none.
+"""Attention over a layout of sequences: with a varlen kernel (CUDA), or segment by segment where there is none.
 
-Legend: ``M`` tokens, ``H`` heads, ``K`` heads of keys and values, ``D`` their size.
+Legend: ``M`` tokens, ``H`` heads, ``K`` heads of keys and values, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
 
 @cache
 def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
-    """A kernel for sequences of differing lengths on this device, or None."""
+    """A kernel for sequences of different lengths that gives correct results on this device, or None."""
     if dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     for name, kernel in (("torch.nn.attention.varlen", _torch_varlen), ("flash_attn", _flash_varlen)):
@@ -38,7 +38,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
             if _is_right(kernel, device, dtype):
                 return kernel
             reason = "its results differ from those of plain attention"
-        except (RuntimeError, TypeError, ValueError) as error:  # what kernels and their bindings raise
+        except (RuntimeError, TypeError, ValueError) as error:  # raised by kernels and their bindings
             reason = str(error)
         logger.warning("%s is not used on %s: %s", name, device, reason)
     return None
@@ -46,7 +46,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
 
 @torch.no_grad()
 def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel sees prefixes, windows and shared key heads as :func:`one_by_one` does."""
+    """Whether a kernel agrees with :func:`one_by_one` on prefixes, windows and shared key heads."""
     lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
     layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
     generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def _flash_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float,
 def _varlen_arguments(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
-    """``[H, M, D]`` as the kernels take it: tokens first, keys behind their prefix; causal to the end of the keys."""
+    """Arguments for the kernels: tokens first, each segment's keys after its prefix's; causal to the keys' end."""
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))
     queries, keys, places = layout.on(q.device)
     if places is not None:
@@ -97,7 +97,7 @@ def _varlen_arguments(
 def one_by_one(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None, dropout: float
 ) -> Tensor:
-    """``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``: a call of SDPA for each segment."""
+    """``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``: one call of SDPA per segment."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
     lengths = [segment.length for segment in layout.segments]

@@ -1,10 +1,9 @@
-"""``torch.compile`` of a model's layers, by choice: one compilation for all of them, whatever shapes batches have.
+"""Optional ``torch.compile`` of a model's layers, with dynamic shapes.
 
-Norms, activations, rotary embeddings and residual sums, which compiling fuses, are between the products and attention,
-which have kernels of their own. So each layer is compiled with dynamic shapes, and what depends on more than shapes,
-attention over a layout of sequences and adapters that are switched, stays as it is: neither a new batch shape nor
-another run on the model compiles anything again. Another kind of work does, once: with gradients or without, with
-adapters or not.
+Compilation fuses norms, activations, rotary embeddings and residual sums; matrix products and attention have kernels of
+their own. Each layer is compiled with dynamic shapes, and code that depends on more than shapes (attention over a
+layout, switched adapters) stays uncompiled, so neither a new batch shape nor another run on the model recompiles
+anything. Each new kind of work compiles once: with or without gradients, with or without adapters.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.adapters import SpanLinear
 
 KINDS = 64
-"""Of work that a layer's code may be compiled for; beyond them it runs as it is."""
+"""Maximum number of compiled versions of a layer's code; beyond it the layer runs uncompiled."""
 
 
 _LEFT_OUT: list[tuple[type, str]] = [(SpanLinear, "forward")]
 
 
 def leave_out(kind: type, method: str) -> None:
-    """Keeps a method that the layers call out of what is compiled; for those that take another way at each call."""
+    """Exclude a method called by the layers from compilation, because its control flow changes between calls."""
     _LEFT_OUT.append((kind, method))
 
 
 def compile_layers(trunk: nn.Module) -> None:
-    """Compiles the layers of a trunk, each when it is first called."""
+    """Compile the layers of a trunk, each on its first call."""
     torch._dynamo.config.recompile_limit = KINDS
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for kind, method in _LEFT_OUT:

@@ -1,7 +1,7 @@
-"""Dropout of a model: off, unless a run asks for it; then with masks that depend on the row alone.
+"""A model's dropout: off unless a run asks for it, then with masks that depend on the row alone.
 
-What a checkpoint's configuration says of dropout is for those who trained it. A loss that compares two forwards of one
-policy (a ratio, a reference) is wrong where either of them drops something, so no run has dropout by default.
+The dropout rates in a checkpoint's configuration were meant for its pretraining. A loss that compares two forwards of
+one policy (a ratio, a reference) is wrong if either drops activations, so dropout is off by default.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _Place = tuple[dict[str, Any], str, Any]
 
 
 class DropoutPlaces:
-    """Every rate by which a model drops activations in training mode, adapters aside: those of its modules, and
-    numbers that its modules and its configuration keep for functions."""
+    """Every place where a model stores a rate for dropping activations in training mode, adapters aside.
+
+    These are attributes of its modules, and of its configuration where functions read them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         owners: list[object] = [*model.modules()]
@@ -27,12 +29,12 @@ class DropoutPlaces:
         self._places: list[_Place] = [place for owner in owners for place in _rates(owner)]
 
     def set(self, rate: float) -> None:
-        """Makes this rate that of all places. Whole layers are never dropped."""
+        """Set this rate everywhere, except that whole layers are never dropped."""
         for holder, name, _ in self._places:
             holder[name] = 0.0 if "layerdrop" in name else rate
 
     def restore(self) -> None:
-        """The rates that the model came with: what it is exported with."""
+        """Restore the model's original rates, which exports contain."""
         for holder, name, own in self._places:
             holder[name] = own
 
@@ -46,11 +48,11 @@ def _rates(owner: object) -> Iterator[_Place]:
 
 
 def seed_generators(seed: str, row: int) -> None:
-    """Starts torch's generators for the masks of one row, whatever goes through the model before or with it.
+    """Seed torch's generators for the masks of one row, independently of earlier and neighbouring rows.
 
     Args:
-        seed: says which run and operation it is.
-        row: of the operation's batch.
+        seed: Identifies the run and operation.
+        row: Index in the operation's batch.
     """
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "little"))

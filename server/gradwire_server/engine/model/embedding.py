@@ -1,8 +1,8 @@
-"""Token embeddings on the CPU whose gradient is added to the rows that were looked up, and to no others.
+"""Token embeddings on the CPU whose backward adds the gradient only to the rows that were looked up.
 
-PyTorch's own backward makes a tensor of the whole vocabulary and adds that to the gradient there is: for a large one,
-most of what a step with few tokens reads and writes, and as much memory as the weights once more. Where the weight has
-no gradient yet, this is PyTorch's backward.
+PyTorch's own backward builds a gradient of the whole vocabulary and adds it to the existing one. For a large vocabulary
+that is most of the memory traffic of a step with few tokens, and as much memory as the weight again. While the weight
+has no gradient yet, PyTorch's backward is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def add_rows_in_place(embedding: nn.Module) -> None:
-    """Makes an embedding do so from now on, where it is a plain one; for ``torch.autograd.backward`` only."""
+    """Use this backward in a plain embedding; valid with ``torch.autograd.backward`` only."""
     plain = type(embedding) is nn.Embedding and not hasattr(embedding, "_hf_hook")
     if plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse:
         embedding.forward = partial(_embed, embedding)
@@ -33,7 +33,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight = weight  # not a saved tensor: behind hooks for those, it would not be the parameter
+        ctx.weight = weight  # not a saved tensor: saved-tensor hooks would return something else than the parameter
         ctx.padding_idx = padding_idx
         return nn.functional.embedding(ids, weight)
 

@@ -1,4 +1,4 @@
-"""Heads beside the output head: a value a token, a reward a sequence, classes of either.
+"""Heads beside the output head: a value per token, or a reward or class scores per token or sequence.
 
 Legend: ``H`` hidden size, ``N`` places, ``C`` classes.
 """
@@ -22,17 +22,17 @@ HEAD_KINDS: tuple[str, ...] = ("", "value", "reward", "classification")
 
 
 class Head(nn.Module):
-    """A linear map, in float32 whatever the trunk's dtype: ``[N, H] -> [N]``, of a classification ``[N, H] -> [N, C]``.
+    """A linear map in float32, whatever the trunk's dtype: ``[N, H] -> [N]``, or ``[N, H] -> [N, C]`` to classify.
 
-    A value head starts at zero: until it has learned, advantages are returns and no value is worse than none. The
-    others start small and random, so that preferences and classes have a gradient in the trunk from the first step on.
+    A value head starts at zero, so that advantages equal returns until it has learned. The others start small and
+    random, so that preferences and classes give the trunk a gradient from the first step.
 
     Args:
-        kind: ``"value"`` (the value of the state that token t was emitted in, read at token t - 1), ``"reward"`` (of a
-            sequence, read at its last token, or of each token, having read it) or ``"classification"`` (likewise).
+        kind: ``"value"`` (value of the state in which token t was emitted, read at token t - 1), ``"reward"`` (of a
+            sequence, read at its last token, or of each token, read at that token) or ``"classification"`` (likewise).
         hidden_size: ``H``.
-        seed: of the initial weights.
-        num_labels: ``C``, of a classification.
+        seed: Seed of the initial weights.
+        num_labels: ``C``, for a classification.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Head(nn.Module):
 
 
 def save_head(head: Head, folder: Path) -> None:
-    """Writes a head beside a model's weights, where :func:`make_head` finds it."""
+    """Write a head beside a model's weights, where :func:`make_head` finds it."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
     save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
 
@@ -66,11 +66,11 @@ def save_head(head: Head, folder: Path) -> None:
 def make_head(
     config: training_pb2.RunConfig, hidden_size: int, device: torch.device, *, model_path: str = ""
 ) -> Head | None:
-    """The head that a run's configuration asks for.
+    """Make the head that a run's configuration asks for, or None.
 
     Args:
-        model_path: folder of the base model. Where an export wrote a head of this kind and shape there, its weights are
-            what the head starts with.
+        model_path: Folder of the base model. If it contains an exported head of this kind and shape, the head starts
+            with those weights.
 
     Raises:
         OperationError: INVALID_ARGUMENT, with the field.

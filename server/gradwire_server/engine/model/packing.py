@@ -1,9 +1,9 @@
-"""Ragged sequences side by side on one token axis: nothing padded, and what an example's sequences share only once.
+"""Packing of ragged sequences on one token axis, without padding and with shared prefixes computed once.
 
-Legend: ``S`` sequences, ``N`` tokens of all of them, ``M`` tokens that are computed. Where the sequences of one example
-(the responses to one prompt, a preferred and a rejected answer) begin alike, the first of them holds the common tokens
-and each of the others only what follows, its *branch*, which attends to those and to itself. Attention is causal, so
-the states are those that each sequence has alone; :mod:`.attention` computes it.
+Legend: ``S`` sequences, ``N`` tokens of all of them, ``M`` tokens that are computed. If the sequences of one example
+(the responses to one prompt, a preferred and a rejected answer) begin alike, the first sequence holds the common tokens
+and each other one only its remaining tokens, its *branch*, which attends to the common tokens and itself. Attention is
+causal, so each sequence has the hidden states it would have alone; :mod:`.attention` computes it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gradwire_losses.batch import segment_ids
 from torch import Tensor
 
 MIN_SAVED = 16
-"""Tokens that sharing has to save in an example: below that, its own calls of the attention cost more."""
+"""Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""
 
 BUCKET_WASTE = 64 * 64
-"""Pairs of tokens that a sequence may waste by being padded to another's length: what a call of its own costs."""
+"""Token pairs that padding a sequence to another's length may waste: about the cost of a separate call."""
 
 
 class Packing(enum.IntEnum):
-    """How a model takes ragged sequences: each form computes less than the one before."""
+    """How a model takes ragged sequences; each form computes fewer tokens than the one before."""
 
     PADDED = 0
     PACKED = 1
@@ -35,7 +35,7 @@ class Packing(enum.IntEnum):
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one sequence, and where the tokens before them are, if elsewhere: places on the axis."""
+    """Consecutive tokens of one sequence, and the place of the tokens before them if those are held elsewhere."""
 
     start: int
     length: int
@@ -44,12 +44,12 @@ class Segment(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many tokens the last of them may attend to."""
+        """Number of tokens that the segment's last token attends to."""
         return self.prefix_length + self.length
 
 
 class PrefixBlock(NamedTuple):
-    """Branches, one behind the other, that attend to all of one prefix."""
+    """Consecutive branches that all attend to one whole prefix."""
 
     start: int
     stop: int
@@ -59,14 +59,14 @@ class PrefixBlock(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Segments that go through one call of causal attention together.
+    """Segments computed by one call of causal attention.
 
     Attributes:
-        rows: how many.
-        width: tokens of the longest.
-        start: where they lie, one behind the other and equally long; None where they have to be gathered.
-        gathered: ``[rows * width]`` places on the axis, a shorter segment's last token repeated.
-        real: ``[R]`` the entries of ``gathered`` that are no repetition.
+        rows: Number of segments.
+        width: Tokens of the longest segment.
+        start: First place, if the segments are contiguous and of equal length; None if they must be gathered.
+        gathered: ``[rows * width]`` places on the axis; a shorter segment repeats its last token.
+        real: ``[R]`` indices into ``gathered`` that are not repetitions.
         places: ``[R]`` their places on the axis.
     """
 
@@ -80,14 +80,14 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where everything lies.
+    """Positions of sequences on the token axis.
 
     Attributes:
-        input_ids: ``[M]``.
-        position_ids: ``[M]`` each token's position in its sequence.
-        places: ``[N]`` where each token of the sequences is on the axis; several where it is shared.
-        own_lengths: ``[S]`` tokens of each sequence that are on the axis as its own, in the order of the sequences.
-        segments: those of the sequences that have such tokens.
+        input_ids: ``[M]`` token ids.
+        position_ids: ``[M]`` position of each token in its sequence.
+        places: ``[N]`` place on the axis of each token of the sequences; shared tokens have the same place.
+        own_lengths: ``[S]`` number of tokens that each sequence holds itself.
+        segments: Segments of the sequences that hold any token, in the order of the sequences.
     """
 
     input_ids: Tensor
@@ -119,7 +119,7 @@ class Layout:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The segments by length; a long one that no other equals is alone."""
+        """The segments grouped by length; a long segment that no other matches is alone."""
         buckets: list[list[Segment]] = []
         for segment in sorted(self.segments, key=lambda each: (-each.length, each.start)):
             if buckets and buckets[-1][0].length ** 2 - segment.length**2 <= BUCKET_WASTE:
@@ -130,21 +130,21 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """``[segments + 1]`` int32 twice: where each segment's queries, and its keys one behind the other, begin."""
+        """``[segments + 1]`` int32, twice: offsets of each segment's queries, and of its concatenated keys."""
         own = torch.tensor([0, *(segment.length for segment in self.segments)])
         keys = torch.tensor([0, *(segment.reach for segment in self.segments)])
         return own.cumsum(0).int(), keys.cumsum(0).int()
 
     @cached_property
     def key_places(self) -> Tensor:
-        """The keys of each segment one behind the other: places on the axis."""
+        """Places on the axis of all segments' keys, concatenated."""
         parts = []
         for start, length, prefix_start, prefix_length in self.segments:
             parts += [torch.arange(prefix_start, prefix_start + prefix_length), torch.arange(start, start + length)]
         return torch.cat(parts)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """:attr:`offsets`, and :attr:`key_places` where they are not the axis itself, copied there once."""
+        """:attr:`offsets`, and :attr:`key_places` unless they equal the axis, copied once to the device."""
         if device not in self._copies:
             places = self.key_places if self.prefix_blocks else None
             queries, keys = (each.to(device, non_blocking=True) for each in self.offsets)
@@ -154,11 +154,11 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """Sequences in rows as long as the longest, padded on the right, where causal attention makes it harmless.
+    """Sequences as rows padded on the right to the longest, where causal attention makes padding harmless.
 
     Attributes:
-        input_ids: ``[S, W]``.
-        places: ``[N]`` where each token is in the flattened rows.
+        input_ids: ``[S, W]`` token ids.
+        places: ``[N]`` place of each token in the flattened rows.
     """
 
     input_ids: Tensor
@@ -166,14 +166,14 @@ class Padded:
 
 
 def arrange(packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = None) -> Layout | Padded:
-    """Sequences in the form that a model is to be given them in; arguments as of :func:`lay_out`."""
+    """Arrange sequences in the form that a model takes; arguments as in :func:`lay_out`."""
     if packing is Packing.PADDED:
         return pad(input_ids, lengths)
     return lay_out(input_ids, lengths, group_sizes if packing is Packing.SHARED else None)
 
 
 def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
-    """``[N], [S]`` -> rows of the longest's width."""
+    """``[N], [S]`` -> rows as wide as the longest sequence."""
     width = int(lengths.max())
     starts = lengths.cumsum(0) - lengths
     sequences = segment_ids(lengths)
@@ -184,12 +184,12 @@ def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
 
 
 def lay_out(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = None) -> Layout:
-    """Sequences on one axis, in their order.
+    """Lay out sequences on one axis, in their order.
 
     Args:
         input_ids: ``[N]``.
         lengths: ``[S]``, each at least 1.
-        group_sizes: ``[B]`` sequences an example, whose common tokens are to be computed once; None shares nothing.
+        group_sizes: ``[B]`` sequences per example; common prefixes are computed once. None shares nothing.
     """
     starts = lengths.cumsum(0) - lengths
     sequences = segment_ids(lengths)
@@ -221,9 +221,9 @@ def lay_out(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = Non
 
 
 def shared_lengths(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> Tensor:
-    """``[S]``: how many first tokens of each sequence need not be computed, since the first of its example has them.
+    """``[S]``: number of leading tokens of each sequence that its example's first sequence computes for it.
 
-    They are what all sequences of an example begin with; 0 where that saves too little to matter.
+    They are the common prefix of all sequences of the example; 0 where sharing saves fewer than :data:`MIN_SAVED`.
     """
     if len(group_sizes) == len(lengths):
         return torch.zeros_like(lengths)

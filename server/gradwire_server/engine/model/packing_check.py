@@ -1,7 +1,8 @@
-"""Whether a model may be given packed sequences: decided at load, by comparing states and gradients with padded ones.
+"""Check at load whether a model can take packed sequences, by comparing states and gradients with padded ones.
 
-Most decoders may. Those with a state that runs along the tokens (Mamba, linear attention), with an attention of their
-own, with biases from a mask or with windows that their layers do not tell the attention function are padded as ever.
+Most decoders can. Sequences stay padded for models with a recurrent state along the tokens (Mamba, linear attention),
+with an attention implementation of their own, with biases from a mask, or with windows that their layers do not pass to
+the attention function.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_packing(split_model: SplitModel) -> Packing:
-    """The form that computes least and is right; puts the attention implementation that it needs in place."""
+    """Choose the correct form that computes the fewest tokens, and set the attention implementation it needs."""
     config = split_model.model.config
     if config._attn_implementation != "sdpa":
         logger.info("%s is padded: its attention is %s", split_model.facts.name, config._attn_implementation)
@@ -28,7 +29,7 @@ def choose_packing(split_model: SplitModel) -> Packing:
     config._attn_implementation = attention.NAME
     try:
         packing, reason = _compare(split_model)
-    except Exception as error:  # whatever a model raises when it is not given a padded batch, padding is right for it
+    except Exception as error:  # whatever a model raises on an unpadded batch, padding is correct for it
         packing, reason = Packing.PADDED, f"{type(error).__name__}: {error}"
     if packing is Packing.PADDED:
         config._attn_implementation = "sdpa"
@@ -66,7 +67,7 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
 def _states_and_gradient(
     split_model: SplitModel, packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``[N, H]`` states, and the gradient in the embeddings ``[M, H]`` of a product of theirs with fixed numbers."""
+    """``[N, H]`` states, and the gradient in the embeddings ``[M, H]`` of their product with fixed numbers."""
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, arguments: object, output: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _states_and_gradient(
         weights = torch.sin(torch.arange(states.numel(), device=states.device)).view_as(states)
         (gradient,) = torch.autograd.grad((states.float() * weights).sum(), embedded)
     gradient = gradient.flatten(0, 1).float()
-    if packing is not Packing.SHARED:  # a token that sharing computes once has the sum of what its copies get
+    if packing is not Packing.SHARED:  # a shared token receives the sum of the gradients of its copies
         places = lay_out(input_ids, lengths, group_sizes).places.to(gradient.device)
         copies = gradient[arranged.places.to(gradient.device)]
         gradient = copies.new_zeros(int(places.max()) + 1, copies.shape[1]).index_add(0, places, copies)

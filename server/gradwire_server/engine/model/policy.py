@@ -1,8 +1,8 @@
-"""The weights of one run over a hosted model: an adapter on the shared copy, or a copy of its own.
+"""The weights of one run on a model: an adapter on the shared copy, or a full copy.
 
 Legend: ``S`` sequences, ``N`` tokens of all of them, ``H`` hidden size. Sequences are ragged and flat, as in
-``gradwire_losses.batch``. Where the model computes in bfloat16, every trained tensor has a float32 *master* that
-the optimizer updates and checkpoints hold; the model's own tensor is its rounded image.
+``gradwire_losses.batch``. If the model computes in bfloat16, every trained tensor has a float32 *master*, which the
+optimizer updates and checkpoints contain; the model's own tensor is its rounded copy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ HEAD_PREFIX = "head."
 
 
 class Policy:
-    """A model with one run's weights in it. This class itself is the frozen base, with nothing to train.
+    """A model with the weights of one run. This base class is the frozen base model, with nothing to train.
 
     Attributes:
-        hosted: the copy of the model that it computes with.
-        head: its head beside the output head, or None.
-        dropout: the rate of the model's own places in training mode.
+        split_model: The copy of the model to compute with.
+        head: The head beside the output head, or None.
+        gradient_checkpointing: Whether training recomputes activations in the backward pass.
+        dropout: Rate of the model's own dropout in training mode.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Policy:
         return None
 
     def activate(self, *, training: bool = False) -> None:
-        """Puts these weights and the mode (dropout, gradient checkpointing) in place. Free when they are already."""
+        """Activate these weights and the mode (dropout, gradient checkpointing); free if they are active already."""
         self.split_model.activate(
             self.adapter,
             training=training,
@@ -79,7 +80,7 @@ class Policy:
         )
 
     def packing(self, *, training: bool = False) -> Packing:
-        """The form that sequences take through the model. Dropout is drawn for each sequence of its own."""
+        """Form in which sequences go through the model; no shared prefixes with dropout, which is per sequence."""
         if training and self.has_dropout:
             return min(self.split_model.packing, Packing.PACKED)
         return self.split_model.packing
@@ -98,14 +99,14 @@ class Policy:
         group_sizes: Tensor | None = None,
         training: bool = False,
     ) -> Tensor:
-        """Final hidden states of ragged sequences, in one forward of the trunk.
+        """Final hidden states of ragged sequences, from one forward of the trunk.
 
         Args:
             input_ids: ``[N]``, on the CPU.
             lengths: ``[S]``, on the CPU.
-            positions: ``[P]`` indices into the tokens; all of them by default.
-            group_sizes: ``[B]`` sequences an example, which may begin alike: that is then computed once.
-            training: with dropout and gradient checkpointing, where the run has them.
+            positions: ``[P]`` indices into the tokens; by default all of them.
+            group_sizes: ``[B]`` sequences per example; common prefixes are computed once.
+            training: Apply the run's dropout and gradient checkpointing.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
@@ -120,14 +121,14 @@ class Policy:
         return self.split_model.output_head()
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Name -> parameter as the model computes with it, in an order that depends only on the configuration.
+        """Name -> parameter that the model computes with, in an order that depends only on the configuration.
 
-        Names say nothing of the run, so that one run's tensors load into another's. The head's begin with "head.".
+        Names do not contain the run, so that one run's tensors load into another. The head's begin with "head.".
         """
         return self._parameters
 
     def masters(self) -> Mapping[str, Tensor]:
-        """Name -> float32 tensor that the optimizer updates: the parameter itself where it is not of lower precision.
+        """Name -> tensor that the optimizer updates: the parameter, or its float32 copy if of lower precision.
 
         Call :meth:`sync` after changing one.
         """
@@ -139,26 +140,26 @@ class Policy:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Rounds the masters into the parameters that are not their own masters."""
+        """Round the masters into the parameters that are not their own masters."""
         pairs = [(self._parameters[name], master) for name, master in self._masters.items()]
         rounded = [(parameter, master) for parameter, master in pairs if parameter is not master]
         if rounded:
             torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Name -> the master itself, not a copy, detached."""
+        """Name -> the master itself, detached and not copied."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor], *, head: bool = True) -> None:
-        """Copies these weights into the run's.
+        """Copy weights into this run's.
 
         Args:
-            tensors: as :meth:`state_tensors` gave them, of a run of the same model, LoRA settings and head.
-            head: False leaves the head's weights as they are, on both sides.
+            tensors: Result of :meth:`state_tensors` of a run with the same model, LoRA settings and head.
+            head: False keeps this run's head weights and ignores those given.
 
         Raises:
-            OperationError: INVALID_ARGUMENT, before anything is changed, when names or shapes differ.
+            OperationError: INVALID_ARGUMENT, before any change, if names or shapes differ.
         """
         mine, given = (
             {name for name in names if head or not name.startswith(HEAD_PREFIX)} for names in (self._masters, tensors)
@@ -179,7 +180,7 @@ class Policy:
         self.sync()
 
     def close(self) -> None:
-        """Gives back what the policy holds of the hosted model."""
+        """Release what the policy holds of the model."""
 
     def _train(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
@@ -192,13 +193,14 @@ class Policy:
 
 
 class LoraPolicy(Policy):
-    """A LoRA adapter (Hu et al. 2021) on the model's shared copy. Many share one copy; none disturbs another.
+    """A LoRA adapter (Hu et al. 2021) on the model's shared copy, independent of other adapters on it.
 
     Args:
-        hosted: the shared copy.
-        adapter: a name of letters, digits and hyphens, unique on that copy: the run's id, say.
-        settings: rank, alpha (0: twice the rank), dropout, target modules (none: every linear layer but the head).
-        seed: of the initial weights, which depend on nothing else.
+        split_model: The shared copy.
+        adapter: Name of letters, digits and hyphens, unique on that copy, such as the run's id.
+        settings: Rank, alpha (0: twice the rank), dropout, target modules (none: every linear layer but the output
+            head).
+        seed: Seed of the initial weights, which depend on nothing else.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class LoraPolicy(Policy):
             self.split_model.adapters = None
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that another adapter is active now: activate() sees to that
+                warnings.simplefilter("ignore")  # peft warns that another adapter is active now; activate() sets it
                 peft_model.delete_adapter(self._adapter)
         self.split_model.adapters_changed()
 
@@ -268,10 +270,10 @@ class LoraPolicy(Policy):
 
 
 class FullPolicy(Policy):
-    """A copy of the model of its own, all of whose weights are trained.
+    """A full copy of the model, all of whose weights are trained.
 
     Args:
-        hosted: a copy that nobody else uses.
+        split_model: A copy that nothing else uses.
     """
 
     def __init__(
@@ -287,7 +289,7 @@ class FullPolicy(Policy):
 
 
 def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:
-    """The policy that a run's configuration asks for.
+    """Make the policy that a run's configuration asks for.
 
     Raises:
         OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT with the field.

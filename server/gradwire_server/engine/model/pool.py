@@ -1,6 +1,6 @@
-"""The models that the server may use, and one shared copy of each that is in use.
+"""The models that the server may use, with one shared copy of each model in use.
 
-Never remote code, never pickled weights.
+Remote code and pickled weights are never loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ModelPool:
     """The allowed models, loaded on first use.
 
     Args:
-        models: name -> folder or hub name. Only these may be named in a request.
-        device: ``"cpu"``, ``"cuda"`` (spread by accelerate over the GPUs where there are several) or ``"cuda:N"``.
-        dtype: of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on CUDA and
-            float32 on CPU.
-        compiled: whether layers go through ``torch.compile``.
+        models: Name -> folder or hub name. Requests may name only these.
+        device: ``"cpu"``, ``"cuda"`` (accelerate spreads models over several GPUs) or ``"cuda:N"``.
+        dtype: Dtype of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on
+            CUDA and float32 on the CPU.
+        compiled: Whether layers go through ``torch.compile``.
 
     Attributes:
-        dtype: of the weights.
+        dtype: Dtype of the weights.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelPool:
         """A model's facts, from its config alone.
 
         Raises:
-            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it is no causal LM of transformers.
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it is not a causal LM of transformers.
         """
         if name not in self._facts:
             self._facts[name] = self._read_facts(name)
@@ -77,7 +77,7 @@ class ModelPool:
         """The shared, frozen copy of a model.
 
         Raises:
-            OperationError: UNKNOWN_MODEL, or UNSUPPORTED where it cannot be loaded.
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
         if name not in self._loaded:
             split_model = self.load(name)
@@ -90,12 +90,12 @@ class ModelPool:
         return name in self._loaded
 
     def release(self, name: str) -> None:
-        """Forgets the shared copy of a model, unless adapters are on it."""
+        """Drop the shared copy of a model, unless it has adapters."""
         if name in self._loaded and self._loaded[name].adapters is None:
             del self._loaded[name]
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
-        """A copy of a model for one owner's use, from disk; in another dtype than the server's where one is given."""
+        """Load a copy of a model from disk for one owner; ``dtype`` overrides the server's."""
         facts = self.facts(name)
         kwargs: dict[str, Any] = {}
         if self.device.type == "cuda":

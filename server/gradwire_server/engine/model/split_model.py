@@ -1,8 +1,8 @@
-"""One copy of a model, split where the engine works.
+"""One copy of a model, split into trunk and output head.
 
-A *trunk* leads from token ids to final hidden states, and an *output head* from hidden states to logits, which
-:mod:`.scoring` applies in chunks. The split is checked against the model's own logits once, at load, so that an
-architecture that does more than that between the two is refused and not trained wrongly.
+The *trunk* maps token ids to final hidden states, and the *output head* maps hidden states to logits, which
+:mod:`gradwire_server.engine.scoring` computes in chunks. The split is checked once, at load, against the model's own
+logits, so that an architecture that does more between the two is refused rather than trained wrongly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What can be said of a model without its weights; as ``ModelInfo`` on the wire."""
+    """Facts of a model that are known without its weights; ``ModelInfo`` on the wire."""
 
     name: str
     path: str
@@ -48,13 +48,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """From hidden states to logits: ``softcap * tanh(scale * (h W^T + b) / softcap)``, the cap where there is one.
+    """Map from hidden states to logits: ``softcap * tanh(scale * (h W^T + b) / softcap)``; without softcap, no tanh.
 
     Attributes:
         weight: ``[V, H]``.
         bias: ``[V]`` or None.
-        scale: factor of the product.
-        softcap: bound of the logits, or None.
+        scale: Factor of the product.
+        softcap: Bound of the logits, or None.
     """
 
     weight: Tensor
@@ -63,7 +63,7 @@ class OutputHead:
     softcap: float | None = None
 
     def transform(self, logits: Tensor) -> Tensor:
-        """What happens to ``h W^T + b`` before the softmax; elementwise."""
+        """Apply scale and softcap to ``h W^T + b``, elementwise."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -73,14 +73,14 @@ class SplitModel:
     """One copy of a model.
 
     Attributes:
-        facts: its facts.
-        model: the transformers model; frozen where it is a shared base.
-        trunk: the part of it that ends in hidden states.
-        adapters: the peft wrapper around ``model``, once a LoRA run has been put on it.
-        adapter_layers: what computes with the adapters.
-        mixed: whether the trunk computes in bfloat16 (autocast) with weights of float32.
-        packing: the form that it may be given ragged sequences in; padded until a check has found a better one
-            (:func:`.packing_check.choose_packing`).
+        facts: Facts of the model.
+        model: The transformers model; frozen if it is a shared base.
+        trunk: The part of the model that ends in hidden states.
+        adapters: The peft wrapper around ``model`` once a LoRA run uses it, else None.
+        adapter_layers: The layers that compute the adapters.
+        mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
+        packing: Form in which the model takes ragged sequences; padded until
+            :func:`.packing_check.choose_packing` finds a better one.
     """
 
     def __init__(self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False) -> None:
@@ -107,11 +107,11 @@ class SplitModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That the trunk computes in."""
+        """Dtype that the trunk computes in."""
         return torch.bfloat16 if self.mixed else cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
 
     def states(self, sequences: Layout | Padded) -> Tensor:
-        """``[M, H]`` final hidden states of everything that is computed, in one forward of the trunk."""
+        """``[M, H]`` final hidden states of all computed tokens, from one forward of the trunk."""
         if isinstance(sequences, Padded):
             rows = sent(sequences.input_ids, self.device)
             padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
@@ -119,7 +119,7 @@ class SplitModel:
         packed: Tensor = self.trunk(
             input_ids=sent(sequences.input_ids[None], self.device),
             position_ids=sent(sequences.position_ids[None], self.device),
-            # A mask of four dimensions is passed on as it is; with a layout nobody looks at it.
+            # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,
             **{LAYOUT: sequences},
@@ -127,19 +127,19 @@ class SplitModel:
         return packed[0]
 
     def output_head(self) -> OutputHead:
-        """The output head with the weights that the model has now."""
+        """The output head with the model's current weights."""
         config = self.model.config.get_text_config()
         linear = self.model.get_output_embeddings()
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
         softcap = getattr(config, "final_logit_softcapping", None)
-        # The CPU's products are of float32 anyway; a GPU's are many times faster in bfloat16.
+        # The CPU multiplies in float32 anyway; a GPU is many times faster in bfloat16.
         weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
         return OutputHead(weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
 
     def adapters_changed(self) -> None:
-        """To be called when adapters were added to or removed from the model."""
+        """Rebuild the adapter layers; call after adding adapters to the model or removing them."""
         from gradwire_server.engine.model.adapters import AdapterLayers
 
         self.adapter_layers = AdapterLayers(self.model)
@@ -154,17 +154,17 @@ class SplitModel:
         checkpointing: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        """Puts an adapter (None: the bare base), the mode and gradient checkpointing in place; free when they are.
+        """Activate an adapter (None: the bare base), the mode and gradient checkpointing; free if active already.
 
         Args:
-            dropout: the rate of the model's own places, in training mode.
+            dropout: Rate of the model's own dropout in training mode.
         """
         if self.adapter_layers is not None:
             self.adapter_layers.use(adapter)
         self._set_mode(training, checkpointing, dropout)
 
     def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
-        """Puts several adapters in place, each for its tokens, in training mode; :meth:`activate` ends it."""
+        """Activate several adapters in training mode, each for its span, until the next :meth:`activate`."""
         assert self.adapter_layers is not None
         self.adapter_layers.use_spans(spans, self.device)
         self._set_mode(True, checkpointing)
@@ -198,7 +198,7 @@ def _set_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
 
 @torch.no_grad()
 def check_split(split_model: SplitModel) -> None:
-    """Checks that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
+    """Check that trunk and output head reproduce the model's logits, alone and beside a longer sequence.
 
     Raises:
         OperationError: UNSUPPORTED.

@@ -1,4 +1,4 @@
-"""Text to token ids and back with a model's own tokenizer. Needs the ``tokenizers`` library, and no torch."""
+"""Conversion between text and token ids with a model's own tokenizer; needs ``tokenizers``, not torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = "tokenizer.json"
 
 
 def find_tokenizer(path: str) -> Path | None:
-    """The tokenizer.json of a model folder or of a hub name, downloaded if need be; None where there is none."""
+    """The tokenizer.json of a model folder or hub name, downloaded if needed; None if it has none."""
     folder = Path(path)
     if folder.is_dir():
         return folder / FILE if (folder / FILE).is_file() else None
@@ -21,7 +21,7 @@ def find_tokenizer(path: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(path, FILE))
-    except (HfHubHTTPError, HFValidationError, OSError):  # no such file or name; offline and not in the cache
+    except (HfHubHTTPError, HFValidationError, OSError):  # no such file or name, or offline and not cached
         return None
 
 
@@ -29,10 +29,10 @@ class TextTokenizer:
     """A model's tokenizer.
 
     Args:
-        file: its tokenizer.json.
+        file: Path of its tokenizer.json.
 
     Attributes:
-        tokenizer: the object of the ``tokenizers`` library.
+        tokenizer: The object of the ``tokenizers`` library.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,5 +1,6 @@
-"""The engine: a process of its own that holds models and runs and carries out one ordered stream of operations.
+"""The engine: the process that holds models and runs, and executes one ordered stream of operations.
 
-Its folders, from the outside in: ``process``, ``operations``, ``sampling``, ``state``, ``training``, ``scoring``,
-``model``. Of the rest of the server it imports ``engine_link``, ``observability`` and ``crash_points`` only.
+Folders, from the outermost layer to the innermost: ``process``, ``operations``, ``sampling``, ``state``, ``training``,
+``scoring``, ``model``. From the rest of the server it imports only ``engine_link``, ``observability`` and
+``crash_points``.
 """

@@ -1,4 +1,4 @@
-"""The one error by which an operation fails for a reason that a person can act on."""
+"""The error for operations that fail for a reason a person can act on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from gradwire_proto.v1 import training_pb2
 
 
 class OperationError(Exception):
-    """An operation or a request failed; the run is as it was before it.
+    """An operation or request failed; the run is unchanged.
 
     Attributes:
-        code: an ``ErrorCode`` of the wire.
-        message: a sentence for a person: what was wrong, where, what to do.
-        field: the batch field or argument to blame, where there is one.
-        row: the row of the caller's batch, where one is to blame.
-        rule: the rule that was broken, in short.
+        code: An ``ErrorCode`` of the wire.
+        message: A sentence for a person: what was wrong, where, what to do.
+        field: The batch field or argument at fault; empty if none.
+        row: The row of the caller's batch at fault; None if none.
+        rule: The broken rule, in short.
     """
 
     def __init__(
@@ -45,5 +45,5 @@ class OperationError(Exception):
 
 
 def invalid(message: str, argument: str) -> OperationError:
-    """INVALID_ARGUMENT, of this argument."""
+    """Make an INVALID_ARGUMENT error that names the argument."""
     return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=argument)

@@ -1,4 +1,4 @@
-"""From whatever was raised to the error that a person reads."""
+"""Conversion of exceptions into the error that a person reads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 
 def to_error(error: Exception, what: str) -> training_pb2.Error:
-    """The error of the wire. What nobody foresaw is logged with its traceback and reported by a number only.
+    """Convert an exception into an error of the wire.
+
+    An unexpected exception is logged with its traceback; the client gets only its type and a request id.
 
     Args:
-        what: that was being done, for the log.
+        what: Description of the work that failed, for the log.
     """
     if isinstance(error, OperationError):
         return error.to_proto()
@@ -62,23 +64,23 @@ def is_fatal(error: Exception) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, the device's or the machine's; an attempt at less may succeed."""
+    """Whether memory ran out, on the device or the host; a smaller attempt may succeed."""
     on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def unless_out_of_memory(attempt: Callable[[], T], *, alone: bool = False) -> T | None:
-    """The attempt's outcome; None where memory ran out, and what the attempt held is free again.
+    """Return the attempt's result, or None if memory ran out; then the memory it held is freed.
 
     Args:
-        alone: there is nothing smaller to attempt: lack of memory is an error.
+        alone: The attempt cannot be made smaller, so running out of memory raises.
     """
     try:
         return attempt()
     except Exception as error:
         if alone or not is_out_of_memory(error):
             raise
-    # Outside the handler: the error's traceback keeps what was computed alive.
+    # Outside the handler, because the error's traceback keeps the computed tensors alive.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -86,10 +88,10 @@ def unless_out_of_memory(attempt: Callable[[], T], *, alone: bool = False) -> T 
 
 
 def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
-    """A loss's arguments, checked.
+    """Validate a loss's arguments.
 
     Raises:
-        OperationError: INVALID_ARGUMENT, naming the argument and what it may be.
+        OperationError: INVALID_ARGUMENT, naming the argument and its allowed values.
     """
     try:
         return loss.config.model_validate(dict(kwargs))
@@ -109,7 +111,7 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
 
 
 def _range(name: str, schema: Mapping[str, Any]) -> str:
-    """The rule that a property's JSON schema states, as in ``"0 <= x"`` or ``"x in {'a', 'b'}"``; empty for none."""
+    """The rule in a property's JSON schema, such as ``"0 <= x"`` or ``"x in {'a', 'b'}"``; empty if it has none."""
     choices = [schema, *schema.get("anyOf", ())]
     for choice in choices:
         if "enum" in choice:

@@ -1,4 +1,4 @@
-"""Torch's global random generators: the CPU's, and each GPU's."""
+"""Torch's global random generators, of the CPU and of each GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leaves torch's global generators as they were: loading and making modules draws numbers."""
+    """Restore torch's global generators after the body, because loading and building modules draws random numbers."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=list(devices)):
         yield
 
 
 def generator_states() -> dict[str, Tensor]:
-    """The states of torch's global generators: "cpu", and "cuda:N" where there are GPUs; uint8."""
+    """States of torch's global generators: "cpu", and "cuda:N" for each GPU; uint8."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -26,7 +26,7 @@ def generator_states() -> dict[str, Tensor]:
 
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
-    """Puts states that :func:`generator_states` gave in place."""
+    """Restore states returned by :func:`generator_states`."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state_all([states[f"cuda:{index}"] for index in range(torch.cuda.device_count())])

@@ -1,8 +1,8 @@
-"""How many of the CPU's threads compute a piece of work: all of them, or one where waking others takes longer.
+"""Number of CPU threads for a piece of work: all of them, or one where waking the others takes longer than it saves.
 
-A micro-batch of a small model is some hundred products of microseconds, and a thread that waits passively (see
-``engine_process.ENVIRONMENT``) takes tens of them to wake. The number depends on the work alone, so that a replay of
-the journal gives the bits that were given before.
+A micro-batch of a small model consists of some hundred matrix products of microseconds each, and a passively waiting
+thread takes tens of microseconds to wake (see ``ENVIRONMENT`` in :mod:`gradwire_server.engine_client.process`). The
+number depends on the work alone, so a replay of the journal reproduces the same bits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 import torch
 
 SMALL = 3e7
-"""Tokens times parameters of a forward and backward for which two threads are as quick as one. Of 113,000 parameters,
-128 tokens took 5.5 ms with one thread and 6.6 with two, 512 tokens 15.1 and 13.0."""
+"""Tokens times parameters of a forward and backward at which two threads become as fast as one. Measured with 113,000
+parameters: 128 tokens took 5.5 ms on one thread and 6.6 ms on two; 512 tokens took 15.1 ms and 13.0 ms."""
 STEP_TOKENS = 32
-"""Tokens whose forward and backward is about the work of an optimizer's step."""
+"""Tokens whose forward and backward cost about as much as an optimizer step."""
 
 
 @contextmanager
 def suited_threads(device: torch.device, tokens: int, num_parameters: int) -> Iterator[None]:
-    """Torch computes with the number of threads that suits this work within."""
+    """Run the body with the number of torch threads that suits its work; restore the number afterwards."""
     whole = torch.get_num_threads()
     if device.type != "cpu" or whole == 1 or tokens * num_parameters >= SMALL:
         yield

@@ -1,4 +1,4 @@
-"""The engine's process: its command line, the loop over requests, the answers, the heartbeat.
+"""The engine's process: command line, request loop, answers, heartbeat.
 
 May import every other folder of the engine.
 """

@@ -1,4 +1,4 @@
-"""The engine: models, runs and references of one process, and the answer to each request that is no sample."""
+"""The engine: the models, runs and references of one process, and the answers to all requests except samples."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ from gradwire_server.observability.tracing import Tracing
 
 
 class Engine:
-    """Answers one ordered stream of requests. Samples are for :class:`.samples_in_progress.SamplesInProgress`.
+    """Answer one ordered stream of requests, except samples.
+
+    Samples go to :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`.
 
     Args:
-        models: name -> folder or hub name; the engine says at once what they are.
-        allowed: more of them, which are read when they are first named.
-        state_dir: where checkpoints and exports are.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; a GPU by default where there is one.
-        dtype: of the weights, or ``"mixed"``: see :class:`.pool.ModelPool`, as for ``compiled``.
+        models: Model name -> folder or hub name; :meth:`hello` reads and reports their facts.
+        allowed: Further models, read when a request first names them.
+        state_dir: Folder of checkpoints and exports.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; by default a GPU if there is one.
+        dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.pool.ModelPool`.
+        compiled: Whether layers go through ``torch.compile``.
         sampler: ``"local"`` or ``"vllm"``.
-        microbatch_tokens, activation_bytes: what an operation may hold; found out where None (see :mod:`.memory`).
-        reference_cache_bytes: of reference models beside what runs hold.
-        tracing: where the spans of operations go; nowhere by default.
+        microbatch_tokens: Maximum tokens of a micro-batch; None chooses a limit by the memory (see
+            :mod:`gradwire_server.engine.scoring.memory`).
+        activation_bytes: Maximum bytes of activations; None likewise.
+        reference_cache_bytes: Maximum bytes of cached reference models that no run holds.
+        tracing: Destination of the operations' spans; by default they are dropped.
 
     Attributes:
-        context: its parts, which the operations work with.
+        context: The engine's parts that operations work with.
     """
 
     def __init__(
@@ -85,10 +90,10 @@ class Engine:
         }
 
     def hello(self) -> engine_pb2.EngineHello:
-        """What the engine holds.
+        """Describe the engine: device, models, losses and tokenizer files.
 
         Raises:
-            OperationError: for a model that cannot be used.
+            OperationError: A model cannot be used.
         """
         pool = self.context.pool
         device = str(pool.device)
@@ -102,10 +107,10 @@ class Engine:
         )
 
     def answer(self, request: Request) -> Answer:
-        """Carries out a request. Never raises for what a request can bring about.
+        """Execute a request. Errors become part of the answer.
 
         Raises:
-            torch.AcceleratorError: when the device is lost and the process with it.
+            torch.AcceleratorError: The device is lost, and the process with it.
         """
         message = request.message
         kind = message.WhichOneof("kind") or ""
@@ -119,7 +124,7 @@ class Engine:
             else:
                 with logs.about(message.operation.run_id, message.operation.seq):
                     answer = self._handlers[kind](request)
-        except Exception as error:  # the boundary: whatever it is, the engine goes on and the caller hears of it
+        except Exception as error:  # the boundary: the engine goes on and the caller receives the error
             if is_fatal(error):
                 raise
             answer = plain_answer(error=to_error(error, f"request {kind}"))
@@ -144,7 +149,7 @@ class Engine:
                     weights_only=create.weights_only,
                     fresh_head=create.fresh_head,
                 )
-        except Exception:  # whatever stopped it, what the run took of the shared model is given back
+        except Exception:  # whatever the error, give back what the run holds of the shared model
             run.close()
             raise
         context.runs[create.run_id] = run
@@ -186,7 +191,7 @@ class Engine:
 
 
 def loss_info(loss: LossSpec) -> training_pb2.LossInfo:
-    """A loss as it is listed on the wire."""
+    """Convert a loss's specification to its wire form."""
     return training_pb2.LossInfo(
         name=loss.name,
         summary=loss.summary,

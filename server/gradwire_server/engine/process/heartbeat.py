@@ -1,4 +1,4 @@
-"""The engine's sign of life, once a second from a thread of its own, with what it uses of the machine."""
+"""The engine's heartbeat: a report once a second, from its own thread, with its use of the machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradwire_server.engine_link.vitals import BEAT_S
 
 
 class Heartbeat:
-    """Counts the time spent on requests, and reports.
+    """Measure the time spent on requests and send reports.
 
     Args:
-        engine: whose caches and device are reported.
-        send: takes a report; LinkClosed ends the thread.
-        interval_s: between reports.
+        engine: The engine whose caches and device are reported.
+        send: Called with each report; LinkClosed ends the thread.
+        interval_s: Seconds between reports.
     """
 
     def __init__(self, engine: Engine, send: Callable[[engine_pb2.EngineReply], None], interval_s: float = BEAT_S):
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around each request."""
+        """Count the body's time as time spent on requests."""
         since = self._since = time.monotonic()
         try:
             yield
@@ -82,12 +82,12 @@ class Heartbeat:
 
 
 def _utilization(device: torch.device) -> Callable[[], float | None]:
-    """Reads how busy the driver says the device is, 0 to 1; None where that cannot be had."""
+    """Return a reader of the device's utilization as the driver reports it, 0 to 1; it returns None if unavailable."""
 
     def read() -> float | None:
         try:
             return float(torch.cuda.utilization(device)) / 100
-        except Exception:  # no nvidia-ml-py (gradwire[gpu]), or any of NVML's own errors: the number is a nicety
+        except Exception:  # no nvidia-ml-py (gradwire[gpu]), or any of NVML's own errors: the figure is optional
             return None
 
     return read if device.type == "cuda" and read() is not None else lambda: None
@@ -96,5 +96,5 @@ def _utilization(device: torch.device) -> Callable[[], float | None]:
 def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the most there was, in KiB
+    except OSError:  # not Linux: peak memory instead, in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,8 @@
-"""What the engine does next: samples in progress take turns with everything else.
+"""The engine's request loop, which alternates sampling steps with all other requests.
 
-One thread. Requests of a run are carried out and answered in the order they came. Samples join those in progress as
-soon as they may; then each step of theirs, a token for some of them, alternates with one other request. A run's request
-that is no sample waits until the run's samples have ended.
+One thread. Requests of one run are executed and answered in order of arrival. A sampling request joins the samples in
+progress as soon as no earlier request of its run waits. Each sampling step, which adds a token to some of the samples,
+alternates with one other request or one group of requests. A run's other requests wait until its samples have ended.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gradwire_server.engine.operations.request import Request
 
 
 class Answering(Protocol):
-    """The engine, for what is answered at once."""
+    """The part of :class:`.engine.Engine` that answers a request at once."""
 
     def answer(self, request: Request) -> Answer: ...
 
 
 class InProgress(Protocol):
-    """See :class:`.samples_in_progress.SamplesInProgress`."""
+    """Interface of :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class InProgress(Protocol):
 
 
 class Groups(Protocol):
-    """See :class:`.grouped_runs.GroupedRuns`."""
+    """Interface of :class:`gradwire_server.engine.operations.grouped_runs.GroupedRuns`."""
 
     def choose(self, ready: Sequence[Request]) -> Sequence[Request]: ...
 
@@ -48,15 +48,15 @@ class Groups(Protocol):
 
 
 class Loop:
-    """Carries requests out until one says to end.
+    """Execute requests until a shutdown request.
 
     Args:
-        engine: answers them.
-        samples: those in progress.
-        requests: as they were read.
-        send: takes an answer.
-        working: a context for each piece of work, given the ids of the requests that it is for.
-        groups: what carries out requests of several runs at once; None where each is to be alone.
+        engine: Answers all requests except samples.
+        samples: The samples in progress.
+        requests: Queue of received requests, in order of arrival.
+        send: Called with each answer.
+        working: Context manager around each piece of work, called with the ids of its requests.
+        groups: Executes requests of several runs at once; None executes each alone.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Loop:
         self._waiting: deque[Request] = deque()
 
     def run(self) -> None:
-        """Returns when a shutdown is answered; what came before it is answered then."""
+        """Return once a shutdown is answered; all requests before it are answered first."""
         while True:
             self._take()
             for request in self._ready():
@@ -94,7 +94,7 @@ class Loop:
                     return
 
     def _take(self) -> None:
-        """Everything that was read; waits for something where there is nothing to do."""
+        """Move received requests to the waiting list; block if there is nothing else to do."""
         if not self._waiting and not len(self._samples):
             self._waiting.append(self._requests.get())
         while True:
@@ -104,7 +104,7 @@ class Loop:
                 return
 
     def _ready(self) -> list[Request]:
-        """Those whose turn it is in their run, in the order they came."""
+        """Requests that may be executed now, in order of arrival: no earlier request of their run is unfinished."""
         ready: list[Request] = []
         waits: set[str] = set()
         for request in self._waiting:
@@ -122,7 +122,7 @@ class Loop:
         return ready
 
     def _choose(self, ready: Sequence[Request]) -> Sequence[Request]:
-        """What is carried out now, of different runs: the first of those whose turn it is, or several at once."""
+        """Requests to execute now: the first ready one, or several of different runs at once."""
         return ready[:1] if self._groups is None else self._groups.choose(ready)
 
     def _answer(self, chosen: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of operation and what front and engine must know of each: one row a kind.
+"""The table of operation kinds: one row per kind, with the properties that the front and the engine act on.
 
 A new operation is a message in ``training.proto``, a row here, and a handler in ``engine/operations/``.
 """
@@ -13,19 +13,19 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 @dataclass(frozen=True)
 class OperationKind:
-    """What is true of every operation of one kind.
+    """Properties of every operation of one kind.
 
     Attributes:
-        name: the field of ``Operation.kind`` that holds its message.
-        changes_state: whether a replay must repeat it. A sample without a seed does as well: see :func:`is_replayed`.
-        barrier: whether no other operation of its run may be in the engine together with it.
-        writes_files: whether it leaves files in the state folder, so that it may begin only once it is journaled.
-        divisible: whether it may be repeated in smaller pieces when memory runs out.
-        swaps_generators: whether it reads or replaces the state of the run's random generators itself.
-        groupable: whether operations of this kind of several runs may be computed together.
-        gives_checkpoint: whether its result names a checkpoint that is kept from then on.
-        keeps_graph: whether a state in memory outlives it that no checkpoint holds.
-        ends_accumulation: whether the next accumulation starts from zero, whatever becomes of the operation.
+        name: Name of the field of ``Operation.kind`` that holds its message.
+        changes_state: Whether a replay must repeat it. So must a sample without a seed: see :func:`is_replayed`.
+        barrier: Whether no other operation of its run may be in the engine at the same time.
+        writes_files: Whether it writes files into the state folder, so that it may start only once it is journaled.
+        divisible: Whether it may be retried in smaller pieces when memory runs out.
+        swaps_generators: Whether it reads or replaces the state of the run's random generators itself.
+        groupable: Whether operations of this kind from several runs may be computed together.
+        gives_checkpoint: Whether its result names a new checkpoint of the run.
+        keeps_graph: Whether it leaves state in memory that no checkpoint contains.
+        ends_accumulation: Whether the next gradient accumulation starts from zero, whatever the operation's result.
     """
 
     name: str
@@ -56,10 +56,10 @@ KINDS: Mapping[str, OperationKind] = {
         OperationKind("export", writes_files=True),
     )
 }
-"""Every kind that the server knows, by name."""
+"""Every known kind, by name."""
 
 UNKNOWN = OperationKind("")
-"""Of an operation that a newer client sent."""
+"""The row of an operation from a newer client, whose kind this server does not know."""
 
 
 def kind_of(operation: pb.Operation) -> OperationKind:
@@ -68,9 +68,9 @@ def kind_of(operation: pb.Operation) -> OperationKind:
 
 
 def is_replayed(operation: pb.Operation) -> bool:
-    """Whether a recovery must repeat the operation once it has succeeded.
+    """Whether a recovery must replay the operation once it has succeeded.
 
-    A sample without a seed of its own moves the run's generator, so it counts as well.
+    A sample without a seed of its own advances the run's random generator, so it must be replayed too.
     """
     kind = kind_of(operation)
     return kind.changes_state or (kind.name == "sample" and not operation.sample.HasField("seed"))

@@ -1,4 +1,4 @@
-"""From an accepted operation to its stored result: admission, one queue a run, dispatch, replay, results, checkpoints.
+"""The path of an operation from acceptance to its stored result: admission, run queues, dispatch, replay, results.
 
 May import: ``journal``, ``access``, ``engine_client``, ``observability``.
 """

@@ -1,4 +1,4 @@
-"""Coming in: operations are journaled, acknowledged and queued, and can be cancelled."""
+"""Admission of operations: journal, acknowledge and queue them; cancel those that have not started."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Takes operations over.
+    """Accepts operations into the queues of their runs.
 
     Args:
-        queues: of the runs, by id.
-        memory: where their payloads count.
+        queues: The queue of each run, by run id.
+        memory: Counts the payloads held in memory.
+
+    Attributes:
+        closed: Whether new operations are refused with SHUTTING_DOWN.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class Admission:
         self.closed = False
 
     def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
-        """What is wrong with an operation, as far as it can be seen before any model sees it."""
+        """Return the error of an operation that breaks a rule that can be checked without a model; None if valid."""
         return check(header, self._limits) or self._runs.check_uses(record, header.operation)
 
     async def load(self, queue: RunQueue) -> None:
-        """Takes up the operations of a run that were journaled before the server was started."""
+        """Queue the operations of a run that the journal holds from before the server started."""
         record = queue.record
         for entry in await self._journal.entries(record.run_id, record.applied_seq, record.accepted_seq):
             if entry.status and not entry.damaged:
@@ -97,10 +100,15 @@ class Admission:
     def submit(
         self, header: pb.OperationHeader, payload: Sequence[Buffer], refusal: pb.Error | None = None
     ) -> asyncio.Future[pb.SubmitAck]:
-        """Takes an operation over. The future is done once it is durable, or refused without using its number up.
+        """Accept an operation.
+
+        The future resolves once the operation is durable. It fails with a ServiceError if the operation is not
+        accepted; its number then stays free.
 
         Args:
-            header: checked already; `refusal` is what is wrong with the operation itself, which becomes its result.
+            header: The operation, already checked.
+            payload: Its payload, in any number of pieces.
+            refusal: The error found by the checks. The operation is accepted all the same, and this becomes its result.
         """
         ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
         ack.add_done_callback(self._answered)
@@ -172,7 +180,7 @@ class Admission:
                 queue.refuse(operation, error)
                 return
             if queue.pending.get(operation.seq) is not operation:
-                return  # a rewind, or a deletion of the run, was quicker
+                return  # a rewind or a deletion of the run has removed it meanwhile
             crash_point("operation.before_ack")
             operation.location, operation.durable = done.result(), True
             self._metrics.accepted(operation.header.operation)
@@ -188,10 +196,12 @@ class Admission:
                 operation.ack.set_result(_ack(operation))
 
         appended.add_done_callback(durable)
-        self._dispatcher.wake(queue)  # the engine may begin while the operation is written
+        self._dispatcher.wake(queue)  # the engine may start while the operation is being written
 
     async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> bool:
-        """Cancels an operation that has not started; durable before it returns.
+        """Cancel an operation that has not started; return whether it is cancelled.
+
+        The cancellation of a journaled operation is durable when this returns.
 
         Raises:
             ServiceError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.

@@ -1,9 +1,9 @@
-"""Checkpoints that the server takes by itself, so that a recovery has little to repeat and the journal stays short.
+"""Automatic checkpoints, which bound the work of a recovery and the size of the journal.
 
-A run has two places to start again from at any time: its newest checkpoint, and the one before it (at first, how it
-was created), with the journal from that one on. Only once a new checkpoint was read back is the journal collected up
-to the one before, and what the server itself saved before that deleted. A user's checkpoints stay until they delete
-them, which is refused while a recovery could need them.
+A run can always be restored from two points: its newest checkpoint and the one before it (at first, the state in which
+it was created); the journal is kept from the older point on. Once a new checkpoint has been read back successfully, the
+journal is trimmed up to the previous checkpoint and older automatic checkpoints are deleted. A user's checkpoints stay
+until the user deletes them, which is refused while a recovery could need them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class AutoCheckpoint:
-    """Takes checkpoints when they are due and gives up what they make superfluous.
+    """Takes checkpoints when they are due, and deletes the journal and checkpoints that they make unnecessary.
 
     Args:
-        every_steps, every_bytes: a checkpoint is due when this many optimizer steps, or payloads of this size, lie
-            behind the newest one; 0 for never.
+        every_steps, every_bytes: A checkpoint is due when this many optimizer steps have been taken, or the journal
+            has grown by this many bytes, since the newest one; 0 for never.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AutoCheckpoint:
         self._every_steps, self._every_bytes = every_steps, every_bytes
 
     async def start(self, records: Sequence[RunRecord]) -> None:
-        """Removes checkpoints of its own that a crash kept from being entered."""
+        """Delete automatic checkpoints that a crash left on disk before they were recorded in the database."""
 
         def remove() -> None:
             for record in records:
@@ -53,15 +53,15 @@ class AutoCheckpoint:
         await asyncio.to_thread(remove)
 
     def due(self, queue: RunQueue) -> bool:
-        """Whether to save a run once nothing of it is in the engine."""
+        """Whether to save a run as soon as none of its operations is in the engine."""
         steps, size = queue.behind_checkpoint
         due = 0 < self._every_steps <= steps or 0 < self._every_bytes <= size
         return due and queue.generation == self._engine.generation
 
     async def take(self, queue: RunQueue, seq: int) -> None:
-        """Saves the run as it is behind this operation, which is the last that the engine carried out."""
+        """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""
         record = queue.record
-        queue.behind_checkpoint = (0, 0)  # an attempt that fails is repeated after another interval
+        queue.behind_checkpoint = (0, 0)  # a failed attempt is repeated only after another interval
         save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
         request = engine_pb2.EngineOperation(
             run_id=record.run_id, seq=seq, operation=pb.Operation(save_checkpoint=save)
@@ -77,11 +77,11 @@ class AutoCheckpoint:
             await self.saved(record, reply.result.checkpoint)
         except EngineDied:
             log.error("the engine died while it took checkpoint %s of %s", save.name, record.run_id)
-        except Exception as error:  # the run goes on without; what is wrong with the disk shows elsewhere as well
+        except Exception as error:  # a run can train without the checkpoint; a bad disk also fails its other writes
             log.error("checkpoint %s of %s was not taken: %s", save.name, record.run_id, error)
 
     async def saved(self, record: RunRecord, newest: pb.Checkpoint) -> None:
-        """Reads a new checkpoint back, then collects what is older than the one before it."""
+        """Read a new checkpoint back, then delete the journal and automatic checkpoints older than the previous one."""
         verify = engine_pb2.EngineVerifyCheckpoint(checkpoint=newest.path)
         try:
             await self._engine.request(engine_pb2.EngineRequest(verify_checkpoint=verify))
@@ -102,9 +102,10 @@ class AutoCheckpoint:
                 await self._runs.delete_checkpoint(record, saved.name)
 
     async def check_deletable(self, record: RunRecord, name: str) -> None:
-        """
+        """Check that no recovery could need a checkpoint.
+
         Raises:
-            ServiceError: UNSUPPORTED when a recovery could need the checkpoint.
+            ServiceError: UNSUPPORTED if one could.
         """
         used = await self._journal.user_of(record.run_id, name)
         if used is not None:
@@ -120,6 +121,7 @@ class AutoCheckpoint:
 
 
 def in_use(checkpoint: str, run_id: str, seq: int) -> ServiceError:
+    """UNSUPPORTED for a checkpoint that operation ``seq`` of a run would read again in a recovery."""
     return ServiceError(
         pb.ERROR_CODE_UNSUPPORTED,
         f"{checkpoint} is still needed: a restored run {run_id} would repeat its operation {seq} with it; it can go"

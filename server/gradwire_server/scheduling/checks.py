@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with an operation before any model sees it."""
+"""Checks of operations that need no model: limits, names, tensor layouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from gradwire_server.journal.run_records import AUTOMATIC, NAME, ORIGIN
 
 
 def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
-    """The error of an operation that breaks a rule. It becomes the operation's result, so that the operations
-    numbered behind it are not left waiting."""
+    """Return the error of an operation that breaks a rule; None if it is valid.
+
+    The error becomes the operation's result, so that operations with higher numbers do not wait for it forever.
+    """
     kind = header.operation.WhichOneof("kind")
     if kind is None:
         return _invalid(
@@ -59,7 +61,7 @@ def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
 
 
 def check_loss(call: pb.LossCall, limits: Limits) -> pb.Error | None:
-    """What is wrong with a loss call that can be seen without the loss."""
+    """Return the error of a loss call that can be found without knowing the loss; None if there is none."""
     if len(call.loss_kwargs_json) > limits.max_kwargs_chars:
         what = f"{len(call.loss_kwargs_json)} characters of loss_kwargs"
         return _limit(what, "max_kwargs_chars", limits.max_kwargs_chars, "loss_kwargs")
@@ -78,10 +80,10 @@ def check_loss(call: pb.LossCall, limits: Limits) -> pb.Error | None:
 
 
 def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | None:
-    """What a sampling asks for that no sampler should begin with.
+    """Return the error of a sample call that exceeds a limit; None if it exceeds none.
 
     Args:
-        rows: prompts given as token ids.
+        rows: Number of prompts given as token ids.
     """
     rows = max(rows, len(call.prompts))
     counts = (
@@ -99,7 +101,7 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
 
 
 def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error | None:
-    """As :func:`check_sample`, for a sampling outside a run."""
+    """Return the error of a sample request outside a run that exceeds a limit; see :func:`check_sample`."""
     longest = max((len(prompt.ids) for prompt in request.prompt_ids), default=0)
     if longest > limits.max_row_tokens:
         return _limit(f"{longest} tokens in a prompt", "max_row_tokens", limits.max_row_tokens, "prompt_ids")
@@ -110,7 +112,7 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
 
 
 def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limits) -> pb.Error | None:
-    """That no row of token ids is too long; reads no more of the payload than the rows' lengths."""
+    """Return an error if a row of token ids is too long; reads only the row lengths from the payload."""
     offset = 0
     for spec in header.tensors:
         sizes = spec.level_sizes
@@ -133,7 +135,10 @@ def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limi
 
 
 def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint], limits: Limits) -> pb.Error | None:
-    """That a run may keep one checkpoint more; how large it becomes is only known afterwards."""
+    """Return an error if a run may not keep another checkpoint.
+
+    The size of the new checkpoint is not known yet, so only the bytes of those already kept are counted.
+    """
     kept = [one for one in checkpoints.values() if not (save.overwrite and one.name == save.name)]
     kept = [one for one in kept if one.name != ORIGIN and not one.name.startswith(AUTOMATIC)]
     if len(kept) >= limits.max_checkpoints:

@@ -1,7 +1,8 @@
-"""Carrying out: operations to the engine, several at a time, and what becomes of them.
+"""Dispatch of queued operations to the engine, several at a time.
 
-The engine is sent the operations of a run before it has answered those in front of them. It carries none out behind
-one that failed, and says so; what becomes of those is decided here, once every one before them has its result.
+Operations of a run are sent to the engine before it has answered the earlier ones. After a failed operation the engine
+does not start the later ones and answers ``not_started`` for each; the dispatcher decides their results once every
+operation before them has its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gradwire_server.scheduling.run_queue import RunQueue
 
 @dataclass(eq=False)
 class _Place:
-    """Of a request that is no operation of a run, and waits for its turn."""
+    """Place in the queue of a request that belongs to no run's queue, such as a sample outside a run."""
 
     owner: str
     tokens: int
@@ -37,10 +38,10 @@ class _Place:
 
 
 class Dispatcher:
-    """Gives the engine as much at a time as is good for whoever waits.
+    """Sends operations to the engine in fair order, with a bounded number in flight.
 
     Attributes:
-        fair_queue: who waits, and what the engine has.
+        fair_queue: What waits for the engine, and how much is in it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Dispatcher:
         self._draining = False
 
     async def drain(self, queues: Iterable[RunQueue], grace_s: float) -> None:
-        """Begins no more, takes back what the engine has not begun, and lets the rest finish."""
+        """Send nothing more, withdraw what the engine has not started, and wait ``grace_s`` seconds for the rest."""
         self._draining = True
         for operation in [each for queue in queues for each in queue.sent.values()]:
             if operation.answer is not None:
@@ -72,14 +73,14 @@ class Dispatcher:
             task.cancel()
 
     def wake(self, queue: RunQueue) -> None:
-        """Gives the run a turn if it has something for the engine, after what needs no engine."""
+        """Finish the operations at the head of a queue that need no engine, then queue the run for the engine."""
         self._offer(queue)
         self._dispatch()
 
     def _offer(self, queue: RunQueue) -> None:
         while (head := queue.head) is not None:
             if not self._may_go(queue, head):
-                return  # woken again when it is in the journal, and when those before it have their results
+                return  # wake() is called again when it is journaled and when earlier operations get their results
             verdict = None if queue.sent else queue.verdict(head)
             if verdict is None:
                 if queue not in self.fair_queue:
@@ -133,14 +134,14 @@ class Dispatcher:
         self.wake(queue)
 
     def take_back(self, operation: QueuedOperation) -> bool:
-        """Keeps an operation from being carried out; False when it has begun."""
+        """Withdraw an operation that has not started and mark it cancelled; False if it has started."""
         if operation.answer is not None and not self._engine.withdraw(operation.answer):
             return False
         operation.cancelled = True
         return True
 
     async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
-        """Waits for a place at the engine, for a request that is no operation of a run; :meth:`leave` gives it back.
+        """Wait for a place in the engine for a request outside any run's queue; :meth:`leave` frees the place.
 
         Raises:
             ServiceError: SHUTTING_DOWN.
@@ -158,15 +159,16 @@ class Dispatcher:
             raise
 
     def leave(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
+        """Free the place taken with :meth:`enter`."""
         self.fair_queue.leave(owner, tokens)
         self._dispatch()
 
     async def sample(self, asked: pb.SampleRequest, usage: Usage) -> EngineAnswer:
-        """Samples outside any run's queue, when it is the owner's turn.
+        """Sample outside any run's queue, when it is the owner's turn.
 
         Raises:
-            ServiceError: LIMIT_EXCEEDED, or what the engine has against it.
-            EngineDied: while it sampled.
+            ServiceError: LIMIT_EXCEEDED, SHUTTING_DOWN, or the engine's own error.
+            EngineDied: The engine died while it sampled.
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
         given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
@@ -176,7 +178,7 @@ class Dispatcher:
             await self.enter(usage.owner, given)
             answer = self._engine.request(engine_pb2.EngineRequest(sample=asked))
             answer.add_done_callback(retrieved)
-            answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also when its caller has left by then
+            answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also if the caller has left meanwhile
             reply, payload = await asyncio.shield(answer)
             self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
             return reply, payload
@@ -185,5 +187,5 @@ class Dispatcher:
 
 
 def _wants_alone(item: RunQueue | _Place) -> bool:
-    """Whoever is suspected of having killed an engine is tried with nobody beside it who could be blamed."""
+    """Whether an operation is suspected of having killed an engine; it then runs alone, so that blame is certain."""
     return isinstance(item, RunQueue) and (head := item.head) is not None and head.deaths > 0

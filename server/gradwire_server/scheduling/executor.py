@@ -1,4 +1,4 @@
-"""One operation and the engine: the run is brought there when it is not, and deaths on the way are survived."""
+"""Execution of one operation on the engine, including restoring its run there and handling engine crashes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from gradwire_server.scheduling.run_queue import RunQueue
 log = logging.getLogger(__name__)
 
 DEATHS = 2
-"""So many times may an operation kill the engine before it is given up."""
+"""Number of engine crashes before an operation is quarantined."""
 
 Outcome = tuple[pb.OperationResult, Buffer]
 
 
 class Executor:
-    """Carries operations to the engine and their results back."""
+    """Executes operations on the engine and returns their results."""
 
     def __init__(self, engine: EngineClient, journal: Journal, metrics: Metrics) -> None:
         self._engine, self._journal, self._metrics = engine, journal, metrics
 
     async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
-        """Makes a new run in the engine.
+        """Create a new run in the engine.
 
         Raises:
-            ServiceError: what the engine has against it.
+            ServiceError: The engine's own error; ENGINE_UNAVAILABLE if it died :data:`DEATHS` times on the way.
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         for _ in range(DEATHS):
@@ -53,7 +53,7 @@ class Executor:
         raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
 
     async def drop(self, run_id: str) -> None:
-        """Forgets a run, if the engine has it."""
+        """Remove a run from the engine, if the engine holds it."""
         request = engine_pb2.EngineRequest(drop_run=engine_pb2.EngineDropRun(run_id=run_id))
         try:
             await self._engine.request(request)
@@ -61,12 +61,15 @@ class Executor:
             log.info("run %s was not in the engine: %s", run_id, error)
 
     async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
-        """The result and its payload; None when the operation is to be tried again, or a rewind made it void."""
+        """Execute an operation and return its result and payload.
+
+        Returns None if the operation must be sent again later, or if a rewind, deletion or cancellation removed it.
+        """
         try:
             return await self._attempt(queue, operation)
         except EngineDied as error:
             return await self._after_death(queue, operation, error)
-        except Exception:  # a fault of ours must not take the dispatcher, or the run, with it
+        except Exception:  # a bug in the server must not stop the dispatcher or block the run
             log.exception("operation %d of %s", operation.seq, queue.record.run_id)
             message = f"the server failed to carry operation {operation.seq} out; its log says why"
             return failed(operation.seq, pb.ERROR_CODE_INTERNAL, message), b""
@@ -88,11 +91,12 @@ class Executor:
         return result, data
 
     async def _hand_over(self, queue: RunQueue, operation: QueuedOperation) -> asyncio.Future[EngineAnswer] | None:
-        """Sends an operation to the engine; None when it is not its turn after all, or it is void.
+        """Send an operation to the engine; None if its turn has not come or it no longer exists.
 
         Raises:
-            ServiceError: why it cannot be. It is the first without a result then.
-            EngineDied: while the run was restored.
+            ServiceError: The operation cannot be executed. Raised only for a run's first operation without a result,
+                except for a checkpoint that may not be written.
+            EngineDied: The engine died while the run was restored.
         """
         if not queue.is_next(operation):
             return None
@@ -113,7 +117,7 @@ class Executor:
                 message = f"the payload of operation {operation.seq} was damaged on the server's disk; submit it again"
                 raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message) from error
         if queue.generation != self._engine.generation or not queue.is_next(operation):
-            return None  # the engine died, or the operation was cancelled, meanwhile
+            return None  # the engine died or the operation was cancelled meanwhile
         return self._engine.request(self._request(queue, operation), payload)
 
     async def _payload(self, operation: QueuedOperation) -> Buffer:
@@ -122,10 +126,14 @@ class Executor:
         return await self._journal.payload(operation.location)
 
     async def _may_save(self, queue: RunQueue, operation: QueuedOperation) -> bool:
-        """What a checkpoint contains has results on disk before it has a folder, or it would be repeated on top of it.
+        """Wait until a checkpoint may be written; False if the run was closed or rewound meanwhile.
+
+        Every operation that a checkpoint contains needs a durable result before the checkpoint's folder exists;
+        otherwise a recovery from that folder would execute the operation a second time.
 
         Raises:
-            ServiceError: another run's recovery needs the checkpoint of this name, or the run keeps as many as it may.
+            ServiceError: Another run's recovery needs the checkpoint of this name, or the run's limit of checkpoints
+                is reached.
         """
         save = operation.header.operation.save_checkpoint
         used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
@@ -145,14 +153,16 @@ class Executor:
         request.operation.unless_failed = before if before < operation.seq else 0
         if operation.retried and operation.kind == "save_checkpoint":
             save = request.operation.operation.save_checkpoint
-            if save.name not in queue.record.checkpoints:  # its first attempt may have left a folder that no row knows
+            if save.name not in queue.record.checkpoints:  # the first attempt may have left a folder without a row
                 save.overwrite = True
         return request
 
     async def _restored(self, queue: RunQueue, seq: int) -> bool:
-        """Gives the engine the run as it is before this operation; False when what was lost cannot be had again, or
-        the run is gone."""
-        if not await queue.settled(seq - 1):  # what has no result on disk yet would not be repeated
+        """Restore the run in the engine to its state before operation ``seq``.
+
+        Returns False if the run was closed or had to be rewound because lost operations cannot be replayed.
+        """
+        if not await queue.settled(seq - 1):  # an operation without a result on disk would not be replayed
             return False
         if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
             return False
@@ -170,7 +180,7 @@ class Executor:
             raise EngineDied(suspect=False) from error
         except ServiceError as error:
             if self._engine.generation != generation:
-                raise EngineDied(suspect=False) from error  # between two requests: the next engine knows no such run
+                raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
         queue.generation = generation
         self._metrics.restored(
@@ -183,7 +193,7 @@ class Executor:
         return True
 
     async def _after_death(self, queue: RunQueue, operation: QueuedOperation, error: EngineDied) -> Outcome | None:
-        """What becomes of an operation whose engine died: another attempt, or, the second time, quarantine."""
+        """Return None to try an operation again whose engine died, or its quarantine after :data:`DEATHS` crashes."""
         operation.retried = True
         if error.suspect:
             operation.deaths += 1
@@ -195,7 +205,14 @@ class Executor:
         return failed(operation.seq, pb.ERROR_CODE_QUARANTINED, message + " and is not tried again"), b""
 
     async def rewind_if_lossy(self, queue: RunQueue, *, queued_too: bool) -> bool:
-        """Without payloads, what is behind the newest checkpoint is lost with the engine: the run goes back to it."""
+        """Rewind a run to its newest checkpoint if operations after it are lost; return whether it was rewound.
+
+        With ``durability=checkpoint`` the journal keeps no payloads, so what the engine executed after that checkpoint
+        is lost when the engine dies.
+
+        Args:
+            queued_too: Whether operations without a result count as lost; true at the start of the server.
+        """
         record = queue.record
         newest = record.newest_checkpoint
         base, step = (newest.seq, newest.step) if newest else (0, 0)

@@ -1,9 +1,9 @@
-"""Who is next at the engine, and how much it is given at a time: the keys in turn, and within a key its runs and
-samplings in turn.
+"""Fair order of requests to the engine: API keys in turn, and within a key its runs and samples in turn.
 
-What waits in the engine's pipe is there when the engine is free, and small operations are carried out together; but
-whoever comes in then waits for all of it. So it is bounded by its tokens, and while keys share the server each has one
-request there: however much one key asks for, another waits for one operation of it at most before its own.
+Requests that already wait in the engine's pipe keep it busy and let it execute small operations together, but a new
+request waits for all of them. So the requests in the pipe are bounded by their tokens. While several keys use the
+server, each has at most one request in the pipe: a key waits for at most one operation of each other key before its
+own, however much the others submit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 AHEAD = 2
-"""So many requests may be in the engine whatever their size: one is read while the other is computed."""
+"""Requests that may be in the engine whatever their size: one is read while the other is computed."""
 SMALL_AHEAD = 32
+"""Requests that may be in the engine while they hold fewer than ``PIPE_TOKENS`` tokens in total."""
 PIPE_TOKENS = 4096
-"""More of them while those there are together smaller than this."""
+"""Tokens in the engine from which on only ``AHEAD`` requests are allowed."""
 SHARED_S = 60.0
-"""For so long after a key asked, the server counts as shared with it."""
+"""A key counts as active this many seconds after its last request."""
 
 
 class FairQueue(Generic[T]):
-    """What waits for the engine, by owner, and what is there.
+    """Items that wait for the engine, by owner, and counters of the requests in it.
 
     Args:
-        wants_alone: whether nothing else may be in the engine together with this item, as of the moment.
-        clock: in seconds.
+        wants_alone: Whether an item must be alone in the engine; asked each time the item could go.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(
@@ -52,18 +53,23 @@ class FairQueue(Generic[T]):
 
     @property
     def shared(self) -> bool:
-        """Whether several keys use the server."""
+        """Whether several keys are active."""
         if len(self._asked) > 1:
             since = self._clock() - SHARED_S
             self._asked = {owner: at for owner, at in self._asked.items() if at >= since}
         return len(self._asked) > 1
 
     def put(self, owner: str, item: T) -> None:
+        """Add an item at the end of its owner's queue."""
         self._asked[owner] = self._clock()
         self._waiting.setdefault(owner, deque()).append(item)
 
     def pop(self) -> T | None:
-        """The next, of the owner whose last turn is the longest ago, and who has room; None when nobody has."""
+        """Remove and return the next item; None if nothing waits or the engine has no room.
+
+        The item belongs to the least recently served owner; while keys share the server, owners with a request in the
+        engine are passed over.
+        """
         there = self._count_there
         if self._alone or there >= SMALL_AHEAD or (there >= AHEAD and self._tokens >= PIPE_TOKENS):
             return None
@@ -84,21 +90,21 @@ class FairQueue(Generic[T]):
         return item
 
     def enter(self, owner: str, tokens: int, alone: bool = False) -> None:
-        """A request goes to the engine."""
+        """Count a request that is sent to the engine."""
         self._there[owner] += 1
         self._count_there += 1
         self._tokens += tokens
         self._alone = alone
 
     def leave(self, owner: str, tokens: int) -> None:
-        """It is answered."""
+        """Uncount a request that the engine has answered."""
         self._there[owner] -= 1
         self._count_there -= 1
         self._tokens -= tokens
         self._alone = False
 
     def clear(self) -> list[T]:
-        """Everything that waits; it has no turn any more."""
+        """Remove and return every waiting item."""
         items = [item for waiting in self._waiting.values() for item in waiting]
         self._waiting.clear()
         return items

@@ -1,4 +1,4 @@
-"""An operation without a result, and what is known of its kind."""
+"""An operation that waits for its result, and helpers that build results and classify operations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from gradwire_server.operation_kinds import is_replayed, kind_of
 
 
 def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
-    """Whether a recovery repeats an operation whose result has this status."""
+    """Whether a recovery replays an operation whose result has this status."""
     return status == pb.STATUS_SUCCEEDED and is_replayed(operation)
 
 
 def may_begin_early(operation: pb.Operation) -> bool:
-    """Whether the engine may begin the operation before it is in the journal.
+    """Whether the engine may start the operation before it is in the journal.
 
-    Nothing is left of such an operation once the engine has given up its run: it writes no files, and it needs none
-    that somebody may delete before the journal has it.
+    True if the operation leaves no trace once the engine drops its run: it writes no files, and it reads no checkpoint
+    that a user could delete before the journal records its use.
     """
     return not kind_of(operation).writes_files and not uses(operation)
 
 
 def drops_accumulation(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
-    """Whether an operation with a result of this status ends an accumulation that the engine may still hold."""
+    """Whether an operation with this status ended an accumulation that the engine may still hold."""
     return kind_of(operation).ends_accumulation and status != pb.STATUS_SUCCEEDED
 
 
@@ -42,13 +42,21 @@ class QueuedOperation:
     """An operation without a result.
 
     Attributes:
-        refusal: what is wrong with it; its result once those before it have theirs.
-        location: of its payload in the journal.
-        appended: done once it is in the journal, or cannot be.
-        early: whether the engine may have it before it is in the journal.
-        retried: whether it may have been begun before.
-        deaths: of engines that were carrying it out.
-        answer: of the engine that it was handed to.
+        header: The submitted operation without its payload.
+        content: Identity of the operation, which tells a repeated submission from a reused number.
+        payload: Payload in memory; None if it must be read from the journal.
+        accepted_at: Unix time in seconds.
+        ack: Resolves with the acknowledgement once the operation is durable.
+        refusal: Error found by the checks; becomes the result once the operations before it have theirs.
+        location: Where its payload is in the journal.
+        appended: Done when the append to the journal has succeeded or failed.
+        early: Whether the engine may start it before it is in the journal.
+        durable: Whether it is in the journal.
+        cancelled: Whether it was cancelled; it is not sent to the engine.
+        retried: Whether an earlier attempt may have started it.
+        deaths: Number of engines that died while they executed it.
+        answer: The pending answer of the engine to which it was sent.
+        trace: Its spans.
     """
 
     header: pb.OperationHeader
@@ -77,22 +85,25 @@ class QueuedOperation:
 
     @cached_property
     def tokens(self) -> int:
-        """What it takes of the engine at once: what a sample adds to its prompts comes a token at a time."""
+        """Tokens that it brings into the engine; sampled tokens do not count, as they are made one at a time."""
         return tokens_of(self.header.operation, self.header.tensors, sampled=False)
 
     @property
     def apart(self) -> bool:
-        """Whether no other of its run may be in the engine with it: it needs their results, or is suspected of having
-        killed an engine."""
+        """Whether no other operation of its run may be in the engine with it.
+
+        True for a barrier, and for an operation that is suspected of having killed an engine.
+        """
         return kind_of(self.header.operation).barrier or self.deaths > 0
 
 
 class PayloadMemory:
-    """The payloads of operations without a result that are held in memory: beyond a size they are read from the
-    journal when they are needed.
+    """Count of the payload bytes that queued operations hold in memory.
+
+    Beyond the limit, payloads are dropped once journaled and read from the journal when needed.
 
     Args:
-        limit: in bytes.
+        limit: Limit in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -100,27 +111,32 @@ class PayloadMemory:
 
     @property
     def full(self) -> bool:
+        """Whether the limit is exceeded."""
         return self._held > self._limit
 
     def hold(self, operation: QueuedOperation) -> None:
+        """Count an operation's payload."""
         self._held += operation.header.payload_bytes
 
     def let_go(self, operation: QueuedOperation) -> None:
+        """Drop an operation's payload from memory."""
         if operation.payload is not None and operation.header.payload_bytes:
             self._held -= operation.header.payload_bytes
             operation.payload = None
 
 
 def failed(seq: int, code: pb.ErrorCode.ValueType, message: str) -> pb.OperationResult:
+    """The result of a failed operation."""
     return pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=pb.Error(code=code, message=message))
 
 
 def cancelled(seq: int) -> pb.OperationResult:
+    """The result of a cancelled operation."""
     error = pb.Error(code=pb.ERROR_CODE_CANCELLED, message=f"operation {seq} was cancelled before it started")
     return pb.OperationResult(seq=seq, status=pb.STATUS_CANCELLED, error=error)
 
 
 def retrieved(done: asyncio.Future[Any]) -> None:
-    """Whoever waited may be gone: an error that nobody fetches is no fault."""
+    """Mark a future's exception as retrieved, so that asyncio logs no warning if its caller has left."""
     if not done.cancelled():
         done.exception()

@@ -1,4 +1,4 @@
-"""Bringing a run into an engine that does not hold it: its newest valid checkpoint, then the journal behind it."""
+"""Restore of a run in an engine that does not hold it: load its newest valid checkpoint, then replay the journal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRY_OLDER = (pb.ERROR_CODE_CHECKPOINT_CORRUPT, pb.ERROR_CODE_UNKNOWN_CHECKPOINT
 
 
 class ReplayDied(Exception):
-    """The engine died while it repeated this operation."""
+    """The engine died while it replayed this operation."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"the engine died while it repeated operation {seq}")
@@ -28,12 +28,15 @@ class ReplayDied(Exception):
 
 
 async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> list[JournalEntry]:
-    """Makes the run in the engine as it was after its last result; gives what lies behind the checkpoint it began from.
+    """Restore a run in the engine to its state after its last result.
+
+    Returns:
+        The journal entries after the checkpoint that the restore started from.
 
     Raises:
-        EngineDied: of no operation's doing.
-        ReplayDied: of this one's.
-        ServiceError: the run cannot be restored, and why.
+        EngineDied: The engine died, and no operation is suspected.
+        ReplayDied: The engine died while it replayed an operation.
+        ServiceError: The run cannot be restored.
     """
     base = await _begin(engine, record)
     count = dropped_step = 0
@@ -50,13 +53,13 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
 
 
 async def behind(journal: Journal, record: RunRecord, base: int) -> list[JournalEntry]:
-    """The operations with results behind a checkpoint, in order.
+    """The accepted operations with numbers above ``base``, in order.
 
     Raises:
-        ServiceError: CHECKPOINT_CORRUPT when the first were collected already, because a newer checkpoint held them;
-            PAYLOAD_CORRUPT when one is missing: a damaged database may have lost rows without saying so.
+        ServiceError: CHECKPOINT_CORRUPT if the first of them were already trimmed because a newer checkpoint contained
+            them; PAYLOAD_CORRUPT if one in between is missing, as a damaged database can lose rows silently.
     """
-    accepted = record.accepted_seq  # more may be accepted while these are read
+    accepted = record.accepted_seq  # read once: more may be accepted during the await below
     entries = await journal.entries(record.run_id, base, accepted)
     if accepted > base and (not entries or entries[0].header.seq != base + 1):
         raise ServiceError(
@@ -73,7 +76,11 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
 
 
 async def _begin(engine: EngineClient, record: RunRecord) -> int:
-    """Makes the run from its newest readable checkpoint, or from nothing; gives the number it holds."""
+    """Create the run in the engine from its newest readable checkpoint, or else from its origin.
+
+    Returns:
+        The number of the last operation that the state contains; 0 for the origin.
+    """
     for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
         create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
         try:
@@ -83,7 +90,7 @@ async def _begin(engine: EngineClient, record: RunRecord) -> int:
                 raise
             log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
         else:
-            # The folder's own number: a save over an older one may have died before its row was written.
+            # Trust the number in the folder: a save that overwrote it may have crashed before its row was written.
             return reply.run_created.seq
     await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
     return 0
@@ -119,7 +126,11 @@ async def _repeat(
 
 
 def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:
-    """What the engine is asked, ``dropped_step`` being the newest step before it that was not carried out."""
+    """The request that executes an operation.
+
+    Args:
+        dropped_step: Number of the newest earlier operation that ended an accumulation without succeeding; 0 for none.
+    """
     operation = engine_pb2.EngineOperation(
         run_id=header.run_id,
         seq=header.seq,

@@ -1,4 +1,4 @@
-"""Going out: results are stored, then seen, streamed, and forgotten."""
+"""Results of operations: store them, stream them to readers, and release them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORE_AGAIN_S = 1.0
 
 
 class Results:
-    """Stores results and hands them to their readers."""
+    """Stores results and serves them to readers."""
 
     def __init__(
         self, journal: Journal, auto_checkpoint: AutoCheckpoint, memory: PayloadMemory, metrics: Metrics
@@ -37,7 +37,10 @@ class Results:
     def finish(
         self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
     ) -> asyncio.Future[None]:
-        """Takes a result into account at once; it is seen by others once it is durable, and the future is done."""
+        """Apply a result to the queue now, and store it.
+
+        The future resolves once the result is durable; readers see it from then on.
+        """
         self._memory.let_go(operation)
         checkpoint = None
         if kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
@@ -53,14 +56,14 @@ class Results:
 
         def store() -> None:
             if queue.record.rewound_epoch != rewound_epoch:
-                end()  # its number may be another's by now
+                end()  # after a rewind, another operation may have this number
                 return
             put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
             put.add_done_callback(durable)
 
         def durable(put: asyncio.Future[None]) -> None:
             error = put.exception()
-            if error is not None:  # a result must not be lost to a disk that is full for a while
+            if error is not None:  # retry, so that no result is lost while the disk is full
                 log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
                 loop.call_later(STORE_AGAIN_S, store)
                 return
@@ -93,7 +96,7 @@ class Results:
     async def _saved(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
         try:
             await self._auto_checkpoint.saved(record, checkpoint)
-        except Exception as error:  # collecting is for later, if not for now
+        except Exception as error:  # the next checkpoint trims the journal again
             log.error("the journal of %s was not trimmed: %s", record.run_id, error)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
@@ -102,15 +105,19 @@ class Results:
         task.add_done_callback(self._storing.discard)
 
     async def settle(self, grace_s: float) -> None:
-        """Waits until what has a result has it on disk, for so long."""
+        """Wait up to ``grace_s`` seconds until every finished result is on disk."""
         if self._storing:
             await asyncio.wait(self._storing, timeout=grace_s)
 
     async def results(self, queue: RunQueue, from_seq: int) -> AsyncIterator[list[StoredResult]]:
-        """Results in order of number, as they come, without end: each time those that are there, some at least.
+        """Yield results in order of number as they become durable, without end; each list holds at least one.
+
+        Args:
+            from_seq: First number to yield; 0 for the first that is not released.
 
         Raises:
-            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
+            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN if the run is rewound or closed while
+                it is read.
         """
         record = queue.record
         seq, rewound_epoch = from_seq or record.released_seq + 1, record.rewound_epoch
@@ -127,7 +134,7 @@ class Results:
             if seq <= record.applied_seq:
                 found = queue.recent(seq) or await self._journal.results(record.run_id, seq, record.applied_seq)
                 if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
-                    continue  # while they were read
+                    continue  # released or rewound during the read
                 whole = list[StoredResult]()
                 for result in found or [lost_result(seq)]:
                     whole += [lost_result(missing) for missing in range(seq, result.header.seq)]
@@ -140,7 +147,7 @@ class Results:
             await changed.wait()
 
     async def release(self, queue: RunQueue, up_to_seq: int) -> None:
-        """Forgets results; numbers without one are left alone."""
+        """Delete results up to a number, at most those that are durable."""
         record = queue.record
         up_to_seq = min(up_to_seq, record.applied_seq)
         if up_to_seq > record.released_seq:

@@ -1,13 +1,14 @@
-"""The order of one run: which number comes next, what waits for it, and what a failure takes with it.
+"""The operations of one run in order of number: which is next, which wait, and which a failure aborts.
 
 Rules
-  * Numbers are contiguous from 1. One that comes early waits in a bounded window, in memory and unacknowledged,
-    until the gap before it is closed; then it is journaled and acknowledged. So whatever was acknowledged will be
-    carried out, and a writer that leaves a gap behind leaves nothing that the next writer must work around.
-  * What is behind a failure, through the next optim_step, is aborted, unless whoever submitted it had been told
-    of the failure. A step that is aborted ends it; a step that fails by itself begins a new one.
-  * A step ends its accumulation whatever becomes of it. The engine is told of one that it did not carry out with the
-    operation that comes next.
+  * Numbers are contiguous from 1. An operation that arrives early waits in a bounded window, in memory and
+    unacknowledged, until the numbers before it have arrived; then it is journaled and acknowledged. So every
+    acknowledged operation gets a result, and a writer that leaves a gap leaves nothing for the next writer to repair.
+  * After a failure, the operations up to and including the next optim_step are aborted, except one whose writer
+    had already seen the failure: it and those after it run. An aborted optim_step ends the failure; an optim_step that
+    fails by itself starts a new one.
+  * An optim_step or a zero_grad ends its accumulation whatever its result. If it did not succeed, the requests of
+    later operations tell the engine so.
 """
 
 from __future__ import annotations
@@ -29,21 +30,28 @@ from gradwire_server.scheduling.operation import QueuedOperation, drops_accumula
 
 RECENT_RESULTS = 64
 RECENT_BYTES = 64 << 10
-"""Results no larger than this are handed to their readers from memory."""
+"""The newest ``RECENT_RESULTS`` results with payloads up to this size are served from memory."""
 
 
 @dataclass(eq=False)
 class RunQueue:
-    """What the front keeps of a run.
+    """The queue of one run, and the server's state of the run outside the database.
 
     Attributes:
-        sent: the operations that are being carried out, in order: those that were handed to the engine, or are about
-            to be.
-        apart: whether nothing may be sent behind them now.
-        handing: held while one of them is handed to the engine, in their order.
-        finishing: held while one that the engine has answered waits to be in the journal, in their order.
-        generation: of the engine process that holds it.
-        behind_checkpoint: optimizer steps that a recovery would repeat, and bytes that the journal holds for it.
+        record: The run's row.
+        limits: The server's limits.
+        usage: What the run's key holds; shared by its runs.
+        window: Operations that wait for a missing number, by number.
+        pending: Admitted operations without a result, by number.
+        sent: Operations that were sent to the engine or are about to be, in order.
+        apart: Whether nothing more may be sent until those in ``sent`` are answered.
+        handing: Lock held while an operation is sent to the engine; keeps them in order.
+        finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
+        generation: Generation of the engine process that holds the run; 0 for none.
+        replay_deaths: Engine crashes during the replay of an operation, by number.
+        behind_checkpoint: Since the newest checkpoint: optimizer steps that a recovery would replay, and bytes that
+            the journal holds for it.
+        closed: Error for readers and writers once the run is closed.
     """
 
     record: RunRecord
@@ -52,7 +60,7 @@ class RunQueue:
     window: dict[int, QueuedOperation] = field(default_factory=dict)
     pending: OrderedDict[int, QueuedOperation] = field(
         default_factory=OrderedDict
-    )  # a dict's front is slow to find again
+    )  # popping from the front of a plain dict makes the next look at its first item slow
     sent: dict[int, QueuedOperation] = field(default_factory=dict)
     apart: bool = False
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -72,12 +80,13 @@ class RunQueue:
         self._changed = asyncio.Event()
         self._dropped_steps: list[int] = []
 
-    # ---- coming in ----
+    # ---- admission ----
 
     def check_epoch(self, epoch: int) -> None:
-        """
+        """Check that an epoch is the current writer's.
+
         Raises:
-            ServiceError: STALE_EPOCH; REWOUND when it is stale because the run went back.
+            ServiceError: STALE_EPOCH; REWOUND if the epoch is from before the run's last rewind.
         """
         record = self.record
         if epoch == record.epoch:
@@ -91,6 +100,7 @@ class RunQueue:
         )
 
     def rewound(self) -> ServiceError:
+        """The error for readers and writers from before the run's last rewind."""
         return ServiceError(
             pb.ERROR_CODE_REWOUND,
             f"the run {self.record.run_id} went back to operation {self.record.rewound_to_seq} (durability=checkpoint"
@@ -98,7 +108,7 @@ class RunQueue:
         )
 
     def offer(self, operation: QueuedOperation) -> asyncio.Future[pb.SubmitAck] | None:
-        """Lets an operation wait for its turn. Gives the acknowledgement of an equal one that waits already.
+        """Put an operation into the window. If it was submitted before and has no result yet, return its ack instead.
 
         Raises:
             ServiceError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED. The number is not consumed.
@@ -145,7 +155,7 @@ class RunQueue:
         return None
 
     def hold(self, operation: QueuedOperation) -> None:
-        """Counts what an operation without a result takes."""
+        """Count an operation without a result against the run's and the key's limits."""
         self.queued_bytes += operation.header.payload_bytes
         self.usage.operations += 1
         self.usage.bytes += operation.header.payload_bytes
@@ -156,7 +166,7 @@ class RunQueue:
         self.usage.bytes -= operation.header.payload_bytes
 
     def admit(self) -> list[QueuedOperation]:
-        """The operations whose turn to be journaled has come."""
+        """Move the operations whose turn has come from the window to ``pending``, and return them for the journal."""
         admitted = []
         while (operation := self.window.pop(self.next_seq, None)) is not None:
             self.pending[self.next_seq] = operation
@@ -165,8 +175,10 @@ class RunQueue:
         return admitted
 
     def refuse(self, operation: QueuedOperation, error: BaseException) -> None:
-        """Takes back an operation that could not be journaled: its number is free again. What the engine may have made
-        of it meanwhile is given up with the run, which is restored there."""
+        """Remove an operation that could not be journaled; its number is free again.
+
+        If the engine may have started it already, the run is restored there, which discards its effects.
+        """
         if self.sent.get(operation.seq) is operation:
             self.generation = 0
         self._drop(operation)
@@ -175,7 +187,7 @@ class RunQueue:
             operation.ack.set_exception(error)
 
     def fence(self) -> None:
-        """Refuses what waits for a gap to be closed: a new writer begins behind the last accepted number."""
+        """Refuse the operations in the window: a new writer starts after the last accepted number."""
         waiting, self.window = self.window, {}
         for operation in waiting.values():
             self._release(operation)
@@ -185,11 +197,11 @@ class RunQueue:
                 except ServiceError as error:
                     operation.ack.set_exception(error)
 
-    # ---- carrying out ----
+    # ---- execution ----
 
     @property
     def head(self) -> QueuedOperation | None:
-        """The next operation to carry out, now or later."""
+        """The next operation to send to the engine; None if there is none."""
         if self.closed is not None:
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
@@ -199,18 +211,24 @@ class RunQueue:
         return None
 
     def may_follow(self, operation: QueuedOperation) -> bool:
-        """Whether an operation may be sent although others before it have no results yet, or it is not in the journal:
-        not behind one that could not be journaled."""
+        """Whether an operation may be sent before earlier ones have results, or before it is journaled itself.
+
+        It may not if an earlier operation failed to be journaled, as its number is then no longer below ``next_seq``.
+        """
         there = operation.durable or (operation.early and operation.seq < self.next_seq)
         return there and not (self.apart or self.record.failure_seq or operation.refusal or operation.apart)
 
     def send(self, operation: QueuedOperation) -> None:
+        """Mark an operation as sent."""
         self.sent[operation.seq] = operation
         self._last_sent = operation.seq
         self.apart = operation.apart
 
     def back(self, operation: QueuedOperation) -> None:
-        """It has its result, or is to be sent again; then those behind it are not to be handed over before it."""
+        """Unmark a sent operation that has its result or must be sent again.
+
+        If it must be sent again, the later ones in ``sent`` may no longer be handed to the engine before it.
+        """
         operation.answer = None
         if self.sent.get(operation.seq) is operation:
             del self.sent[operation.seq]
@@ -218,7 +236,7 @@ class RunQueue:
         self.apart = bool(self.sent) and (self.apart or self._gap)
 
     def is_next(self, operation: QueuedOperation) -> bool:
-        """Whether an operation that was sent may be handed over, now that those before it were."""
+        """Whether a sent operation may be handed to the engine, given that every earlier one was."""
         there = self.pending.get(operation.seq) is operation and not operation.cancelled
         return there and not self._gap and not self.record.failure_seq
 
@@ -227,7 +245,7 @@ class RunQueue:
         return next(iter(self.pending.values()), None) is operation
 
     def verdict(self, operation: QueuedOperation) -> pb.OperationResult | None:
-        """The result of an operation that is not to be carried out; None for one that is."""
+        """The result of an operation that must not be executed, aborted or refused; None if it must be executed."""
         record = self.record
         if record.failure_seq and operation.header.failure_seen >= record.failure_seq:
             record.failure_seq, record.failure = 0, ""
@@ -245,7 +263,7 @@ class RunQueue:
         return None
 
     def finish(self, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
-        """Takes a result into account; gives what it changes of the run's row."""
+        """Apply a result to the run; return the values for the run's row."""
         record = self.record
         self._drop(operation)
         if result.status == pb.STATUS_FAILED:
@@ -264,7 +282,7 @@ class RunQueue:
         return RunMarks(record.step, record.failure_seq, record.failure)
 
     def count(self, header: pb.OperationHeader, status: pb.Status.ValueType) -> None:
-        """Takes into account what the journal holds of an operation, and whether a recovery would repeat it."""
+        """Count the journal's bytes and the replayed steps of an operation since the newest checkpoint."""
         if drops_accumulation(header.operation, status):
             insort(self._dropped_steps, header.seq)
         steps, size = self.behind_checkpoint
@@ -275,13 +293,13 @@ class RunQueue:
         self.behind_checkpoint = (steps, size)
 
     def dropped_step(self, seq: int) -> int:
-        """The newest step before this number that was not carried out; 0 for none."""
+        """The newest operation before this number that ended an accumulation without succeeding; 0 for none."""
         before = bisect_left(self._dropped_steps, seq)
         del self._dropped_steps[: max(before - 1, 0)]
         return self._dropped_steps[0] if before else 0
 
     async def settled(self, seq: int) -> bool:
-        """Waits until the results up to this number are durable; False when the run is closed or went back before."""
+        """Wait until the results up to a number are durable; False if the run is closed or rewound first."""
         rewound_epoch = self.record.rewound_epoch
         while True:
             changed = self.changed
@@ -298,7 +316,7 @@ class RunQueue:
     # ---- results ----
 
     def stored(self, result: StoredResult) -> None:
-        """A result is durable: its readers may have it."""
+        """Publish a durable result to readers, and keep it in memory if it is small."""
         if len(result.payload) <= RECENT_BYTES:
             self._recent[result.header.seq] = result
             if len(self._recent) > RECENT_RESULTS:
@@ -306,7 +324,7 @@ class RunQueue:
         self.skip(result.header.seq)
 
     def skip(self, seq: int) -> None:
-        """Marks a result as durable without keeping it."""
+        """Mark a result as durable without keeping it in memory."""
         self._stored.add(seq)
         while self.record.applied_seq + 1 in self._stored:
             self.record.applied_seq += 1
@@ -314,18 +332,19 @@ class RunQueue:
         self.notify()
 
     def recent(self, seq: int) -> list[StoredResult]:
-        """The results from this number on that are in memory, as far as they may be seen."""
+        """The durable results from this number on that are in memory without a gap."""
         there = map(self._recent.get, range(seq, self.record.applied_seq + 1))
         return [result for result in takewhile(lambda result: result is not None, there) if result is not None]
 
     def released(self, up_to_seq: int) -> None:
+        """Drop released results from memory and wake their readers."""
         self.record.released_seq = max(self.record.released_seq, up_to_seq)
         for seq in [seq for seq in self._recent if seq <= up_to_seq]:
             del self._recent[seq]
         self.notify()
 
     def reset(self) -> None:
-        """After a rewind: nothing queued, nothing stored past the mark."""
+        """Empty the queue after a rewind, and drop results after the point of the rewind."""
         error = self.rewound()
         for operation in [*self.pending.values(), *self.window.values()]:
             if not operation.ack.done():
@@ -338,14 +357,14 @@ class RunQueue:
         self.notify()
 
     def empty(self) -> None:
-        """Lets go of everything queued."""
+        """Remove every queued operation."""
         for operation in [*self.pending.values(), *self.window.values()]:
             self._release(operation)
         self.pending.clear()
         self.window.clear()
 
     def close(self, reason: ServiceError) -> None:
-        """Ends every reader with this error, and every unacknowledged submission."""
+        """Close the run: fail its readers and unacknowledged submissions with ``reason``."""
         self.closed = reason
         for operation in [*self.pending.values(), *self.window.values()]:
             if not operation.ack.done():
@@ -353,16 +372,18 @@ class RunQueue:
         self.notify()
 
     def notify(self) -> None:
+        """Wake everyone who waits for :attr:`changed`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change; take it before looking."""
+        """Event set at the next change of the queue; take it before you read the state, or you can miss a change."""
         return self._changed
 
 
 def reused(seq: int) -> ServiceError:
+    """SEQ_REUSED for a number that another operation has."""
     return ServiceError(
         pb.ERROR_CODE_SEQ_REUSED,
         f"number {seq} was used for another operation; a new operation takes a new number",

@@ -1,7 +1,7 @@
-"""The life of runs, and what moves their operations: coming in, carrying out, going out.
+"""Runs and their queues, and the parts that process operations: admission, dispatch, results.
 
-Everything here runs on the front's event loop, in tasks of the server: an operation does not end with the RPC
-that brought it.
+Everything here runs on the front's event loop in tasks of the server, so an operation outlives the call that
+submitted it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COLLECT_EVERY_S = 30.0
 
 
 class Scheduler:
-    """Runs and their queues.
+    """Creates, opens and deletes runs, and owns their queues.
 
     Attributes:
-        admission: takes operations over.
-        dispatcher: has them carried out.
-        results: stores their results and hands them out.
+        admission: Accepts operations.
+        dispatcher: Sends them to the engine.
+        results: Stores their results and serves them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Scheduler:
         self._collecting: asyncio.Task[None] | None = None
 
     async def start(self, records: Sequence[RunRecord]) -> None:
-        """Takes the runs of the state folder up where they were left, and begins to work."""
+        """Load the runs of the state folder with their queued operations, and start to process them."""
         await self._auto_checkpoint.start(records)
         for record in records:
             queue = self._queues[record.run_id] = self._new_queue(record)
@@ -91,7 +91,11 @@ class Scheduler:
             self.dispatcher.wake(queue)
 
     async def drain(self, grace_s: float) -> dict[str, int]:
-        """Accepts no more, lets what is being carried out finish; gives how many operations each run has left."""
+        """Accept nothing more, and wait up to ``grace_s`` seconds for the operations that are being executed.
+
+        Returns:
+            Number of operations without a result, by run id.
+        """
         self.admission.closed = True
         if self._collecting is not None:
             self._collecting.cancel()
@@ -104,11 +108,13 @@ class Scheduler:
         return left
 
     async def create(self, record: RunRecord, origin: Path | None = None) -> None:
-        """Makes a run in the engine, for a fork from the folder of the checkpoint that it starts from; durable before
-        it returns.
+        """Create a run in the database and the engine; durable when it returns.
+
+        Args:
+            origin: For a fork, the folder of the checkpoint from which it starts.
 
         Raises:
-            ServiceError: what the engine has against it. Nothing is left of the run.
+            ServiceError: LIMIT_EXCEEDED, or the engine's own error. Nothing is left of the run.
         """
         queue = self._new_queue(record)
         try:
@@ -128,16 +134,17 @@ class Scheduler:
         self._queues[record.run_id] = queue
 
     async def delete(self, record: RunRecord) -> None:
-        """
+        """Delete a run with its operations, results and files.
+
         Raises:
-            ServiceError: UNSUPPORTED when another run could not be restored without a checkpoint of this one.
+            ServiceError: UNSUPPORTED if the recovery of another run needs a checkpoint of this one; UNKNOWN_RUN.
         """
         used = await self._journal.user_of(record.run_id)
         if used is not None:
             raise in_use(*used)
         queue = self._queues.pop(record.run_id, None)
         if queue is None:
-            raise unknown_run(record.run_id)  # another call was quicker
+            raise unknown_run(record.run_id)  # another call has deleted it meanwhile
         queue.close(unknown_run(record.run_id))
         for operation in queue.pending.values():
             self._memory.let_go(operation)
@@ -147,16 +154,27 @@ class Scheduler:
         await self._executor.drop(record.run_id)
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
+        """Make a writer the run's only one; return its epoch.
+
+        Raises:
+            ServiceError: RUN_BUSY if another writer holds the run and ``takeover`` is not set; UNKNOWN_RUN.
+        """
         epoch = await self._runs.open(record, takeover, writer)
         self.queue(record).fence()
         return epoch
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
+        """Delete a checkpoint.
+
+        Raises:
+            ServiceError: UNSUPPORTED if a recovery could need it.
+        """
         await self._auto_checkpoint.check_deletable(record, name)
         await self._runs.delete_checkpoint(record, name)
 
     def queue(self, record: RunRecord) -> RunQueue:
-        """
+        """Return the queue of a run.
+
         Raises:
             ServiceError: UNKNOWN_RUN.
         """
@@ -165,14 +183,14 @@ class Scheduler:
         return self._queues[record.run_id]
 
     def usage(self, owner: str) -> Usage:
-        """What a key's runs hold."""
+        """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
 
     def _new_queue(self, record: RunRecord) -> RunQueue:
         return RunQueue(record, self._limits, self.usage(record.owner))
 
     def backlog(self) -> Backlog:
-        """What waits here at this moment."""
+        """Counts of what is queued at this moment."""
         queues = self._queues.values()
         now = time.time()
         oldest = (next(iter(queue.pending.values())).accepted_at for queue in queues if queue.pending)
@@ -185,7 +203,7 @@ class Scheduler:
         )
 
     async def _collect(self) -> None:
-        """Forgets results that nobody fetched in time, and deletes segments that nothing refers to."""
+        """Delete expired results and unreferenced journal segments, every ``COLLECT_EVERY_S`` seconds."""
         while True:
             await asyncio.sleep(COLLECT_EVERY_S)
             try:
@@ -193,5 +211,5 @@ class Scheduler:
                     if run_id in self._queues:
                         await self.results.release(self._queues[run_id], seq)
                 await self._journal.collect()
-            except Exception as error:  # collecting is for later, if not for now
+            except Exception as error:  # tried again after the next interval
                 log.error("old results and segments were not deleted: %s", error)

@@ -1,7 +1,7 @@
-"""The core: every use case of the server, for callers that a door has let in.
+"""The core: every use case of the server, for callers that a door has authenticated.
 
-Messages of ``training.proto`` serve as its data types; they are data and know no transport. Every method that acts for
-somebody takes a :class:`.keys.Caller` first and sees only what that caller may see.
+Messages of ``training.proto`` serve as its data types; they do not depend on a transport. Every method that acts for a
+caller takes a :class:`.keys.Caller` first and accesses only what that caller may access.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from gradwire_server.scheduling.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 PROTOCOL = 1
-"""Version of the protocol, as clients see it."""
+"""Version of the protocol, reported to clients."""
 ENGINE_GRACE_S = 5.0
 
 
 class Core:
-    """One server over one state folder, without any door.
+    """A server on one state folder, without doors.
 
     Args:
-        config: its settings.
-        engine: another engine than the child process that the settings describe; it is the caller's to stop.
-        tracing: another destination of traces than the settings describe; it is the caller's to close.
-        on_engine_ready: called with True when an engine is ready, with False when it is lost.
+        config: The settings.
+        engine: An engine to use instead of the child process that the settings describe; the caller stops it.
+        tracing: Tracing to use instead of what the settings describe; the caller closes it.
+        on_engine_ready: Called with True when an engine is ready, with False when it is lost.
 
     Attributes:
-        keys: the API keys.
-        metrics: counters of everything that happens here.
-        left: operations without a result by run id, once :meth:`drain` has returned.
+        keys: The API keys.
+        metrics: The server's metrics.
+        left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Core:
         self._lock = -1
         self._began = time.monotonic()
 
-    # ---- life ----
+    # ---- lifecycle ----
 
     async def start(self) -> None:
-        """Locks the state folder, starts the engine, and takes every run up where it was left.
+        """Lock the state folder, start the engine, and load every run with its queued operations.
 
         Raises:
-            ServiceError: the engine did not start, and why.
-            SystemExit: the state folder cannot be had; with a sentence.
+            ServiceError: The engine did not start.
+            SystemExit: The state folder is in use or cannot be read, or OpenTelemetry is not installed; with a message.
         """
         config = self.config
         config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -90,7 +90,7 @@ class Core:
             self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter from sqlite3's own message
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
             raise SystemExit(
                 f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in"
                 " its place. Checkpoints below runs/ are files of their own, and may be whole"
@@ -108,11 +108,11 @@ class Core:
         await self.scheduler.start(records)
 
     async def drain(self) -> None:
-        """Accepts no more, and waits for what is being carried out; fills :attr:`left`."""
+        """Accept nothing more, wait for the operations that are being executed, and set :attr:`left`."""
         self.left = await self.scheduler.drain(self.config.grace_s)
 
     async def stop(self) -> None:
-        """Ends the engine, then the journal, and gives the state folder back. Stopping twice is fine."""
+        """Stop the engine, close the journal, and unlock the state folder. A second call does nothing."""
         engine, self._own_engine = self._own_engine, None
         journal, self._journal = self._journal, None
         if engine is not None:
@@ -142,7 +142,7 @@ class Core:
 
     @property
     def engine(self) -> EngineClient:
-        """The engine, once :meth:`start` has started or taken it."""
+        """The engine; available after :meth:`start`."""
         engine = self._given_engine or self._own_engine
         if engine is None:
             raise RuntimeError("the core is not started")
@@ -151,7 +151,7 @@ class Core:
     # ---- the server ----
 
     def info(self) -> pb.ServerInfo:
-        """What the server is, how it fares, and its limits."""
+        """Version, device, status and limits of the server."""
         return pb.ServerInfo(
             version=version("gradwire"),
             protocol=PROTOCOL,
@@ -164,15 +164,15 @@ class Core:
         )
 
     def models(self) -> Sequence[pb.ModelInfo]:
-        """The models that runs can be made from."""
+        """The models from which runs can be created."""
         return self.engine.hello.models
 
     def losses(self) -> Sequence[pb.LossInfo]:
-        """The losses, with their fields, arguments and metrics."""
+        """The available losses, with their fields, arguments and metrics."""
         return self.engine.hello.losses
 
     async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text, by the model's own tokenizer.
+        """Encode texts into token ids with the model's tokenizer.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, UNKNOWN_MODEL; UNSUPPORTED for a model without a tokenizer.
@@ -188,10 +188,10 @@ class Core:
     async def decode(
         self, model: str, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> list[str]:
-        """The text of each sequence of token ids.
+        """Decode sequences of token ids into texts with the model's tokenizer.
 
         Raises:
-            ServiceError: as of :meth:`encode`.
+            ServiceError: As for :meth:`encode`.
         """
         limit = self.config.limits.max_encode_texts
         if len(sequences) > limit:
@@ -201,35 +201,36 @@ class Core:
     # ---- runs ----
 
     async def create_run(self, caller: Caller, config: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
-        """Makes a run; the same one again for a key that has made it.
+        """Create a run, or return the one that this idempotency key has already created.
 
         Raises:
-            ServiceError: what is wrong with the settings; ALREADY_EXISTS for a key that made another run.
+            ServiceError: The settings are invalid; ALREADY_EXISTS if the key created a run with other settings.
         """
         return (await self._creation.create(caller, config, idempotency_key)).to_proto()
 
     async def fork_run(self, caller: Caller, request: pb.ForkRunRequest) -> pb.Run:
-        """Makes a run from a checkpoint of one that the caller may read.
+        """Create a run from a checkpoint of a run that the caller may read.
 
         Raises:
-            ServiceError: as of :meth:`create_run`; UNKNOWN_CHECKPOINT.
+            ServiceError: As for :meth:`create_run`; UNKNOWN_CHECKPOINT.
         """
         return (await self._creation.fork(caller, request)).to_proto()
 
     def get_run(self, caller: Caller, run_id: str) -> pb.Run:
-        """
+        """Return a run.
+
         Raises:
             ServiceError: UNKNOWN_RUN, also for a run that the caller may not read.
         """
         return self.runs.get(run_id, caller).to_proto()
 
     def list_runs(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
-        """A page of the runs that the caller may read, oldest first, and the next page's token; "" at the end."""
+        """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
         page, token = self.runs.page(caller, page_size, page_token)
         return [record.to_proto() for record in page], token
 
     async def delete_run(self, caller: Caller, run_id: str) -> None:
-        """Forgets a run and everything of it.
+        """Delete a run with its operations, results, checkpoints and files.
 
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; UNSUPPORTED while another run needs a checkpoint of it.
@@ -237,7 +238,7 @@ class Core:
         await self.scheduler.delete(self._own(caller, run_id))
 
     async def share_run(self, caller: Caller, run_id: str, reader: str, *, revoke: bool = False) -> pb.Run:
-        """Lets another key read a run, or no longer.
+        """Allow another key to read a run, or revoke that.
 
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for a name without a key.
@@ -255,10 +256,11 @@ class Core:
     # ---- operations ----
 
     async def open_run(self, caller: Caller, run_id: str, writer: str = "", *, takeover: bool = False) -> pb.Run:
-        """Makes a writer the run's only one; its epoch is in the answer.
+        """Make a writer the run's only one; the returned run holds its epoch.
 
         Raises:
-            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; RUN_BUSY while another writer holds it.
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; RUN_BUSY if another writer holds the run and ``takeover`` is
+                not set.
         """
         record = self._own(caller, run_id)
         check_length(writer, "max_name_chars", self.config.limits.max_name_chars, "writer")
@@ -268,15 +270,15 @@ class Core:
     async def open_session(
         self, caller: Caller, run_id: str, writer: str = "in-process", *, takeover: bool = False
     ) -> Session:
-        """A run opened for a caller in this process, which leaves numbers, digests and results to the session.
+        """Open a run for a caller in this process; the session handles numbers, digests and results.
 
         Raises:
-            ServiceError: as of :meth:`open_run`.
+            ServiceError: As for :meth:`open_run`.
         """
         return Session(self, caller, await self.open_run(caller, run_id, writer, takeover=takeover))
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming:
-        """An operation whose payload is about to come in. What is wrong with it is held until it is submitted."""
+        """Begin to receive an operation's payload. Errors of the operation are kept and raised by :meth:`submit`."""
         incoming = Incoming(header)
         try:
             record = self._own(caller, header.run_id)
@@ -288,32 +290,38 @@ class Core:
         return incoming
 
     def submit(self, caller: Caller, incoming: Incoming) -> asyncio.Future[pb.SubmitAck]:
-        """Takes over an operation whose payload is there. The future is done once it is durable.
+        """Accept an operation whose payload has been received. The future resolves once the operation is durable.
 
         Raises:
-            ServiceError: it was refused and its number is free; the same may come of the future.
+            ServiceError: The operation was not accepted; its number stays free. The future can fail in the same way.
         """
         incoming.end()
         if incoming.rejection is not None:
             raise incoming.rejection
-        self._own(caller, incoming.header.run_id)  # it may have been deleted, or be another's, by now
+        self._own(caller, incoming.header.run_id)  # the run may have been deleted meanwhile
         incoming.check_digest()
         refusal = incoming.refusal or check_rows(incoming.header, incoming.chunks, self.config.limits)
         return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal)
 
     async def results(self, caller: Caller, run_id: str, from_seq: int = 0) -> AsyncIterator[list[StoredResult]]:
-        """The run's results in order of number from one on (0: the first that is kept), as they come, without end.
+        """Yield the run's results in order of number as they become durable, without end.
+
+        Args:
+            from_seq: First number to yield; 0 for the first that is not released.
 
         Raises:
-            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN when the run ends under the reader.
+            ServiceError: UNKNOWN_RUN, RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN if the run is rewound or
+                closed, or no longer shared with the caller, while it is read.
         """
         queue = self.scheduler.queue(self.runs.get(run_id, caller))
         async for results in self.scheduler.results.results(queue, from_seq):
-            self.runs.get(run_id, caller)  # it may be shared no longer
+            self.runs.get(run_id, caller)  # fails if the run is no longer shared with the caller
             yield results
 
     async def release_results(self, caller: Caller, run_id: str, up_to_seq: int, epoch: int) -> None:
-        """Forgets results that a writer has taken. An older writer forgets nothing that the newer one has to fetch.
+        """Delete results that the current writer has received.
+
+        An older writer is refused, so that it cannot delete results that the current one has not fetched yet.
 
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, STALE_EPOCH.
@@ -323,7 +331,7 @@ class Core:
         await self.scheduler.results.release(queue, up_to_seq)
 
     async def cancel(self, caller: Caller, run_id: str, seq: int, epoch: int) -> bool:
-        """Cancels an operation that has not started; whether it was still to be had.
+        """Cancel an operation that has not started; return whether it is cancelled.
 
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, UNKNOWN_OPERATION, STALE_EPOCH.
@@ -334,10 +342,10 @@ class Core:
     # ---- sampling outside a run ----
 
     async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
-        """Samples of a model, or of a checkpoint that the caller may read.
+        """Sample from a model, or from a checkpoint that the caller may read.
 
         Raises:
-            ServiceError: what is wrong with the request; ENGINE_UNAVAILABLE when the engine ended meanwhile.
+            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
         """
         refusal = check_sample_request(request, self.config.limits)
         if refusal is not None:
@@ -358,12 +366,12 @@ class Core:
     # ---- checkpoints and exports ----
 
     def list_checkpoints(self, caller: Caller, run_id: str) -> list[pb.Checkpoint]:
-        """A run's checkpoints in order of the operations that they hold."""
+        """A run's checkpoints, ordered by the number of the last operation that each contains."""
         checkpoints = self.runs.get(run_id, caller).checkpoints.values()
         return sorted(checkpoints, key=lambda saved: (saved.seq, saved.name))
 
     async def delete_checkpoint(self, caller: Caller, path: str) -> None:
-        """Deletes the checkpoint ``"RUN_ID/NAME"``.
+        """Delete the checkpoint ``"RUN_ID/NAME"``.
 
         Raises:
             ServiceError: UNKNOWN_CHECKPOINT, PERMISSION_DENIED; UNSUPPORTED while a recovery could need it.
@@ -372,10 +380,10 @@ class Core:
         await self.scheduler.delete_checkpoint(record, checkpoint.name)
 
     async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
-        """The folder of a checkpoint or of an export, ``"RUN_ID/NAME"``, to be read by a door.
+        """Return the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
 
         Raises:
-            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT.
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none.
         """
         if export:
             run_id, _, name = export.partition("/")
@@ -387,7 +395,7 @@ class Core:
             raise unknown_checkpoint(export or checkpoint)
         return folder
 
-    # ---- within ----
+    # ---- internals ----
 
     def _start_tracing(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""An operation whose payload is still coming in."""
+"""An operation whose payload is being received."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from gradwire_server.errors import ServiceError
 
 @dataclass
 class Incoming:
-    """An operation and as much of its payload as has come; nothing is kept of one that will be refused anyway.
+    """An operation and the part of its payload received so far.
+
+    The payload of an operation with a refusal or a rejection is counted, but not kept.
 
     Attributes:
-        header: the operation.
-        refusal: what is wrong with the operation; it becomes its result, and uses its number up.
-        rejection: why it is not accepted; its number stays free.
-        chunks: the payload so far.
-        received: bytes of the payload that have come, kept or not.
+        header: The operation.
+        refusal: Error of the operation itself; it becomes the operation's result and uses up its number.
+        rejection: Error because of which the operation is not accepted; its number stays free.
+        chunks: The payload so far.
+        received: Bytes of the payload received, kept or not.
     """
 
     header: pb.OperationHeader
@@ -34,7 +36,7 @@ class Incoming:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def occupy(self, usage: Usage) -> None:
-        """Counts the payload against its key while it comes in.
+        """Count the payload against its key's quota while it is received.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED.
@@ -43,10 +45,10 @@ class Incoming:
         self._usage = usage
 
     def add(self, chunk: bytes) -> None:
-        """Takes the next bytes of the payload.
+        """Append the next bytes of the payload.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for more bytes than were announced.
+            ServiceError: INVALID_ARGUMENT for more bytes than the header announced.
         """
         if not chunk:
             return
@@ -62,20 +64,21 @@ class Incoming:
             self.chunks.append(chunk)
 
     def end(self) -> None:
-        """Gives back the room that the payload had while it came in."""
+        """Stop counting the payload as being received."""
         if self._usage is not None:
             self._usage.incoming_bytes -= self.header.payload_bytes
             self._usage = None
 
     @property
     def complete(self) -> bool:
-        """Whether the whole payload has come."""
+        """Whether the whole payload has been received."""
         return self.received == self.header.payload_bytes
 
     def check_digest(self) -> None:
-        """
+        """Check the payload against the digest in the header.
+
         Raises:
-            ServiceError: PAYLOAD_CORRUPT when the payload is not the one that the header names.
+            ServiceError: PAYLOAD_CORRUPT if they do not match.
         """
         digest = self._digest.digest() if self.received else b""
         if digest != self.header.payload_digest:

@@ -1,4 +1,4 @@
-"""Making runs: from a model, or from a checkpoint; once per idempotency key."""
+"""Creation of runs from a model or a checkpoint, once per idempotency key."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HEADS = ("", "value", "reward", "classification")
 
 
 class RunCreation:
-    """Creates runs in tasks of the server, so that a client that leaves half-way leaves no half of a run.
+    """Creates runs in tasks of the server, so that a client that disconnects midway leaves no incomplete run.
 
     Args:
-        models: allowed model name -> path.
+        models: Path of each allowed model, by name.
     """
 
     def __init__(self, scheduler: Scheduler, runs: RunRecords, limits: Limits, models: Mapping[str, str]) -> None:
@@ -33,10 +33,10 @@ class RunCreation:
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str) -> RunRecord:
-        """Makes a run from a model.
+        """Create a run from a model.
 
         Raises:
-            ServiceError: what is wrong with the settings; ALREADY_EXISTS for a key that made another run.
+            ServiceError: The settings are invalid; ALREADY_EXISTS if the key created a run with other settings.
         """
         config = pb.RunConfig()
         config.CopyFrom(given)
@@ -46,10 +46,10 @@ class RunCreation:
         return await self._once(new_record(caller.name, config, idempotency_key, _content(request)))
 
     async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> RunRecord:
-        """Makes a run from a checkpoint.
+        """Create a run from a checkpoint.
 
         Raises:
-            ServiceError: as of :meth:`create`; UNKNOWN_CHECKPOINT.
+            ServiceError: As for :meth:`create`; UNKNOWN_CHECKPOINT.
         """
         source, checkpoint = self._runs.checkpoint(request.checkpoint, caller)
         config = pb.RunConfig()
@@ -70,10 +70,10 @@ class RunCreation:
         return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))
 
     def model(self, name: str, field: str) -> str:
-        """The allowed model of this name or path.
+        """Return the name of the allowed model with this name or path.
 
         Raises:
-            ServiceError: UNKNOWN_MODEL, with the names that there are.
+            ServiceError: UNKNOWN_MODEL, with the known names.
         """
         name = self._by_path.get(name, name)
         if name not in self._names:
@@ -100,11 +100,11 @@ class RunCreation:
     def _created(self, run_id: str, task: asyncio.Task[Any]) -> None:
         del self._creating[run_id]
         if not task.cancelled():
-            task.exception()  # it is for whoever waits, if anyone still does
+            task.exception()  # mark it as retrieved: a caller that still waits gets it, and asyncio logs no warning
 
     def _known(self, record: RunRecord) -> RunRecord | None:
         known = self._runs.by_key(record.owner, record.idempotency_key)
-        if known is None and record.idempotency_key:  # its task may not have begun
+        if known is None and record.idempotency_key:  # its task may not have inserted the record yet
             sought = record.owner, record.idempotency_key
             making = (other for other, _ in self._creating.values())
             known = next((other for other in making if (other.owner, other.idempotency_key) == sought), None)

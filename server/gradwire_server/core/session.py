@@ -1,4 +1,4 @@
-"""One caller's operations on one run, for a caller in this process: numbers, digests and results are the session's."""
+"""A session in which a caller in this process writes to a run, without handling numbers, digests or result streams."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gradwire_server.journal.journal import StoredResult
 
 @dataclass(frozen=True)
 class Output:
-    """What an operation gave.
+    """The output of an operation.
 
     Attributes:
-        result: its figures.
-        columns: its tensors by name.
+        result: Status, metrics and timings.
+        columns: The result's tensors by name.
     """
 
     result: pb.OperationResult
@@ -32,7 +32,7 @@ class Output:
 
 
 class Operations(Protocol):
-    """What a session needs of the core; doors whose callers bring numbers of their own call the same methods."""
+    """The methods of the core that a session needs; doors whose clients number their operations call the same ones."""
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming: ...
 
@@ -46,15 +46,15 @@ class Operations(Protocol):
 
 
 class Session:
-    """A run that this caller writes to. Made by :meth:`.core.Core.open_session`; an async context manager.
+    """A run opened for writing. Created by :meth:`.core.Core.open_session`; an async context manager.
 
-    Operations are carried out in the order of the calls of :meth:`submit`. After a restart of the server the run is
-    opened anew: what was acknowledged is carried out, and :meth:`result` still gives its results.
+    Operations are executed in the order of the calls of :meth:`submit`. After a restart of the server, open the run
+    again: acknowledged operations are still executed, and :meth:`result` of the new session returns their results.
 
     Attributes:
-        run_id: the run.
-        epoch: this writer's; a newer writer has a higher one, and this one is refused from then on.
-        next_seq: the number of the next operation.
+        run_id: Id of the run.
+        epoch: Epoch of this writer. A newer writer has a higher one; from then on this session is refused.
+        next_seq: Number of the next operation.
     """
 
     def __init__(self, operations: Operations, caller: Caller, run: pb.Run) -> None:
@@ -66,10 +66,10 @@ class Session:
         self._reader: asyncio.Task[None] | None = None
 
     def submit(self, operation: pb.Operation, columns: Mapping[str, Column] | None = None) -> asyncio.Future[Output]:
-        """Submits an operation; the future has what it gives.
+        """Submit an operation; the future resolves with its output.
 
         Raises (through the future):
-            ServiceError: why the operation was refused, or failed.
+            ServiceError: The operation was refused, or failed.
         """
         specs, buffers = codec.encode(columns or {})
         header = pb.OperationHeader(
@@ -99,15 +99,15 @@ class Session:
         return waiting
 
     def result(self, seq: int) -> asyncio.Future[Output]:
-        """What an operation of this number gives, also one of an earlier session whose result is still kept."""
+        """Future output of the operation with this number, also of an earlier session if its result is still kept."""
         return self._waiting[seq] if seq in self._waiting else self._expect(seq)
 
     async def cancel(self, seq: int) -> bool:
-        """Cancels an operation that has not started; whether it was still to be had."""
+        """Cancel an operation that has not started; return whether it is cancelled."""
         return await self._operations.cancel(self._caller, self.run_id, seq, self.epoch)
 
     async def close(self) -> None:
-        """Ends the session. What was acknowledged is carried out all the same."""
+        """End the session. Acknowledged operations are still executed."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -123,7 +123,7 @@ class Session:
     ) -> None:
         await self.close()
 
-    # ---- within ----
+    # ---- internals ----
 
     def _expect(self, seq: int) -> asyncio.Future[Output]:
         waiting: asyncio.Future[Output] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Text to token ids and back with the models' own tokenizers, in threads: no model, no torch."""
+"""Conversion between text and token ids with the models' own tokenizers, in threads; needs neither model nor torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ class Tokenizers:
     """The tokenizers of the models that have one.
 
     Args:
-        files: model name -> path of its `tokenizer.json`.
+        files: Path of each model's ``tokenizer.json``, by model name.
     """
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = dict(files)
         self._loaded: dict[str, Tokenizer] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "gradwire-tokenizer")  # long texts keep nobody else's threads busy
+        self._threads = ThreadPoolExecutor(THREADS, "gradwire-tokenizer")  # long texts do not block other thread pools
 
     async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Encode texts into token ids.
+
+        Raises:
+            ServiceError: UNSUPPORTED for a model without a tokenizer.
+        """
+
         def run() -> list[list[int]]:
             tokenizer = self._load(model)
             return [found.ids for found in tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
@@ -34,6 +40,12 @@ class Tokenizers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
     async def decode(self, model: str, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """Decode sequences of token ids into texts.
+
+        Raises:
+            ServiceError: UNSUPPORTED for a model without a tokenizer.
+        """
+
         def run() -> list[str]:
             tokenizer = self._load(model)
             return list(

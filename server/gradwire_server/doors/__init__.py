@@ -1,6 +1,6 @@
-"""The protocols by which callers reach the core: one folder each.
+"""The protocols through which callers reach the core: one folder per protocol.
 
-A door translates in both directions and does nothing else.
+A door translates between its protocol and the core, and does nothing else.
 
 May import: ``core`` and what is below it, and its protocol's library. Doors do not import each other.
 """

@@ -1,4 +1,4 @@
-"""The gRPC door: the service and its health on one port."""
+"""The gRPC door: the training service and the health service on one port."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ STREAMS_GRACE_S = 5.0
 
 
 class GrpcDoor:
-    """Lets gRPC clients in to a core that has started.
+    """The gRPC server in front of a started core.
 
     Args:
-        core: what carries their calls out.
+        core: The core that executes the calls.
 
     Attributes:
         address: ``HOST:PORT`` where the door listens, once it is open.
@@ -39,9 +39,10 @@ class GrpcDoor:
         self.address = ""
 
     async def open(self) -> None:
-        """
+        """Listen on the configured address.
+
         Raises:
-            SystemExit: the address cannot be had, or a TLS file cannot be read; with a sentence.
+            SystemExit: The address cannot be bound, or a TLS file cannot be read; with a message.
         """
         config = self._core.config
         self._service = TrainingService(self._core)
@@ -61,21 +62,21 @@ class GrpcDoor:
         self.address = f"{config.address.rpartition(':')[0]}:{port}"
 
     def engine_changed(self, ready: bool) -> None:
-        """Tells health checks whether there is an engine."""
+        """Report to health checks whether an engine is ready."""
         if self._grpc is not None:
             self._changing = asyncio.ensure_future(self._set_ready(ready))
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are taken."""
+        """Whether the door accepts calls."""
         return self._grpc is not None
 
     async def announce_end(self) -> None:
-        """Tells health checks that the server is about to stop."""
+        """Report to health checks that the server is about to stop."""
         await self._health.enter_graceful_shutdown()
 
     async def close(self) -> None:
-        """Ends the streams, then every call that is left. Closing twice is fine."""
+        """End the streams, then every remaining call. A second call does nothing."""
         door, self._grpc = self._grpc, None
         if door is not None and self._service is not None:
             self._service.stopping.set()
@@ -87,8 +88,11 @@ class GrpcDoor:
 
 
 def grpc_options(limits: Limits) -> list[tuple[str, int]]:
-    """Bursts of thousands of calls wait, frequent pings are allowed, nothing is
-    compressed, two servers never share a port by accident."""
+    """Options of the gRPC server.
+
+    Bursts of thousands of calls are queued, frequent pings are allowed, nothing is compressed, and two servers cannot
+    share a port by accident.
+    """
     return [
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -104,10 +108,10 @@ def grpc_options(limits: Limits) -> list[tuple[str, int]]:
 
 
 def credentials(config: ServerConfig) -> grpc.ServerCredentials:
-    """TLS with the server's certificate; with a client CA, only for clients whose certificate it signed.
+    """TLS credentials with the server's certificate; with a client CA, clients need a certificate that it signed.
 
     Raises:
-        SystemExit: a file cannot be read.
+        SystemExit: A file cannot be read.
     """
 
     def read(path: Path | None) -> bytes | None:

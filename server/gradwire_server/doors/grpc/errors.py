@@ -1,4 +1,4 @@
-"""How the core's errors look to gRPC: one map from codes to statuses, and the metadata that carries the whole error."""
+"""Map from the core's error codes to gRPC status codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint or an export, as frames."""
+"""Download frames of the files of a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire_server.config import CHUNK_BYTES
 
 
 async def frames(folder: Path) -> AsyncIterator[pb.DownloadFrame]:
-    """Every regular file below the folder, in order of path; links are not followed."""
+    """Yield every regular file below a folder in chunks, in order of path; links are not followed."""
 
     def list_files() -> list[tuple[Path, int]]:
         found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,8 +1,8 @@
-"""Around every RPC: who calls, and which of the errors inside may leave.
+"""Interceptor around every RPC: authenticates the caller and maps exceptions to errors of the protocol.
 
-A caller that is not let in is refused before its body is read. An exception that was not meant for the caller
-leaves as INTERNAL with a request id; what it was is in the log under that id. A message that cannot be parsed is
-an INVALID_ARGUMENT, not gRPC's UNKNOWN.
+A caller without a valid key is refused before its body is read. An exception that is not a ServiceError is returned as
+INTERNAL with a request id; the log holds its traceback under that id. A message that cannot be parsed is an
+INVALID_ARGUMENT, where gRPC alone would report UNKNOWN.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_MESSAGE_CHARS = 1000
 _OPEN = "/grpc.health.v1.Health/"
 
 CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
-"""Whose call this is."""
+"""The caller of the current RPC."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps every handler but the health service's."""
+    """Authenticates and guards every handler except the health service's."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -60,7 +60,7 @@ def _secret(metadata: Any) -> str:
 
 
 def _refusing(error: ServiceError, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler that reads nothing: a stream's, whatever the method is."""
+    """A handler that refuses without reading the request; as a stream handler it fits every kind of method."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await _abort(context, error.error, method)
@@ -84,7 +84,7 @@ def _guarded(handler: Any, keys: Keys, caller: Caller, method: str) -> grpc.RpcM
         behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
         try:
             return await behaviour(take(request), context)
-        except Exception as error:  # the last door: nothing that was not written for the caller passes
+        except Exception as error:  # the outermost handler: callers see only errors that were written for them
             await _refuse(context, error, method)
 
     async def many(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -133,6 +133,6 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], reason: pb.Error, 
     log.info("request %s of %s refused: %s", error.request_id, method, pb.ErrorCode.Name(error.code))
     metadata = ((ERROR_METADATA, error.SerializeToString()),)
     status = GRPC_STATUS.get(error.code, grpc.StatusCode.INTERNAL)
-    # Metadata is bounded at 8 KiB, and gRPC makes three characters of every byte that is not ASCII.
+    # Metadata is limited to 8 KiB, and gRPC encodes every byte that is not ASCII as three characters.
     await context.abort(status, error.message.encode("ascii", "replace").decode(), metadata)
     raise AssertionError("abort raises")

@@ -18,17 +18,17 @@ from gradwire_server.doors.grpc.submissions import Submissions
 from gradwire_server.journal.journal import StoredResult
 
 TOGETHER_BYTES = 256 << 10
-"""Results up to this size, taken together, go in one message."""
+"""Consecutive results are sent in one message up to this total size."""
 
 
 class TrainingService(TrainingServiceServicer):
-    """The service.
+    """The RPCs of the training service, documented in ``training.proto``.
 
     Args:
-        core: what carries the calls out.
+        core: The core that executes the calls.
 
     Attributes:
-        stopping: set to end the streams.
+        stopping: Event that ends the Submit streams when set.
     """
 
     def __init__(self, core: Core) -> None:
@@ -133,7 +133,7 @@ def _frames(result: StoredResult) -> Iterator[pb.ResultFrame]:
 
 
 def _together(results: Iterable[StoredResult]) -> Iterator[pb.ResultFrame]:
-    """The frames of results, small ones in one message."""
+    """Yield the frames of results, small ones combined into one message."""
     first: pb.ResultFrame | None = None
     size = 0
     for frame in chain.from_iterable(map(_frames, results)):

@@ -1,4 +1,4 @@
-"""One Submit stream: frames in, operations to the core, acknowledgements out as they become durable."""
+"""One Submit stream: reads frames, submits operations to the core, and yields acknowledgements once durable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ def _refused(header: pb.OperationHeader, error: ServiceError) -> pb.SubmitAck:
 
 
 class Submissions:
-    """Reads a stream on behalf of a caller."""
+    """The submissions of one Submit stream.
+
+    Args:
+        core: The core that accepts the operations.
+        caller: The stream's caller.
+    """
 
     def __init__(self, core: Core, caller: Caller) -> None:
         self._core, self._caller = core, caller
@@ -45,10 +50,11 @@ class Submissions:
         self._idle.set()
 
     async def acks(self, frames: AsyncIterable[pb.SubmitFrame], stopping: asyncio.Event) -> AsyncIterator[pb.SubmitAck]:
-        """Acknowledgements, until the client has ended its side and has them all, or the server stops.
+        """Yield acknowledgements until the client has closed its side and received all of them.
 
         Raises:
-            ServiceError: for frames out of order. What was handed to the core before goes on.
+            ServiceError: INVALID_ARGUMENT for frames out of order, SHUTTING_DOWN when the server stops. Operations
+                already submitted to the core are not affected.
         """
         reader = asyncio.create_task(self._read(frames))
         stopper = asyncio.create_task(stopping.wait())
@@ -72,11 +78,11 @@ class Submissions:
             await asyncio.gather(reader, stopper, return_exceptions=True)
 
     def _together(self, ack: pb.SubmitAck) -> pb.SubmitAck:
-        """An acknowledgement with those that wait behind it, for a client that reads them so."""
+        """Combine an acknowledgement with those queued after it, if the client accepts batches."""
         if not self._batched or self._acks.empty():
             return ack
         together = pb.SubmitAck()
-        together.CopyFrom(ack)  # it may be another stream's as well
+        together.CopyFrom(ack)  # a repeated submission on another stream may share the message
         while not self._acks.empty() and len(together.more) < MOST_TOGETHER:
             following = self._acks.get_nowait()
             if following is None:
@@ -114,7 +120,7 @@ class Submissions:
 
     def _begin(self, given: pb.OperationHeader) -> Incoming:
         header = pb.OperationHeader()
-        header.CopyFrom(given)  # a reference would keep the frame's chunk in memory
+        header.CopyFrom(given)  # a reference would keep the whole frame, with its chunk, in memory
         header.traceparent = header.traceparent[:MAX_TRACEPARENT]
         return self._core.receive(self._caller, header)
 

@@ -1,4 +1,4 @@
-"""Who may call, and how much of the server each key may hold: API keys and quotas.
+"""API keys and quotas: who may call the server, and how much of it each key may hold.
 
 May import: ``config``, ``errors``.
 """

@@ -1,11 +1,11 @@
-"""API keys: who may come in, in which role, and how much each may ask for.
+"""API keys with their roles and quotas.
 
-A key is 256 random bits, shown once, when it is made; the state folder keeps its SHA-256. There is no salt and no
-slow hash, because those protect secrets that people choose: nobody guesses one of 2^256, and no table holds them.
+A key is 256 random bits, shown once when it is created; the state folder keeps its SHA-256. There is no salt and no
+slow hash, because those protect secrets chosen by people: 256 random bits can be neither guessed nor tabulated.
 
-A name has one key at a time, and runs belong to the name, so that a new key in place of a lost one reaches the same
-runs. `keys.json` is replaced as a whole, and a running server looks whether it changed before every call and every
-frame of a stream: a revoked key is refused from then on, its open streams included.
+A name has one key at a time, and runs belong to the name, so a new key that replaces a lost one reaches the same runs.
+``keys.json`` is replaced atomically. A running server checks whether the file has changed before every call, and at
+most every ``LOOK_AGAIN_S`` seconds for the messages of a stream; a revoked key is then refused, open streams included.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 Role = Literal["admin", "user"]
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 PREFIX_CHARS = 9
+"""Characters of a key that are stored so that people can tell keys apart; they hold 36 of its 256 bits."""
 LOOK_AGAIN_S = 0.02
-"""A stream whose key is revoked goes on for so long at most."""
-"""How much of a key is kept for people to tell keys by: 36 of its 256 bits."""
+"""Seconds between two checks of the file for open streams: the longest time that a revoked key still works there."""
 
 
 class Quota(BaseModel):
-    """What one key may ask for; None: what the server's limits say."""
+    """Quota of one key; None stands for the server's limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class Quota(BaseModel):
 
 
 class Key(BaseModel):
-    """A key as the state folder has it. Times in Unix seconds."""
+    """A key as stored in the state folder. Times are Unix seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose call it is. An admin reads and writes every run."""
+    """The name and role behind a call. An admin reads and writes every run."""
 
     name: str
     role: Role = "user"
@@ -80,19 +80,20 @@ class Caller:
 
 
 ANYONE = Caller("")
-"""Of every call to a server without keys."""
+"""The caller of every call to a server without keys."""
 
 
 class KeyFile:
-    """`keys.json` of a state folder, for the commands that change it."""
+    """The file ``keys.json`` of a state folder; creates and revokes keys."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "keys.json"
 
     def read(self) -> tuple[Key, ...]:
-        """
+        """Read every key, revoked ones included.
+
         Raises:
-            ValidationError, OSError: the file cannot be read.
+            ValidationError, OSError: The file cannot be read.
         """
         try:
             return _Content.model_validate_json(self._path.read_bytes()).keys
@@ -100,10 +101,10 @@ class KeyFile:
             return ()
 
     def create(self, name: str, role: Role = "user", quota: Quota | None = None, *, replace: bool = False) -> str:
-        """Makes a key and gives it: nobody can later.
+        """Create a key and return its secret, which is not stored and cannot be shown again.
 
         Raises:
-            ValueError: for a name that is none, or has a key already and `replace` is not set.
+            ValueError: The name is invalid, or has a key already and ``replace`` is not set.
         """
         if not KEY_NAME.fullmatch(name):
             raise ValueError(f"{name[:100]!r} is not a name: letters, digits, '.', '_', '@', '-', 100 at most")
@@ -121,9 +122,10 @@ class KeyFile:
         return secret
 
     def revoke(self, name: str) -> None:
-        """
+        """Revoke the key of a name.
+
         Raises:
-            ValueError: the name has no key.
+            ValueError: The name has no key.
         """
         with self._changing() as keys:
             found = [key for key in keys if key.name == name and key.revoked_at is None]
@@ -150,11 +152,11 @@ class KeyFile:
 
 
 class Keys:
-    """The keys as a running server knows them.
+    """The keys of a running server; follows changes of the file.
 
     Args:
-        state_dir: holds `keys.json`.
-        open_door: whether everybody may come in as long as no key was ever made.
+        state_dir: Folder of ``keys.json``.
+        open_door: Whether calls need no key as long as no key was ever created.
     """
 
     def __init__(self, state_dir: Path, *, open_door: bool) -> None:
@@ -167,20 +169,20 @@ class Keys:
 
     @property
     def required(self) -> bool:
-        """Whether calls need a key: from the first one made on, also when all are revoked or the file is lost."""
+        """Whether calls need a key: true from the first key on, even if all are revoked or the file is deleted."""
         return not self._open
 
     @property
     def any(self) -> bool:
-        """Whether there is a key that works."""
+        """Whether there is a valid key."""
         self._refresh()
         return bool(self._live)
 
     def caller(self, secret: str) -> Caller:
-        """Whose secret this is. The comparison takes as long whichever key it is, or none.
+        """Return the caller to whom a secret belongs. The comparison takes constant time, whichever key matches.
 
         Raises:
-            ServiceError: UNAUTHENTICATED, for a missing, unknown or revoked key alike.
+            ServiceError: UNAUTHENTICATED for a missing, unknown or revoked key alike.
         """
         self._refresh()
         if not self.required:
@@ -192,21 +194,24 @@ class Keys:
         return Caller(found[0].name, found[0].role, digest)
 
     def check(self, caller: Caller) -> None:
-        """That a call which came in may go on: asked at each message, so the file is looked at now and then only.
+        """Check that an accepted call may continue.
+
+        This runs for each message of a stream, so the file is checked at most every ``LOOK_AGAIN_S`` seconds.
 
         Raises:
-            ServiceError: UNAUTHENTICATED, when its key was revoked, or keys are needed since.
+            ServiceError: UNAUTHENTICATED if its key was revoked, or if keys have become required since.
         """
         self._refresh(LOOK_AGAIN_S)
         if self.required and caller != self._of(caller.name):
             raise _unauthenticated()
 
     def has(self, name: str) -> bool:
-        """Whether the name has a key."""
+        """Whether a name has a valid key."""
         self._refresh()
         return name in self._live
 
     def quota(self, name: str) -> Quota:
+        """The quota of a name; the server's limits for one without a key."""
         self._refresh(LOOK_AGAIN_S)
         return self._live[name].quota if name in self._live else Quota()
 

@@ -1,4 +1,4 @@
-"""How much of the server each key holds, against what it may."""
+"""Usage of the server by each key, checked against its quota."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ IDS = ("input_ids", "prompt_ids", "response_ids")
 
 @dataclass(eq=False)
 class Usage:
-    """What the runs of one key hold. `spent_tokens` runs down with time."""
+    """Resources held by the runs of one key.
+
+    Attributes:
+        owner: Name of the key.
+        limits: The server's limits, used where the quota sets none.
+        quota_of: Returns the present quota of a name.
+        operations: Operations without a result.
+        bytes: Bytes of their payloads.
+        incoming_bytes: Bytes of payloads that are being received or journaled.
+        spent_tokens: Tokens counted against the rate limit; decreases with time.
+        spent_at: Monotonic time in seconds at which ``spent_tokens`` was last updated.
+    """
 
     owner: str
     limits: Limits
@@ -29,10 +40,12 @@ class Usage:
     spent_at: float = 0.0
 
     def check(self, size: int, tokens: int) -> None:
-        """That one operation more fits. An operation that is too large for a quota by itself passes alone.
+        """Check that another operation fits, and count its tokens.
+
+        An operation that is larger than a quota of bytes or tokens by itself passes if nothing else is counted.
 
         Raises:
-            ServiceError: LIMIT_EXCEEDED, with what to wait for.
+            ServiceError: LIMIT_EXCEEDED; its message says what to wait for.
         """
         quota, limits = self.quota_of(self.owner), self.limits
         operations = quota.queued_operations or limits.key_queued_operations
@@ -50,7 +63,7 @@ class Usage:
         self.spent_tokens += tokens if rate else 0
 
     def receive(self, size: int) -> None:
-        """Makes room for a payload that is about to come in.
+        """Count a payload that is about to be received.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED.
@@ -73,9 +86,10 @@ class Usage:
 
 
 def check_runs(count: int, quota: Quota, limits: Limits) -> None:
-    """
+    """Check that a key with ``count`` runs may create another.
+
     Raises:
-        ServiceError: LIMIT_EXCEEDED when a key that has so many runs may not make another.
+        ServiceError: LIMIT_EXCEEDED if it may not.
     """
     most = limits.key_runs if quota.runs is None else quota.runs
     if count >= most:
@@ -83,7 +97,7 @@ def check_runs(count: int, quota: Quota, limits: Limits) -> None:
 
 
 def tokens_of(operation: pb.Operation, tensors: Sequence[pb.TensorSpec], *, sampled: bool = True) -> int:
-    """Tokens that an operation sends through a model: those of its batch, and those it may sample."""
+    """Tokens that an operation sends through a model: those of its batch, plus those it may sample if ``sampled``."""
     given = sum(spec.shape[0] for spec in tensors if spec.name.endswith(IDS) and spec.shape)
     if not sampled or operation.WhichOneof("kind") != "sample":
         return given

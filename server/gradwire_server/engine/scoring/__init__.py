@@ -1,4 +1,4 @@
-"""Scores of given tokens under a policy, in bounded memory: the planner of micro-batches, forwards, chunks of logits.
+"""Scores of given tokens under a policy, in bounded memory: micro-batch planner, forwards, chunks of logits.
 
 May import: ``model``.
 """

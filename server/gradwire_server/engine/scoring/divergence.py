@@ -1,4 +1,4 @@
-"""How far a student's distributions are from a teacher's, over the whole vocabulary, a chunk of logits at a time.
+"""Divergence between a student's and a teacher's distributions over the vocabulary, one chunk of logits at a time.
 
 Legend: ``T`` places, ``H`` and ``H'`` hidden sizes, ``V`` vocabulary. With ``S`` the student's distribution at a place,
 ``T`` the teacher's and ``M = beta T + (1 - beta) S``, in float32 (float64 for float64 inputs), in nats:
@@ -7,8 +7,8 @@ Legend: ``T`` places, ``H`` and ``H'`` hidden sizes, ``V`` vocabulary. With ``S`
     beta 1        KL(S || T)                                          S (log S - log T - KL(S || T))
     between       beta KL(T || M) + (1 - beta) KL(S || M)             (1 - beta) S (log S - log M - KL(S || M))
 
-The generalised Jensen-Shannon divergence of Agarwal et al. 2023, arXiv 2306.13649, whose ends are these by definition.
-The backward pass computes each chunk's logits again. The teacher has no gradient.
+This is the generalised Jensen-Shannon divergence of Agarwal et al. 2023, arXiv 2306.13649, which defines its ends so.
+The backward pass recomputes each chunk's logits. The teacher gets no gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def score_divergence(
     temperature: float = 1.0,
     chunk_elements: int = 1 << 22,
 ) -> Tensor:
-    """``[T]``, differentiable in the student: given ``hidden [T, H]`` and ``teacher_hidden [T, H']``.
+    """Divergence ``[T]``, differentiable in the student, given ``hidden [T, H]`` and ``teacher_hidden [T, H']``.
 
     Args:
-        beta: from 0 to 1.
-        temperature: divides both's logits.
-        chunk_elements: logits of the student in memory at once.
+        beta: Choice of divergence, from 0 to 1.
+        temperature: Divides the logits of both.
+        chunk_elements: Number of the student's logits in memory at once.
     """
     request = _Request(head, teacher_head, beta, temperature, max(1, chunk_elements // len(head.weight)))
     divergence: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]

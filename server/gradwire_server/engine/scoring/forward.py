@@ -47,10 +47,13 @@ def score_batch(
     teacher: Teacher | None = None,
     budget: Budget,
 ) -> dict[str, Tensor]:
-    """Scores without gradients, in evaluation mode: name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
+    """Compute scores without gradients, in evaluation mode.
+
+    Returns:
+        Score name -> ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``.
 
     Raises:
-        OperationError: as :func:`check_scores`.
+        OperationError: As :func:`check_scores`, or as :func:`check_candidates`.
     """
     check_scores(policy, names, teacher)
     check_candidates(batch, names)
@@ -70,12 +73,16 @@ def in_pieces(
     packing: Packing,
     make_room: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[MicroBatch, T]]:
-    """Each micro-batch and what was computed of it. One that memory does not suffice for is divided, as are those
-    that follow it; what was computed before stays.
+    """Compute micro-batches one by one; when memory runs out, divide the current one and all that follow.
+
+    Results computed before are kept.
 
     Args:
-        compute: leaves everything as it was where it raises.
-        make_room: gives something up, once memory has run out, and says whether there was something.
+        compute: Computes a micro-batch; it must leave everything unchanged if it raises.
+        make_room: Frees memory after it has run out, and returns whether there was any to free.
+
+    Yields:
+        Each computed micro-batch and its result.
     """
     waiting = deque(micros)
     while waiting:
@@ -83,7 +90,7 @@ def in_pieces(
         found = unless_out_of_memory(partial(compute, micro), alone=len(micro.examples) == 1)
         if found is not None:
             yield micro, found
-            del found  # a graph that is given up meanwhile is to be free
+            del found  # so that make_room can free a graph that the caller gives up
         elif make_room():
             waiting.appendleft(micro)
         else:
@@ -94,7 +101,7 @@ def in_pieces(
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Which scores of one micro-batch are wanted, and where in its hidden states they are read."""
+    """The scores wanted of one micro-batch, and the positions of its hidden states that they are read at."""
 
     policy: Policy
     batch: Batch
@@ -105,7 +112,7 @@ class Reading:
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
-        """Positions in the batch's tokens: where the next token is told, those of tokens themselves, last ones."""
+        """Positions in the batch's tokens: before each scored token, of that token itself, and the last of each sequence."""
         wanted, batch, nowhere = set(self.names), self.batch, torch.empty(0, dtype=torch.int64)
         return {
             "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,
@@ -115,11 +122,11 @@ class Reading:
 
     @cached_property
     def positions(self) -> Tensor:
-        """``[P]`` all of them."""
+        """``[P]`` all positions."""
         return torch.cat(list(self.places.values()))
 
     def alone(self, *, training: bool) -> dict[str, Tensor]:
-        """The scores, in one forward of the trunk, on the policy's device."""
+        """Compute the scores in one forward of the trunk, on the policy's device."""
         if not len(self.positions):
             device = self.policy.device
             return {
@@ -137,8 +144,10 @@ class Reading:
             return self.scores(hidden, teacher_states)
 
     def teacher_states(self) -> Tensor | None:
-        """What the teacher makes of the batch; before the student's own forward, whose weights must be the active ones
-        when its gradient comes."""
+        """The teacher's hidden states; None without ``divergence``.
+
+        Call it before the student's forward, because the student's weights must be the active ones in its backward.
+        """
         if self.teacher is None or "divergence" not in self.names:
             return None
         batch = self.batch
@@ -148,7 +157,7 @@ class Reading:
             )
 
     def scores(self, hidden: Tensor, teacher_states: Tensor | None) -> dict[str, Tensor]:
-        """The scores, of the policy's hidden states at :attr:`positions` and the teacher's."""
+        """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's."""
         wanted = set(self.names)
         read, own, last = hidden.split([len(positions) for positions in self.places.values()])
         scores: dict[str, Tensor] = {}
@@ -202,7 +211,7 @@ def assemble(
     parts: Sequence[Mapping[str, Tensor]],
     names: Collection[str],
 ) -> dict[str, Tensor]:
-    """The scores of micro-batches in the order of the whole batch."""
+    """Combine the scores of micro-batches in the order of the whole batch."""
     if len(micros) == 1 and micros[0].batch is batch:
         return {name: parts[0][name].to(policy.device, score_dtype(name)) for name in names}
     whole: dict[str, Tensor] = {}

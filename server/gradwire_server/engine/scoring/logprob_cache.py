@@ -1,7 +1,7 @@
-"""Log-probabilities that are kept by what they are of, so that a second epoch over a batch computes none.
+"""A cache of log-probabilities keyed by their inputs, so that a second epoch over a batch computes none.
 
-What a sequence goes through the model with changes its last bits. Where those are to be the same however much was kept,
-a key says all of it (:func:`keys_in_batch`): a batch is then found whole or not at all.
+The other sequences in a forward change the last bits of a sequence's results. Where results must be bit-identical
+whatever was cached, keys cover the whole batch (:func:`keys_in_batch`), so a batch is found completely or not at all.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gradwire_server.engine.scoring.planner import Budget
 
 
 class LogprobCache:
-    """Log-probabilities of sequences, least recently used first to go beyond so many bytes."""
+    """Log-probabilities of sequences in an LRU cache of at most ``max_bytes`` bytes."""
 
-    OVERHEAD = 300  # bytes of an entry beside its numbers
+    OVERHEAD = 300  # bytes of an entry in addition to its numbers
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -39,7 +39,7 @@ class LogprobCache:
         return values
 
     def put(self, key: bytes, values: Tensor) -> None:
-        """Keeps values, and forgets others for them."""
+        """Store values, and evict the least recently used ones beyond the limit."""
         if key not in self._entries:
             self._bytes += values.nbytes + self.OVERHEAD
         self._entries[key] = values
@@ -49,7 +49,7 @@ class LogprobCache:
 
 
 def sequence_keys(identity: str, temperature: float, batch: Batch) -> list[bytes]:
-    """Of each sequence of a batch: two with the same key have the same log-probabilities, within rounding."""
+    """Key of each sequence of a batch; sequences with equal keys have equal log-probabilities, up to rounding."""
     start = hashlib.blake2b(f"{identity}\0{temperature!r}\0".encode(), digest_size=16)
     parts = [_cut(batch.input_ids, batch.lengths), _cut(batch.scored, batch.lengths)]
     if batch.target_tokens is not None:
@@ -65,7 +65,7 @@ def sequence_keys(identity: str, temperature: float, batch: Batch) -> list[bytes
 
 
 def keys_in_batch(keys: Sequence[bytes], batch: Batch, budget: Budget) -> list[bytes]:
-    """Of each sequence at its place in its batch, divided by this budget: two with the same key have the same bits."""
+    """Key of each sequence within its batch and budget; sequences with equal keys have bit-identical results."""
     whole = hashlib.blake2b(repr(budget).encode(), digest_size=16)
     for part in (batch.group_sizes.numpy().tobytes(), *keys):
         whole.update(part)

@@ -1,17 +1,17 @@
-"""What an operation may hold at a time, by the memory that there is; and what happens when that was too much.
+"""Memory limits of operations, chosen by the available memory, and the reaction when it runs out.
 
-How many bytes a token of a run takes is measured, by counting what autograd saves in a small forward. How many there
-are to take depends on the device:
+The bytes that a token of a run takes are measured by counting what autograd saves in a small forward. The bytes
+available depend on the device:
 
-* A GPU's free memory, less what the run's gradients and moments will still need, asked for anew every second.
-* On a CPU half of the machine's memory, or of the control group's limit where that is lower: never what happens to be
-  free. The plan of micro-batches, and with it the last bit of a result, then depends on the machine, the model
-  and the batch alone, so a replay of the journal gives the bits that were given before. Beyond 2,048 tokens a larger
-  micro-batch is hardly faster there, so that only a model that is large for its machine gets less.
+* On a GPU: the free memory, less what the run's gradients and moments will still need, queried again every second.
+* On a CPU: half of the machine's memory, or of the control group's limit if that is lower, whatever is free at the
+  moment. The plan of micro-batches, and with it the last bit of a result, thus depends only on the machine, the model
+  and the batch, so a replay of the journal reproduces the same bits. Above 2,048 tokens a larger micro-batch is hardly
+  faster on a CPU, so only a model that is large for its machine gets less.
 
-Memory may run out all the same. A forward that does not fit is divided and goes on, with half the budget from there
-(:func:`.forward.in_pieces`); one that fails where gradients were being added up is an operation to repeat. On a
-GPU the next operations of such runs get less, too; on a CPU, where that would make bits depend on an accident, not.
+Memory can run out all the same. A forward that does not fit is divided and continues with half the budget
+(:func:`.forward.in_pieces`); an operation that fails while adding up gradients is repeated. On a GPU the next
+operations of such runs then get less. On a CPU they do not, because results would depend on a chance event.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ MOST = {
     "cpu": Budget(),
     "cuda": Budget(1 << 16, activation_bytes=1 << 60, logits_elements=1 << 28, kept_logits=1 << 31),
 }
-"""The most that an operation is given: beyond these numbers of tokens and logits it is no faster."""
+"""Maximum budget of an operation by device type; beyond these numbers of tokens and logits it is no faster."""
 FRESH_S = 1.0
-"""How long what was free on a GPU is taken to be free."""
+"""Seconds for which a measurement of a GPU's free memory is used."""
 PROBE_TOKENS = 64
 PASSING_BYTES = 64
-"""Of what a forward and backward holds for a moment, for each token and each element of its hidden state."""
+"""Temporary bytes in a forward and backward, per token and element of its hidden state."""
 CHUNK_BYTES = 16
-"""Of what scoring holds for each logit of a chunk."""
+"""Bytes that scoring holds per logit of a chunk."""
 KEPT_BYTES = 4
-"""Of a logit that is kept."""
+"""Bytes of a kept logit."""
 
 
 class MemoryUser(Protocol):
-    """What the budget of a run's operation depends on; :class:`.engine_run.EngineRun` has it."""
+    """What the budget of a run's operations depends on; :class:`.engine_run.EngineRun` implements it."""
 
     @property
     def policy(self) -> Policy: ...
@@ -64,12 +64,13 @@ class MemoryUser(Protocol):
 
 
 class Memory:
-    """What operations may hold.
+    """Memory limits of operations.
 
     Args:
-        device: that the models are on.
-        microbatch_tokens, activation_bytes: as a person asked for; found out where None.
-        machine_bytes: of memory; the machine's by default.
+        device: The models' device.
+        microbatch_tokens: Configured maximum of tokens per micro-batch; None derives it from the memory.
+        activation_bytes: Configured maximum of activation bytes; None derives it from the memory.
+        machine_bytes: Bytes of memory; by default the machine's.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Memory:
     ) -> None:
         self._device = device
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
-        # A power of two, so that a few bytes that another kernel keeps for itself change no plan.
+        # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
         self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
         self._token_bytes: dict[bytes, float] = {}
         self._shares: dict[bytes, float] = {}
@@ -90,12 +91,14 @@ class Memory:
 
     @property
     def most(self) -> Budget:
-        """The most that an operation is given."""
+        """Maximum budget of an operation."""
         return MOST[self._device.type]
 
     def budget(self, run: MemoryUser) -> Budget:
-        """Of an operation of this run: a third of the room for the micro-batch, one for kept graphs, one for logits and
-        what cannot be foreseen."""
+        """Budget of this run's operations.
+
+        It gives a third of the available bytes each to the micro-batch, to kept graphs, and to logits and reserve.
+        """
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         room = self._room(run) * self._shares.get(kind, 1.0) / 3
@@ -111,7 +114,7 @@ class Memory:
         )
 
     def ran_out(self, run: MemoryUser) -> None:
-        """An operation found less memory than its budget said: on a GPU, the next ones of such runs get less."""
+        """Record that an operation ran out of memory: on a GPU, the next ones of such runs get half as much."""
         if self._device.type == "cuda":
             kind = _kind(run)
             self._shares[kind] = self._shares.get(kind, 1.0) / 2
@@ -123,13 +126,13 @@ class Memory:
             free, _ = torch.cuda.mem_get_info(self._device)
             unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             self._free_bytes, self._free_until = free + unused, time.monotonic() + FRESH_S
-        # Gradients of an operation in float32; once the run takes its first step, those accumulated and two moments.
+        # An operation's float32 gradients, and before the run's first step also accumulated ones and two moments.
         copies = 1 if run.step else 4
         return max(0.9 * self._free_bytes - 4.0 * copies * run.policy.num_trainable_parameters, 0.0)
 
 
 class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd saves within, weights and buffers of the model not among them."""
+    """Count the bytes that autograd saves within the context, without weights and buffers of the model."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
@@ -146,16 +149,16 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
 
 
 def token_bytes(policy: Policy) -> float:
-    """What a token takes in a forward and backward, measured in a small forward."""
+    """Bytes per token of a forward and backward, measured in a small forward."""
     width = policy.facts.hidden_size
     saved = _saved_bytes(policy, policy.gradient_checkpointing)
-    if policy.gradient_checkpointing:  # the layer whose activations are computed again
+    if policy.gradient_checkpointing:  # plus the layer whose activations are being recomputed
         saved += _saved_bytes(policy, False) / policy.facts.num_layers
     return saved + PASSING_BYTES * width
 
 
 def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
-    """Of a token more: what a forward saves whatever its length, such as weights that autocast rounds, is not one's."""
+    """Marginal saved bytes per token; fixed costs, such as weights rounded by autocast, cancel out."""
     length = max(1, min(PROBE_TOKENS, policy.facts.context_length))
     saved = []
     configured, policy.gradient_checkpointing = policy.gradient_checkpointing, checkpointing
@@ -172,18 +175,18 @@ def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
 
 
 def _kind(run: MemoryUser) -> bytes:
-    """What runs of equal need have in common."""
+    """Key of runs with equal memory needs."""
     config = run.config
     return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + config.lora.SerializeToString()
 
 
 def machine_memory() -> int:
-    """Bytes of the machine's memory, or of the control group's where that is limited to less."""
+    """Bytes of the machine's memory, or of the control group's limit if that is lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
 
 
 def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """The limits of this process's control group and of those around it, version 1 and 2."""
+    """Limits of this process's control group and its ancestors, versions 1 and 2."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:  # not Linux

@@ -1,8 +1,8 @@
-"""Which examples go through the model together.
+"""Planning of micro-batches: which examples go through the model together.
 
 Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
-tokens: those that the model computes, padding or sharing as it may. An example (a pair, a group) is never split. The
-plan depends on the batch, the budget and that form alone.
+computed tokens, counted with padding or sharing as the model's form needs. An example (a pair, a group) is never split.
+The plan depends only on the batch, the budget and that form.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gradwire_server.engine.model.packing import Packing, shared_lengths
 
 @dataclass(frozen=True)
 class Budget:
-    """What one operation may hold at a time.
+    """Memory limits of one operation.
 
     Attributes:
-        microbatch_tokens: tokens that a micro-batch computes. An example larger than that goes alone.
-        activation_bytes: of activations kept for a later backward.
-        logits_elements: of logits in memory at once.
-        kept_logits: that a micro-batch may keep for its backward; it computes more than that twice.
+        microbatch_tokens: Maximum tokens computed per micro-batch. A larger example goes alone.
+        activation_bytes: Maximum bytes of activations kept for a later backward.
+        logits_elements: Maximum number of logits in memory at once.
+        kept_logits: Maximum number of logits kept for a micro-batch's backward; if it has more, all are recomputed.
     """
 
     microbatch_tokens: int = 2048
@@ -38,11 +38,11 @@ class MicroBatch:
     """Some examples of a batch.
 
     Attributes:
-        batch: they.
+        batch: The examples as a batch.
         examples: ``[b]`` their rows in the whole batch.
-        sequences: ``[s]`` their sequences in it.
-        tokens: ``[t]`` their scored tokens in it.
-        computed_tokens: that go through the trunk.
+        sequences: ``[s]`` their sequences in the whole batch.
+        tokens: ``[t]`` their scored tokens in the whole batch.
+        computed_tokens: Number of tokens that go through the trunk.
     """
 
     batch: Batch
@@ -53,7 +53,7 @@ class MicroBatch:
 
 
 def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
-    """The batch's examples in micro-batches that compute at most that many tokens each."""
+    """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more."""
     if not batch.num_examples:
         return []
     if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
@@ -92,7 +92,7 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroB
 
 
 def divided(micro: MicroBatch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
-    """A micro-batch in smaller ones; itself where it is small enough or has one example only."""
+    """Split a micro-batch into smaller ones; unchanged if it is small enough or has one example."""
     if micro.computed_tokens <= microbatch_tokens or len(micro.examples) == 1:
         return [micro]
     return [

@@ -1,7 +1,7 @@
-"""The scores that a policy gives a batch: their names, what each needs, and their shapes.
+"""The scores of a batch under a policy: their names, requirements and shapes.
 
-Legend: ``S`` sequences, ``T`` scored tokens. Scores come out flat, in the order of the batch, float32 (``correct``:
-bool), on the policy's device.
+Legend: ``S`` sequences, ``T`` scored tokens. Scores are flat, in the order of the batch, float32 (``correct``: bool),
+on the policy's device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import MicroBatch
 
 VOCABULARY_SCORES = frozenset({"logprobs", "entropy", "correct", "candidate_logprobs", "mean_logprobs", "collision"})
-"""Those that need the logits."""
+"""Scores that need the logits."""
 SEQUENCE_SCORES = frozenset({"rewards", "class_logits"})
-"""Those that a sequence has one of, read at its last token."""
+"""Scores with one value per sequence, read at its last token."""
 OWN_SCORES = frozenset({"token_rewards", "token_class_logits"})
-"""Those that are read at a token itself."""
+"""Scores read at the token itself."""
 HEAD_OF_SCORE = {
     "values": "value",
     "token_rewards": "reward",
@@ -36,11 +36,11 @@ SCORES = VOCABULARY_SCORES | {"divergence"} | set(HEAD_OF_SCORE)
 
 @dataclass(frozen=True)
 class Teacher:
-    """What the score ``divergence`` is taken to.
+    """The policy and divergence for the score ``divergence``.
 
     Attributes:
-        policy: frozen, of the student's vocabulary.
-        beta: which divergence: see :mod:`.divergence`.
+        policy: A frozen policy with the student's vocabulary.
+        beta: Choice of divergence; see :mod:`.divergence`.
     """
 
     policy: Policy
@@ -50,11 +50,11 @@ class Teacher:
 def check_scores(
     policy: Policy, names: Collection[str], teacher: Teacher | None = None, *, field: str = "outputs"
 ) -> None:
-    """Checks that a policy can give these scores.
+    """Check that a policy can compute these scores.
 
     Raises:
-        OperationError: INVALID_ARGUMENT for a name that is none, or a teacher of another vocabulary; UNSUPPORTED where
-            the run lacks the head, or there is no teacher.
+        OperationError: INVALID_ARGUMENT for an unknown name or a teacher with another vocabulary; UNSUPPORTED if the
+            run lacks the head, or if there is no teacher.
     """
     for name in names:
         if name not in SCORES:
@@ -92,7 +92,7 @@ def check_scores(
 
 
 def check_candidates(batch: Batch, names: Collection[str]) -> None:
-    """Checks that a batch has the candidates that a score is of.
+    """Check that a batch has candidates if a score needs them.
 
     Raises:
         OperationError: INVALID_BATCH.
@@ -107,7 +107,7 @@ def check_candidates(batch: Batch, names: Collection[str]) -> None:
 
 
 def score_shape(policy: Policy, batch: Batch, name: str) -> tuple[int, ...]:
-    """Of a score of all of the batch: ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``."""
+    """Shape of a score of the whole batch: ``[T, ...]`` or (:data:`SEQUENCE_SCORES`) ``[S, ...]``."""
     count = batch.num_sequences if name in SEQUENCE_SCORES else batch.num_scored
     if name == "candidate_logprobs":
         return (count, batch["candidates"].shape[1])
@@ -121,5 +121,5 @@ def score_dtype(name: str) -> torch.dtype:
 
 
 def entries_of(micro: MicroBatch, name: str) -> Tensor:
-    """Where a micro-batch's entries of a score are in those of the batch."""
+    """Indices of a micro-batch's entries of a score in those of the whole batch."""
     return micro.sequences if name in SEQUENCE_SCORES else micro.tokens

@@ -1,4 +1,4 @@
-"""Scores of given tokens from hidden states, without ever holding the logits of more than a chunk of them.
+"""Scores of given tokens from hidden states, with the logits of only one chunk in memory at a time.
 
 Legend: ``T`` places, ``H`` hidden size, ``V`` vocabulary, ``K`` token ids a place. With
 ``z = transform(h W^T + b) / temperature`` and ``p = softmax(z)`` at each place, computed in float32 (float64 for
@@ -9,7 +9,7 @@ float64 inputs) whatever the weights' dtype, in nats:
     mean log-probability             mean_v log p_v                               1 / V - p
     collision (no gradient)          log sum_v p_v^2
 
-The backward pass computes each chunk's logits again, unless those of all places are few enough to be kept.
+The backward pass recomputes each chunk's logits, unless the logits of all places are few enough to keep.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gradwire_server.engine.model.split_model import OutputHead
 
 @dataclass(frozen=True)
 class TokenScores:
-    """At ``T`` places; what was not asked for is empty.
+    """Scores at ``T`` places; those not requested are empty.
 
     Attributes:
-        logprobs: ``[T, K]``, differentiable: of the given ids.
+        logprobs: ``[T, K]`` log-probabilities of the given ids, differentiable.
         entropy: ``[T]``, differentiable.
-        mean_logprobs: ``[T]``, differentiable: mean over the vocabulary.
-        collision: ``[T]``.
-        correct: ``[T]`` bool, whether no id is more probable than the first of those given.
+        mean_logprobs: ``[T]`` mean over the vocabulary, differentiable.
+        collision: ``[T]``, not differentiable.
+        correct: ``[T]`` bool: no id is more probable than the first of those given.
     """
 
     logprobs: Tensor
@@ -57,15 +57,15 @@ def score_tokens(
     kept_elements: int = 0,
     accumulate: bool = False,
 ) -> TokenScores:
-    """Scores of ``ids [T, K]`` given ``hidden [T, H]``.
+    """Compute scores of ``ids [T, K]`` given ``hidden [T, H]``.
 
     Args:
-        temperature: divides the logits.
-        entropy, mean_logprobs, collision, correct: whether to compute them.
-        chunk_elements: logits in memory at once.
-        kept_elements: logits that may be kept for the backward pass, beside those.
-        accumulate: the backward pass adds the head's weight its gradient in place, in ``weight.grad``, and autograd
-            never sees it: for ``torch.autograd.backward`` only.
+        temperature: Divides the logits.
+        entropy, mean_logprobs, collision, correct: Whether to compute each.
+        chunk_elements: Number of logits in memory at once.
+        kept_elements: Number of logits that may additionally be kept for the backward pass.
+        accumulate: Add the gradient of the head's weight in place to ``weight.grad`` in the backward pass, invisibly to
+            autograd; valid with ``torch.autograd.backward`` only.
     """
     keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
     chunk = max(1, chunk_elements // len(head.weight))
@@ -74,7 +74,7 @@ def score_tokens(
 
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
-    """``[T, V]`` logits over the temperature of few tokens' states ``[T, H]``, for the sampler; no gradient."""
+    """``[T, V]`` logits over the temperature of a few states ``[T, H]``, for the sampler; no gradient."""
     return head_logits(HeadProduct(head.weight), hidden, head.bias, head, temperature)[0]
 
 
@@ -137,7 +137,7 @@ class _ScoreTokens(torch.autograd.Function):
         hidden, weight, bias, ids, entropy, kept = ctx.saved_tensors
         request: _Request = ctx.request
         product = HeadProduct(weight)
-        # Not the saved tensor: behind hooks for saved tensors, that is another one than the parameter.
+        # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.accumulate else None
         gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad, holder)
         of_p = grad_logprobs.sum(dim=1)
@@ -166,7 +166,7 @@ class _ScoreTokens(torch.autograd.Function):
 def _log_probabilities(
     product: HeadProduct, states: Tensor, bias: Tensor | None, request: _Request, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """``[C, V]`` of places' states ``[C, H]``, in ``place`` if there is one, and :func:`head_logits`' second."""
+    """``[C, V]`` log-probabilities for ``[C, H]`` states, in ``place`` if given, and :func:`head_logits`' second."""
     logits, capped = head_logits(product, states, bias, request.head, request.temperature, place)
     if logits.is_cuda:
         return torch.log_softmax(logits, dim=-1, out=place), capped
@@ -181,10 +181,10 @@ def head_logits(
     temperature: float,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument where there is one.
+    """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument if there is a soft cap.
 
     Args:
-        place: where to put the logits, if that matters, and there is no cap and no CUDA.
+        place: Tensor to write the logits to; with a soft cap or mixed precision the result is another tensor.
     """
     logits = product.by_transpose(states, place)
     if bias is not None:
@@ -197,12 +197,11 @@ def head_logits(
 
 
 class HeadGradients:
-    """The gradients of hidden states, output weight and bias, put together chunk by chunk, where they are needed.
+    """Required gradients of hidden states, output weight and bias, summed chunk by chunk.
 
     Args:
-        holder: the weight as a parameter, whose ``grad`` is to take the weight's gradient if it has the products'
-            precision: beside a vocabulary of 100,000 and more, a second such tensor would be the most that a step holds
-            for a moment.
+        holder: The weight as a parameter. If it has the precision of the products, its ``grad`` takes the gradient
+            directly: with a vocabulary of 100,000 or more, a second such tensor would dominate a step's peak memory.
     """
 
     def __init__(
@@ -228,7 +227,7 @@ class HeadGradients:
         self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
 
     def add(self, part: slice, grad: Tensor, capped: Tensor | None, head: OutputHead, temperature: float) -> None:
-        """``grad [C, V]``: of the logits that :func:`head_logits` gave for these places; used up."""
+        """Add a chunk's share, given the gradient ``[C, V]`` in its logits from :func:`head_logits`; overwrites it."""
         if capped is not None:
             grad.mul_(1.0 - capped.square())
         factor = head.scale / temperature
@@ -251,9 +250,9 @@ class HeadGradients:
 
 
 class HeadProduct:
-    """Products with the output weight that accumulate in, and give, float32 at least.
+    """Products with the output weight that accumulate in, and return, at least float32.
 
-    CUDA multiplies low-precision operands so without widening them; elsewhere the weight is widened once.
+    CUDA multiplies low-precision operands this way without widening them; elsewhere the weight is widened once.
     """
 
     def __init__(self, weight: Tensor) -> None:

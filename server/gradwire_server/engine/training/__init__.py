@@ -1,4 +1,4 @@
-"""From scores to a step: loss calls, gradients, accumulation, the optimizer.
+"""Training on scores: loss calls, gradients, accumulation, the optimizer.
 
 May import: ``scoring``, ``model``.
 """

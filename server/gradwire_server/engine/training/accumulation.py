@@ -1,9 +1,9 @@
-"""Gradient accumulation that averages over what each loss counts, however many calls that took.
+"""Gradient accumulation that averages each loss over its own count, across any number of calls.
 
-Buffers hold sums of unnormalised gradients, one set for each key (loss name, unit of its terms), beside the count
-that each is to be divided by. Division happens once, at the step: two halves of a batch and one step are one whole
-batch and one step. An operation collects into buffers of its own and merges them when it has succeeded, so that
-one that fails leaves the accumulation as it was.
+Buffers hold sums of unnormalised gradients, one set per key (loss name, unit of its terms), together with the count to
+divide each by. Division happens once, at the step, so two halves of a batch and one step equal the whole batch and one
+step. An operation collects into its own buffers and merges them once it has succeeded, so a failed operation leaves the
+accumulation unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Gradients = dict[str, Tensor]
 
 
 class GradientCollector:
-    """Gradients of one operation, by key, float32: a context manager around its backward passes.
+    """Float32 gradients of one operation by key; a context manager around its backward passes.
 
     Attributes:
-        by_key: key -> name -> summed gradient; of use once the context has ended without an error.
+        by_key: Key -> parameter name -> summed gradient; valid once the context has ended without an error.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -54,12 +54,12 @@ class GradientCollector:
     def backward(
         self, key: Key, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
-        """Adds the gradient of ``sum(outputs . gradients)`` to the buffers of a key."""
+        """Add the gradient of ``sum(outputs . gradients)`` to the buffers of a key."""
         self.collect(key)
         torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
 
     def collect(self, key: Key) -> None:
-        """Backward passes add to the buffers of this key from now on."""
+        """Direct the following backward passes to the buffers of this key."""
         if key == self._key:
             return
         self._park()
@@ -70,7 +70,7 @@ class GradientCollector:
         self._key = key
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Adds a gradient of lower precision to the current key's buffer."""
+        """Add a gradient of lower precision to the current key's buffer."""
         assert self._key is not None
         buffers = self.by_key[self._key]
         if name in buffers:
@@ -79,11 +79,11 @@ class GradientCollector:
             buffers[name] = gradient.float()
 
     def norm(self) -> Tensor:
-        """0-d, of all gradients. Where it is not finite, :meth:`finite` says whether they are."""
+        """Norm of all gradients, 0-d. It may overflow; :meth:`finite` then tells whether the gradients are finite."""
         return get_total_norm(self._gradients())
 
     def finite(self) -> bool:
-        """Whether all gradients are; waits for the device."""
+        """Whether all gradients are finite; waits for the device."""
         return bool(get_total_norm(self._gradients(), norm_type=float("inf")).isfinite())
 
     def _gradients(self) -> list[Tensor]:
@@ -98,7 +98,7 @@ class GradientCollector:
 
 
 class _Widen:
-    """Moves a parameter's low-precision gradient into the float32 buffer as soon as it is complete."""
+    """Hook that moves a parameter's low-precision gradient into the float32 buffer as soon as it is complete."""
 
     def __init__(self, collector: GradientCollector, name: str) -> None:
         self.collector = collector
@@ -111,10 +111,10 @@ class _Widen:
 
 
 class GradientAccumulator:
-    """What has been accumulated since the last step.
+    """Gradients accumulated since the last step.
 
     Attributes:
-        num_operations: how many operations were merged.
+        num_operations: Number of merged operations.
     """
 
     def __init__(self) -> None:
@@ -129,11 +129,11 @@ class GradientAccumulator:
 
     @property
     def counts(self) -> Mapping[Key, float]:
-        """What each key's sum is to be divided by."""
+        """Key -> divisor of its sum."""
         return self._counts
 
     def merge(self, gradients: Mapping[Key, Gradients], counts: Mapping[Key, float], *, scale: float = 1.0) -> None:
-        """Adds an operation's gradients, times ``scale``, and counts. The buffers given are taken over.
+        """Add an operation's gradients, times ``scale``, and its counts; takes ownership of the given buffers.
 
         A sum stays a sum: the count of unit ``"sum"`` does not grow.
         """
@@ -150,10 +150,10 @@ class GradientAccumulator:
             self._counts[key] = count if key[1] == "sum" else self._counts.get(key, 0.0) + count
 
     def normalised(self) -> tuple[Gradients, float]:
-        """Gradients by parameter name, and the factor that they are still to be multiplied by.
+        """Gradients by parameter name, and the factor still to multiply them by.
 
-        With one key these are the accumulator's own buffers and the factor is one over its count; with more, they
-        are new tensors, each key's sum over its count added up. A key that counts nothing contributes nothing.
+        With one key these are the accumulator's own buffers, and the factor is one over its count. With several keys
+        they are new tensors: the total of each key's sum divided by its count. A key with count 0 contributes nothing.
         """
         keys = [key for key, count in sorted(self._counts.items()) if count and self._sums.get(key)]
         if not keys:
@@ -184,7 +184,7 @@ class GradientAccumulator:
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-        """Replaces what was accumulated; ``masters`` say on which device each parameter's sum belongs."""
+        """Replace the accumulation; each sum goes to the device of its parameter in ``masters``."""
         self.clear()
         for path, tensor in tensors.items():
             loss, unit, name = path.rsplit("|", 2)

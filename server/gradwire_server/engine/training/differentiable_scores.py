@@ -1,4 +1,4 @@
-"""Scores of a batch in training mode, and the way back from them to the weights."""
+"""Scores of a batch in training mode, with their backward pass into the weights."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from gradwire_server.engine.training.accumulation import GradientCollector, Key
 
 
 class DifferentiableScores:
-    """Scores of a batch in training mode, with the way back to the weights.
+    """Scores of a batch in training mode, with their backward pass into the weights.
 
-    The graphs of micro-batches are kept while their saved activations, which are measured, fit the budget. The rest
-    is computed without a graph, and once more, from the same state of the random generators, when the gradient
-    comes. A policy with dropout computes each example alone, with masks that depend on its row and the seed alone:
-    so it is the same however the batch is cut.
+    Graphs of micro-batches are kept while their measured saved activations fit the budget. The others are computed
+    without a graph, and again, from the same state of the random generators, in the backward pass. A policy with
+    dropout computes each example alone, with masks that depend only on its row and the seed, so the scores do not
+    depend on how the batch is split.
 
     Args:
-        dropout_seed: says which run and operation it is, where the policy has dropout.
-        rows: ``[b]`` of the caller's batch, for the examples of this one, where they are not the same.
-        micros: the batch's micro-batches; by default as the budget splits it.
-        keep_single: keep the graph of a batch that is one micro-batch whatever its size: right where the gradient
-            follows at once, since computing it again would need as much memory.
+        temperature: Divides the logits.
+        teacher: The policy to compare with; required for the score ``divergence``.
+        budget: Memory limits.
+        micros: The batch's micro-batches; by default split by the budget.
+        keep_single: Keep the graph of a batch with one micro-batch, whatever its size. Use it if the gradient follows
+            at once, because recomputing would need as much memory.
+        dropout_seed: Identifies the run and operation; used if the policy has dropout.
+        rows: ``[b]`` rows in the caller's batch of these examples; None if they are the same.
 
     Attributes:
-        by_name: name -> ``[T]`` or ``[S]``, detached.
-        recomputed: whether anything has to be computed twice.
-        ran_out: whether memory did, and smaller micro-batches had to do.
+        by_name: Score name -> ``[T]`` or ``[S]``, detached.
+        recomputed: Whether any micro-batch is computed twice.
+        ran_out: Whether memory ran out, so that micro-batches were divided.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class DifferentiableScores:
 
     @property
     def largest_microbatch(self) -> int:
-        """In tokens computed."""
+        """Computed tokens of the largest micro-batch."""
         return max(micro.computed_tokens for micro in self._micros)
 
     def _forward(self, planned: Sequence[MicroBatch], *, unmeasured: bool) -> list[dict[str, Tensor]]:
@@ -129,7 +132,7 @@ class DifferentiableScores:
             return reading.alone(training=True)
 
     def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
-        """Collects, for each key, the weights' gradient given that of the scores (shaped as they are). Once only."""
+        """Collect each key's gradient in the weights, given its gradients in the scores; can be called once only."""
         for index, micro in enumerate(self._micros):
             scores, self._graphs[index] = self._graphs[index], None
             if scores is None:
@@ -149,12 +152,12 @@ class DifferentiableScores:
 
 
 def training_micros(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
-    """How a batch goes through the model in training mode."""
+    """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
     return split(batch, 0 if policy.has_dropout else budget.microbatch_tokens, policy.packing(training=True))
 
 
 def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those of the scores that weights had a part in, and the gradients given for them, as autograd takes them."""
+    """Scores that depend on weights, and their given gradients, as arguments for autograd."""
     outputs = [scores[name] for name in gradients if scores[name].requires_grad]
     given = [gradient for name, gradient in gradients.items() if scores[name].requires_grad]
     return outputs, [
@@ -164,5 +167,5 @@ def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -
 
 
 def _part(batch: Batch, micro: MicroBatch, name: str, whole: Tensor) -> Tensor:
-    """A micro-batch's entries of the batch's."""
+    """Select a micro-batch's entries from those of the whole batch."""
     return whole if micro.batch is batch else whole[beside(entries_of(micro, name), whole)]

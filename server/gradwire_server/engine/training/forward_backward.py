@@ -1,11 +1,11 @@
-"""``forward_backward``: a loss over a policy, and its gradient into what the run accumulates.
+"""``forward_backward``: compute a loss and add its gradient to the run's accumulation.
 
-The loss always gives what it would give if it saw the whole batch at once. One that streams is evaluated micro-batch
-by micro-batch, each one's graph being used and freed at once. Any other is evaluated once, on the scores of the
-whole batch, and its gradient goes back through :class:`.kept_scores.DifferentiableScores`.
+The result always equals that of one loss call on the whole batch. A streaming loss is evaluated micro-batch by
+micro-batch, and each graph is used and freed at once. Any other loss is evaluated once, on the scores of the whole
+batch, and its gradient goes back through :class:`.differentiable_scores.DifferentiableScores`.
 
-Everything stays on the policy's device, and the host runs ahead of it, until the operation's end: then all figures
-come over at once, those among them that tell whether anything was not finite. Who is to blame is asked only then.
+All tensors stay on the policy's device, and the host runs ahead of it until the end of the operation. Then all figures
+are transferred at once, including the checks for non-finite values. The row at fault is searched for only if one fails.
 """
 
 from __future__ import annotations
@@ -39,16 +39,24 @@ from gradwire_server.engine.training.loss_view import LossView, part_of
 
 
 class Training:
-    """A ``forward_backward``: checked, and with what its references say; then evaluated in parts, and ended.
+    """The state of one ``forward_backward``, from checking the call to its result.
+
+    The constructor checks the call and computes reference log-probabilities. Then call :meth:`evaluate` for each of
+    :meth:`parts`, and :meth:`end`.
 
     Args:
-        accumulator: takes the gradient; an error leaves it as it was.
+        accumulator: Receives the gradient; an error leaves it unchanged.
 
     Attributes:
-        policy, batch, loss: as given.
-        names: of the scores that the policy is to give.
-        temperature, teacher, budget, dropout_seed: with which.
-        micros: how the batch goes through the model.
+        policy: The policy to train.
+        batch: The whole batch.
+        loss: The loss.
+        names: Names of the scores to compute with the policy.
+        temperature: Divides the logits.
+        teacher: The policy to compare with, or None.
+        budget: Memory limits.
+        dropout_seed: Identifies the run and operation for dropout masks.
+        micros: The micro-batches that go through the model.
 
     Raises:
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
@@ -87,13 +95,13 @@ class Training:
         self._output_scores: dict[str, Tensor] = {}
 
     def parts(self) -> list[LossView]:
-        """What the loss is shown at a time."""
+        """Parts of the batch that the loss is evaluated on: each micro-batch if it streams, else the whole batch."""
         if self.loss.streams(self._config, frozenset(self.batch.fields)):
             return [part_of(self.batch, micro) for micro in self.micros]
         return [LossView(self.batch, self.micros)]
 
     def evaluate(self, part: LossView, scores: Mapping[str, Tensor]) -> dict[Key, dict[str, Tensor]]:
-        """The loss of a part, and its gradient for each of the scores.
+        """Evaluate the loss on a part and return the gradient of each key in each score.
 
         Raises:
             OperationError: INVALID_BATCH.
@@ -110,10 +118,10 @@ class Training:
         return found.gradients
 
     def end(self, collector: GradientCollector, num_microbatches: int, recomputed: bool = False) -> LossEvaluation:
-        """Accumulates the gradient of all parts.
+        """Accumulate the gradient of all parts and report the loss.
 
         Raises:
-            OperationError: NON_FINITE, with the row to blame.
+            OperationError: NON_FINITE, with the row at fault where one is found.
         """
         sums = self._sums
         sums.settle([part.totals() for part in self._evaluated], collector.norm())
@@ -132,10 +140,10 @@ class Training:
 
 
 def forward_backward(training: Training) -> LossEvaluation:
-    """A loss, and its gradient into the accumulator, which an error leaves as it was.
+    """Compute a loss and add its gradient to the accumulator, which an error leaves unchanged.
 
     Raises:
-        OperationError: INVALID_BATCH, or NON_FINITE with the row to blame.
+        OperationError: INVALID_BATCH, or NON_FINITE with the row at fault.
     """
     policy, packing = training.policy, training.policy.packing(training=True)
     waiting = deque(training.parts())
@@ -158,7 +166,7 @@ def forward_backward(training: Training) -> LossEvaluation:
             kept.backward(collector, training.evaluate(part, kept.by_name))
             recomputed |= kept.recomputed
             num_microbatches += kept.num_microbatches
-            if waiting and kept.num_microbatches > 1:  # memory ran out, and would again
+            if waiting and kept.num_microbatches > 1:  # memory ran out, so divide the remaining parts as well
                 left = [
                     micro
                     for each in waiting

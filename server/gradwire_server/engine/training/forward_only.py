@@ -1,4 +1,4 @@
-"""Losses without our backward: scores and a loss of them alone, and the two halves of one that the client computes."""
+"""Scores and losses without a backward pass of the server's loss, and the two halves of a loss the client computes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def forward(
     temperature: float = 1.0,
     budget: Budget,
 ) -> LossEvaluation:
-    """Scores, and a loss of them where one is given; no gradients, no dropout.
+    """Compute scores, and a loss if given, without gradients or dropout.
 
     Args:
-        reference: needed where the loss needs ``ref_logprobs``.
-        teacher: the same reference's weights, needed where the loss needs ``divergence``.
-        outputs: names of the scores to return.
-        temperature: divides the logits where there is no loss; a loss says it in its own arguments.
+        reference: Computes reference log-probabilities; required if the loss needs ``ref_logprobs``.
+        teacher: The same reference's policy; required if the loss needs ``divergence``.
+        outputs: Names of the scores to return.
+        temperature: Divides the logits if there is no loss; a loss has its own argument for it.
 
     Raises:
         OperationError: UNSUPPORTED, INVALID_ARGUMENT, INVALID_BATCH.
@@ -84,7 +84,7 @@ def kept_forward(
     budget: Budget,
     dropout_seed: str = "",
 ) -> tuple[DifferentiableScores, LossEvaluation]:
-    """The first half of a loss that the client computes: scores, whose graph waits for :func:`custom_backward`."""
+    """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
     kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
     evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
     return kept, replace(evaluation, recomputed=kept.recomputed, out_of_memory=kept.ran_out)
@@ -93,14 +93,14 @@ def kept_forward(
 def custom_backward(
     kept: DifferentiableScores, gradients: Mapping[str, Tensor], weight: float, accumulator: GradientAccumulator
 ) -> None:
-    """The second half: the gradient of the client's loss, in proportion to ``weight``, into the accumulator.
+    """Add the gradient of the client's loss, times ``weight``, to the accumulator.
 
     Args:
-        gradients: name of a score -> the loss's gradient with respect to it, flat, as the scores were.
-        weight: what the loss averages over; calls of one accumulation are averaged by it.
+        gradients: Score name -> the loss's gradient in that score, flat like the score.
+        weight: Count that the loss averages over; calls of one accumulation are averaged by it.
 
     Raises:
-        OperationError: INVALID_ARGUMENT, or NON_FINITE with the row to blame.
+        OperationError: INVALID_ARGUMENT, or NON_FINITE with the row at fault.
     """
     if not 0 < weight < math.inf:
         raise OperationError(

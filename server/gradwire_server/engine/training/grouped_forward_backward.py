@@ -1,4 +1,4 @@
-"""Several LoRA runs through their common base model at once."""
+"""One forward and backward of a base model for several LoRA runs at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
-    """Whether two runs may go through the model at once, in training mode, and get what each gets alone."""
+    """Whether two runs can share a forward in training mode with the same results as each alone."""
     layers = policy.split_model.adapter_layers
     return (
         policy.split_model is other.split_model
@@ -40,15 +40,15 @@ def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
 def hidden_together(
     policies: Sequence[LoraPolicy], batches: Sequence[Batch], positions: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Final hidden states of one batch a run, in one forward of the trunk in training mode.
+    """Final hidden states of one batch per run, from one forward of the trunk in training mode.
 
     Args:
-        policies: that :func:`can_go_together`.
-        batches: theirs, each with at least one sequence.
-        positions: ``[P]`` of each batch, indices into its tokens.
+        policies: Policies that satisfy :func:`can_go_together`.
+        batches: Their batches, each with at least one sequence.
+        positions: ``[P]`` for each batch: indices into its tokens.
 
     Returns:
-        ``[P, H]`` of each batch, as ``policy.hidden`` gives them.
+        ``[P, H]`` for each batch, as from ``policy.hidden``.
     """
     first = policies[0]
     split_model = first.split_model
@@ -63,7 +63,7 @@ def hidden_together(
     for batch in batches:
         begins.append(total)
         total += len(batch.input_ids)
-    # The first token of a batch is no other's, in any form, so its place is where the run's tokens begin.
+    # A batch's first token is never shared with another batch, so its place is the start of the run's tokens.
     starts = arranged.places[begins].tolist()
     stops = [*starts[1:], arranged.input_ids.numel()]
     spans = [Span(policy.adapter, *ends) for policy, ends in zip(policies, zip(starts, stops), strict=True)]
@@ -75,7 +75,7 @@ def hidden_together(
 
 
 def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
-    """Whether trainings are one micro-batch each, which scores something, and at once no more than so many tokens."""
+    """Whether each training is one micro-batch with scored tokens and all together compute at most ``most_tokens``."""
     if any(len(each.micros) != 1 or not len(_reading(each).positions) for each in trainings):
         return False
     micros = [training.micros[0] for training in trainings]
@@ -88,17 +88,18 @@ def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
 def forward_backward_together(
     trainings: Sequence[Training], run_rngs: Sequence[Callable[[], AbstractContextManager[None]]]
 ) -> list[LossEvaluation | None]:
-    """What :func:`.training.forward_backward` does, for several runs with one forward and one backward of the trunk.
+    """Run :func:`.forward_backward.forward_backward` for several runs with a shared forward and backward of the trunk.
 
     Args:
-        trainings: of policies that :func:`can_go_together`, each scoring something, that :func:`fits`.
-        run_rngs: makes the context in which a run's loss draws random numbers.
+        trainings: Trainings that satisfy :func:`fits`, of policies that satisfy :func:`can_go_together`.
+        run_rngs: For each run, makes the context in which its loss draws random numbers.
 
     Returns:
-        None for one that failed: nothing of it is accumulated, and alone it says why.
+        For each run its evaluation, or None if it failed: nothing of it is accumulated, and repeating it alone gives
+        its error.
 
     Raises:
-        Exception: whatever went wrong in what they do together; nothing is accumulated then.
+        Exception: Any error in the shared computation; nothing is accumulated then.
     """
     readings = [_reading(training) for training in trainings]
     taught = [reading.teacher_states() for reading in readings]
@@ -135,7 +136,7 @@ def forward_backward_together(
 def _backward(
     collectors: Sequence[GradientCollector], passes: Sequence[Sequence[tuple[Key, list[Tensor], list[Tensor]]]]
 ) -> None:
-    """One backward for the first unit of every loss, another for the second of those that have two, and so on."""
+    """Run one backward pass for the first unit of every loss, another for their second units, and so on."""
     count = max(map(len, passes))
     for index in range(count):
         outputs: list[Tensor] = []
@@ -159,7 +160,7 @@ def _reading(training: Training) -> Reading:
 def _unless_failed(attempt: Callable[[], T]) -> T | None:
     try:
         return attempt()
-    except Exception as error:  # whatever a loss raises, the others go on
+    except Exception as error:  # whatever a loss raises, the other runs go on
         if is_fatal(error):
             raise
         return None

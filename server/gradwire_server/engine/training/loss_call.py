@@ -1,6 +1,6 @@
-"""One call of a loss: the scores that it needs, its value on part of a batch, and its gradient in those scores.
+"""One call of a loss: the scores it needs, its value on part of a batch, and its gradient in those scores.
 
-Where something was not finite, the part can say which row is to blame; that waits for the device.
+If a value is not finite, the part can find the row at fault, which waits for the device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gradwire_server.engine.training.accumulation import Key
 from gradwire_server.engine.training.loss_view import LossView
 
 Reference = Callable[[Batch, float], Tensor]
-"""``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the reference that the loss names."""
+"""``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the loss's reference."""
 
 
 def needed_scores(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> frozenset[str]:
-    """What the loss asks for, and what it takes where the run has the head for it."""
+    """Scores that the loss requires, and its optional scores that the run can compute with its head."""
     kind = policy.head.kind if policy.head else ""
     optional = frozenset(name for name in loss.optional_scores if HEAD_OF_SCORE.get(name, kind) == kind)
     try:
@@ -37,17 +37,17 @@ def needed_scores(loss: LossSpec, config: LossConfig, batch: Batch, policy: Poli
 
 
 def loss_temperature(config: LossConfig) -> float:
-    """What divides the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
+    """Divisor of the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
     return config.temperature if isinstance(config, TemperatureConfig) else 1.0
 
 
 def reference_logprobs(
     loss: LossSpec, config: LossConfig, reference: Reference | None, batch: Batch, policy: Policy
 ) -> Tensor:
-    """``[T]`` on the policy's device, under the reference that the loss's arguments name.
+    """Log-probabilities ``[T]`` under the reference that the loss's arguments name, on the policy's device.
 
     Raises:
-        OperationError: INVALID_ARGUMENT where they name none.
+        OperationError: INVALID_ARGUMENT if they name none.
     """
     if reference is None or getattr(config, "reference_model", None) is None:
         raise _no_reference(loss)
@@ -56,10 +56,10 @@ def reference_logprobs(
 
 
 def loss_teacher(loss: LossSpec, config: LossConfig, teacher: Policy | None, needed: Collection[str]) -> Teacher | None:
-    """What the policy is compared with where the loss needs ``divergence``.
+    """The policy and divergence to compare with if the loss needs ``divergence``; else None.
 
     Raises:
-        OperationError: INVALID_ARGUMENT where the loss's arguments name no reference.
+        OperationError: INVALID_ARGUMENT if the loss's arguments name no reference.
     """
     if "divergence" not in needed:
         return None
@@ -82,10 +82,10 @@ def _no_reference(loss: LossSpec) -> OperationError:
 def call_loss(
     loss: LossSpec, batch: Batch, scores: Mapping[str, Tensor], config: LossConfig, rows: Tensor | None = None
 ) -> LossOutput:
-    """The loss of a batch, given its scores.
+    """Call the loss on a batch with its scores.
 
     Args:
-        rows: ``[b]`` of the caller's batch, for the examples of this one, where they are not the same.
+        rows: ``[b]`` rows in the caller's batch of these examples; None if they are the same.
 
     Raises:
         OperationError: INVALID_BATCH.
@@ -100,7 +100,7 @@ def call_loss(
 
 @dataclass(frozen=True)
 class LossOnPart:
-    """A loss's value on a part of the batch, and the gradient of each unit's sum for each score."""
+    """A loss's value on a part of the batch, and the gradient of each unit's sum in each score."""
 
     loss: LossSpec
     config: LossConfig
@@ -110,15 +110,15 @@ class LossOnPart:
     gradients: dict[Key, dict[str, Tensor]]
 
     def totals(self) -> list[Tensor]:
-        """0-d: not finite if any of the scores and gradients is not, or if so many numbers are too large a sum."""
+        """0-d sums of all scores and gradients: not finite if any entry is not, or if a sum overflows."""
         found = [*self.scores.values(), *(one for by_name in self.gradients.values() for one in by_name.values())]
         return [values.sum() for values in found if values.is_floating_point()]
 
     def check_finite(self) -> None:
-        """Looks for who is to blame.
+        """Search for the row with a non-finite value.
 
         Raises:
-            OperationError: NON_FINITE, with the row, where scores, the loss or a gradient are not finite.
+            OperationError: NON_FINITE, with the row, if scores, the loss or a gradient are not finite.
         """
         part, rows = self.part, self.part.rows
         check_finite(part.batch, self.scores, rows, "the model gave non-finite")
@@ -131,10 +131,10 @@ class LossOnPart:
 def loss_on_part(
     loss: LossSpec, config: LossConfig, part: LossView, scores: Mapping[str, Tensor], device: torch.device
 ) -> LossOnPart:
-    """Calls the loss on a part, and asks for the gradient of each of its units.
+    """Call the loss on a part and compute the gradient of each of its units.
 
     Args:
-        scores: of the part, on ``device``; "ref_logprobs" gets no gradient.
+        scores: Scores of the part, on ``device``; "ref_logprobs" gets no gradient.
 
     Raises:
         OperationError: INVALID_BATCH.
@@ -160,14 +160,15 @@ def loss_on_part(
 
 
 def check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what: str) -> None:
-    """Looks for an entry that is not finite.
+    """Check that all entries are finite.
 
     Args:
-        values: name of a score -> entries as of that score.
-        rows: ``[b]`` of the caller's batch, for the examples of this one.
+        values: Score name -> entries shaped like that score.
+        rows: ``[b]`` rows in the caller's batch of this batch's examples.
+        what: Beginning of the error message, which the score's name follows.
 
     Raises:
-        OperationError: NON_FINITE, with the row and ``what`` was not finite.
+        OperationError: NON_FINITE, with the row of the first non-finite entry.
     """
     for name, entries in values.items():
         if not entries.is_floating_point() or bool(entries.isfinite().all()):
@@ -186,7 +187,7 @@ def check_finite(batch: Batch, values: Mapping[str, Tensor], rows: Tensor, what:
 def _non_finite_loss(
     loss: LossSpec, config: LossConfig, part: LossView, scores: Mapping[str, Tensor]
 ) -> OperationError:
-    """The error that names the first row whose own loss is not finite, or no row if only the whole is so."""
+    """Make an error that names the first row whose own loss is not finite, or no row if only the total is not."""
     row = None
     scores = {name: values.cpu() for name, values in scores.items()}
     sequences = segment_ids(part.batch.group_sizes)

@@ -1,4 +1,4 @@
-"""What a forward, or a forward and backward, reports: a loss and its metrics, put together from parts, and scores."""
+"""Report of a forward or forward and backward: loss and metrics combined from parts, and scores."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ NOTHING_SCORED = "no token of this batch was scored: its masks leave none, or it
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """What a forward or a forward and backward gave.
+    """Result of a forward or a forward and backward.
 
     Attributes:
-        loss: None where no loss was asked for.
-        metrics: by name, "loss" among them where there is one.
-        outputs: by name: ``[T, ...]`` of the scored tokens or (SEQUENCE_SCORES) ``[S, ...]``, float32 on the CPU, in
-            the batch's order.
+        loss: The loss; None without one.
+        metrics: Metrics by name, including "loss" if there is one.
+        outputs: Scores by name: ``[T, ...]`` of the scored tokens or (SEQUENCE_SCORES) ``[S, ...]``, float32 on the
+            CPU, in the batch's order.
         row_lengths: ``[S]`` scored tokens of each sequence.
-        num_tokens: that went through the model, padding not counted.
-        num_loss_tokens: that were scored.
-        num_microbatches: forwards of the trunk, those computed again not counted.
-        recomputed: whether the activation budget was exceeded and part was computed twice.
-        out_of_memory: whether memory ran out, and smaller micro-batches had to do.
-        warnings: for the person.
+        num_sequences: Number of sequences.
+        num_tokens: Number of tokens in the batch, without padding.
+        num_loss_tokens: Number of scored tokens.
+        num_microbatches: Number of forwards of the trunk, without recomputed ones.
+        recomputed: Whether the activation budget was exceeded, so that part was computed twice.
+        out_of_memory: Whether memory ran out, so that micro-batches were divided.
+        warnings: Sentences for a person.
     """
 
     loss: float | None
@@ -50,10 +51,10 @@ class LossEvaluation:
 
 
 class LossSums:
-    """A loss's terms and metrics, put together from its parts; numbers once they are settled.
+    """A loss's terms and metrics, combined from its parts; numbers are available after :meth:`settle`.
 
     Attributes:
-        finite: whether terms, and what else was settled with them, are; False may be an overflow of mere totals.
+        finite: Whether all terms and checks are finite; False may also come from an overflow of a total.
     """
 
     def __init__(self, loss_name: str) -> None:
@@ -66,13 +67,13 @@ class LossSums:
         self.finite = True
 
     def add(self, output: LossOutput) -> None:
-        """What the loss gave on one part; waits for nothing."""
+        """Add the loss's output on one part, without waiting for the device."""
         self._terms.append({name: [term.sum.detach(), term.count] for name, term in output.terms.items()})
         self._units |= {name: term.unit for name, term in output.terms.items()}
         self._metrics.append(dict(output.metrics))
 
     def settle(self, *checks: Any) -> None:
-        """Waits for the figures of all parts, and for ``checks``: 0-d tensors, in lists, that are to be finite."""
+        """Wait for the figures of all parts and of ``checks``: 0-d tensors, possibly in lists, that must be finite."""
         terms, self._metrics, checked = settled([self._terms, self._metrics, list(checks)])
         for part in terms:
             for name, (total, count) in part.items():
@@ -82,7 +83,7 @@ class LossSums:
 
     @property
     def counts(self) -> dict[Key, float]:
-        """What the gradient of each unit's terms is to be divided by."""
+        """Divisor of the gradient of each unit's terms, by key."""
         by_key: dict[Key, float] = {}
         for name, unit in self._units.items():
             if by_key.setdefault((self._loss_name, unit), self._counts[name]) != self._counts[name]:
@@ -102,11 +103,11 @@ class LossSums:
 def reported(
     batch: Batch, scores: Mapping[str, Tensor], outputs: Collection[str], num_microbatches: int, sums: LossSums | None
 ) -> LossEvaluation:
-    """The report on a batch.
+    """Make the report on a batch.
 
     Args:
-        scores: those of ``outputs``, of the whole batch, on any device.
-        sums: settled; None where there was no loss.
+        scores: Scores of the whole batch, including ``outputs``, on any device.
+        sums: The settled loss; None without a loss.
     """
     metrics = sums.metrics() if sums else {}
     return LossEvaluation(

@@ -1,4 +1,4 @@
-"""What a loss is shown at a time: the whole batch, or one micro-batch of it."""
+"""The part of a batch that a loss is evaluated on: the whole batch, or one of its micro-batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES, entries_
 
 @dataclass(frozen=True)
 class LossView:
-    """Some examples of a batch, or all of them.
+    """Some or all examples of a batch.
 
     Attributes:
-        batch: the part as a batch of its own.
-        micros: as which it goes through the model, with indices into ``batch``.
-        whole: the one micro-batch that it is, with indices into the whole batch; None where it is the whole batch.
+        batch: The examples as a batch.
+        micros: Micro-batches that go through the model, with indices into ``batch``.
+        whole: The part as a micro-batch with indices into the whole batch; None if it is the whole batch.
     """
 
     batch: Batch
@@ -28,12 +28,12 @@ class LossView:
 
     @property
     def examples(self) -> Tensor | None:
-        """``[b]`` rows in the whole batch, where the part is not that itself."""
+        """``[b]`` rows in the whole batch; None if this is the whole batch."""
         return None if self.whole is None else self.whole.examples
 
     @property
     def tokens(self) -> Tensor | None:
-        """``[t]`` scored tokens in the whole batch, where the part is not that itself."""
+        """``[t]`` scored tokens in the whole batch; None if this is the whole batch."""
         return None if self.whole is None else self.whole.tokens
 
     @property
@@ -42,7 +42,7 @@ class LossView:
         return torch.arange(self.batch.num_examples) if self.whole is None else self.whole.examples
 
     def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
-        """Puts this part's scores where they belong in those of the whole batch."""
+        """Write this part's scores to their places among those of the whole batch."""
         if self.whole is None:
             into[name] = values
         else:
@@ -53,7 +53,7 @@ class LossView:
 
 
 def part_of(batch: Batch, micro: MicroBatch) -> LossView:
-    """The part that one micro-batch of a batch is; the whole batch where it is all of it."""
+    """Make the view of one micro-batch of a batch, which may be the whole batch."""
     if micro.batch is batch:
         return LossView(batch, [micro])
     examples, sequences, tokens = (torch.arange(len(each)) for each in (micro.examples, micro.sequences, micro.tokens))

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019) on a policy's masters, with clipping by the global norm.
 
-As in ``torch.optim.AdamW``, which does the arithmetic, weight decay applies to every trained tensor, biases and
-norms included. A parameter that no gradient has reached yet is left alone, decay included.
+``torch.optim.AdamW`` does the arithmetic, and as there, weight decay applies to every trained tensor, biases and norms
+included. A parameter without a gradient is left unchanged, also by weight decay.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 
 MIN_EPS = 1e-30
-"""AdamW divides by the second moment's root plus eps: with less than float32 can hold, a gradient of 0 gives NaN."""
+"""Smallest eps. AdamW divides by the root of the second moment plus eps; an eps that underflows in float32 would make
+a gradient of 0 give NaN."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did.
+    """Outcome of a step.
 
     Attributes:
-        grad_norm: global norm of the averaged gradient, before clipping.
-        num_accumulated: operations whose gradients it took.
-        skipped: the gradient was not finite and the step left out.
+        grad_norm: Global norm of the averaged gradient, before clipping.
+        num_accumulated: Number of operations whose gradients were accumulated.
+        skipped: Whether the step was skipped because the gradient was not finite.
     """
 
     grad_norm: float
@@ -41,7 +42,7 @@ class StepOutcome:
 
 
 class Optimizer:
-    """The optimizer of one run. Hyperparameters come with each step; only moments and step counts are state."""
+    """The optimizer of one run. Hyperparameters come with each step; the state is only moments and step counts."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -55,14 +56,14 @@ class Optimizer:
             self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
 
     def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
-        """Takes one step with what was accumulated, and clears it, whatever becomes of the step.
+        """Take one step with the accumulated gradient, and clear the accumulation even if the step fails.
 
         Args:
-            settings: ``max_grad_norm`` 0 does not clip.
+            settings: Hyperparameters; ``max_grad_norm`` 0 does not clip.
 
         Raises:
             OperationError: NOTHING_TO_STEP, INVALID_ARGUMENT, or NON_FINITE unless ``skip_nonfinite``; weights and
-                moments are then as before.
+                moments are then unchanged.
         """
         try:
             return self._step(accumulator, settings)
@@ -77,7 +78,7 @@ class Optimizer:
                 "optim_step has no gradient to apply: call forward_backward first",
             )
         found, factor = accumulator.normalised()
-        # In an order of their own: a norm's last bit must not depend on whether a checkpoint lay between.
+        # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
         gradients = {name: found[name] for name in self._masters if name in found}
         norm = get_total_norm(list(gradients.values())).item() * factor if gradients else 0.0
         if not math.isfinite(norm):
@@ -119,7 +120,7 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces all moments and step counts by these; none are those of a fresh optimizer."""
+        """Replace all moments and step counts; an empty mapping gives a fresh optimizer."""
         if self._adamw is None:
             return
         self._adamw.state.clear()
@@ -129,7 +130,7 @@ class Optimizer:
             self._adamw.state[self._masters[name]][moment].copy_(tensor)
 
     def _prepare(self, master: Tensor) -> None:
-        """Makes a parameter's moments before anything is changed: this is where memory may run out."""
+        """Allocate a parameter's moments before anything is changed, because memory may run out here."""
         assert self._adamw is not None
         if not self._adamw.state.get(master):
             self._adamw.state[master] = {
@@ -140,7 +141,7 @@ class Optimizer:
 
 
 def check_settings(settings: training_pb2.OptimStep) -> None:
-    """Checks the arguments of a step.
+    """Check the arguments of a step.
 
     Raises:
         OperationError: INVALID_ARGUMENT, with the argument and its rule.

@@ -112,7 +112,7 @@ class Reading:
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
-        """Positions in the batch's tokens: before each scored token, of that token itself, and the last of each sequence."""
+        """Positions of tokens: before each scored token, of the scored token, and the last of each sequence."""
         wanted, batch, nowhere = set(self.names), self.batch, torch.empty(0, dtype=torch.int64)
         return {
             "read": batch.read_positions if wanted & (VOCABULARY_SCORES | {"values", "divergence"}) else nowhere,

@@ -1,4 +1,4 @@
-"""What was asked and what was answered, on disk before anyone is told; and the rows of runs and checkpoints.
+"""Durable storage: operations and results, written before they are acknowledged; the rows of runs and checkpoints.
 
 May import: ``access``, ``errors``, ``crash_points``.
 """

@@ -1,8 +1,8 @@
-"""One SQLite database with one writer thread that groups commits.
+"""A SQLite database with one writer thread and group commit.
 
-Whatever waits while a commit is being fsynced goes into the next one: many concurrent writes cost one fsync, and
-the event loop never waits for the disk. Writes are carried out in the order they were asked for, each in a
-savepoint of its own, so that one that fails takes nobody with it.
+Writes that arrive while a commit is being fsynced go into the next one, so many concurrent writes cost one fsync, and
+the event loop never waits for the disk. Writes are executed in the order in which they were requested, each in its own
+savepoint, so that one that fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ class _Item:
 
 
 class Database:
-    """The database. Made on a running event loop.
+    """The database. Create it on a running event loop.
 
     Args:
-        path: of the database file.
-        before_commit: called in the writer thread before each commit; what it raises fails the whole group.
-        on_failed_group: called in the writer thread when a group failed as a whole.
+        path: The database file.
+        before_commit: Called in the writer thread before each commit; an ``OSError`` from it fails the whole group.
+        on_failed_group: Called in the writer thread when a whole group has failed.
 
     Attributes:
-        on_commit: called in the writer thread after each group: with how many writes, in how many seconds, and
-            whether it was committed.
+        on_commit: Called in the writer thread after each group with the number of writes, the duration in seconds, and
+            whether the group was committed.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Database:
         self._reading: sqlite3.Connection | None = None
 
     def write(self, work: Work[T]) -> asyncio.Future[T]:
-        """Carries the work out in the writer thread; the future is done once it is durable (or has failed)."""
+        """Run ``work`` in the writer thread; the future resolves once its changes are durable, or fails."""
         done: asyncio.Future[T] = self._loop.create_future()
-        if not self._asked:  # after what else the loop has to do now: the writer would contend for the interpreter
+        if not self._asked:  # hand over after the loop's other callbacks, or the writer competes with them for the GIL
             self._loop.call_soon(self._hand_over)
         self._asked.append(_Item(work, done))
         return done
@@ -159,7 +159,7 @@ class Database:
         self._queue.put(asked)
 
     async def read(self, query: Work[T]) -> T:
-        """Runs a query in the reader thread: it sees what was durable when it started."""
+        """Run a query in the reader thread; it sees the state that was committed when it started."""
 
         def run() -> T:
             if self._reading is None:
@@ -169,7 +169,7 @@ class Database:
         return await self._loop.run_in_executor(self._reader, run)
 
     async def close(self) -> None:
-        """Writes what was asked for so far, then ends the threads."""
+        """Finish the requested writes, then stop the threads."""
         self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._writer.join)
@@ -180,7 +180,7 @@ class Database:
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA synchronous = FULL")
-        connection.text_factory = lambda raw: raw.decode(errors="replace")  # a flipped bit is for the digest to find
+        connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
         connection.create_function("digest", -1, row_digest, deterministic=True)
         return connection
 
@@ -209,7 +209,7 @@ class Database:
                 connection.execute("SAVEPOINT item")
                 try:
                     outcomes.append((item.work(connection), None))
-                except Exception as error:  # whatever it is, it is handed to whoever asked for the work
+                except Exception as error:  # passed on to the caller through the future
                     connection.execute("ROLLBACK TO item")
                     outcomes.append((None, _storage_error(error)))
                 connection.execute("RELEASE item")
@@ -226,7 +226,7 @@ class Database:
 
 
 def row_digest(*columns: str | bytes | int | float | None) -> bytes:
-    """What a row is held to when it is read: SQLite does not notice a bit that its disk changed."""
+    """Digest of a row, compared when the row is read, because SQLite does not detect bits that changed on disk."""
     return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()
 
 

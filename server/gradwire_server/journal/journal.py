@@ -1,8 +1,8 @@
-"""What was asked and what was answered, on disk before it is acknowledged and before it is delivered.
+"""The journal: operations on disk before they are acknowledged, results on disk before they are delivered.
 
-Operations and results are rows; their payloads are records of segments beside the database. The journal decides
-nothing about order: the scheduler does, and the journal holds it to it (an operation is appended only right
-behind the one before it).
+Operations and results are rows of the database; their payloads are records in segment files beside it. The scheduler
+decides the order of operations; the journal only enforces it: an operation is appended only if the previous number is
+the last one in the journal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradwire_server.journal.database import Database, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 
 READ_BYTES = 8 << 20
-"""About how many bytes of results are read at a time."""
+"""Approximate number of bytes of result payloads that are read at a time."""
 
 
 OPERATION = "digest(run_id, seq, identity, header, accepted_at, status, segment, offset)"
@@ -31,7 +31,7 @@ RESULT = "digest(run_id, seq, header, segment, offset)"
 
 
 def uses(operation: pb.Operation) -> list[str]:
-    """The checkpoints without which an operation cannot be repeated."""
+    """The checkpoints that a replay of an operation reads."""
     kind = operation.WhichOneof("kind")
     if kind == "load_checkpoint":
         return [operation.load_checkpoint.checkpoint]
@@ -46,7 +46,7 @@ def uses(operation: pb.Operation) -> list[str]:
 
 
 def identity(header: pb.OperationHeader) -> bytes:
-    """What makes two submissions of one number the same: operation, tensors and payload; not who submits it when."""
+    """Digest of an operation, its tensors and its payload; equal for repeated submissions of the same operation."""
     content = pb.OperationHeader(
         operation=header.operation,
         tensors=header.tensors,
@@ -58,8 +58,17 @@ def identity(header: pb.OperationHeader) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A journaled operation. `status` is that of its result, STATUS_UNSPECIFIED while it has none; of a damaged one
-    nothing but its number is known."""
+    """A journaled operation without its payload.
+
+    Attributes:
+        header: The operation; if ``damaged``, only its run and number are set.
+        identity: Digest that tells a repeated submission from a reused number; see :func:`identity`.
+        accepted_at: Unix time in seconds.
+        status: Status of its result; STATUS_UNSPECIFIED while it has none.
+        deaths: Number of engines that died while they executed it.
+        location: Where its payload is; None if it has none or it was dropped.
+        damaged: Whether the row does not match its digest.
+    """
 
     header: pb.OperationHeader
     identity: bytes
@@ -72,14 +81,19 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
+    """A result with its payload."""
+
     header: pb.OperationResult
     payload: Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class RunMarks:
-    """What a result changes of its run's row, in the same transaction; unless a later one was stored already, because
-    the disk had no room for this one when it came."""
+    """Values of the run's row after a result, written in the same transaction.
+
+    They are not written if a later result is stored already, which happens when storing this one failed at first, for
+    example on a full disk.
+    """
 
     step: int
     failure_seq: int
@@ -90,8 +104,9 @@ class Journal:
     """The journal of all runs of a state folder.
 
     Args:
-        state_dir: holds `gradwire.db` and `journal/`.
-        keep_payloads: False is `durability=checkpoint`: operations are known but cannot be replayed.
+        state_dir: Folder of ``gradwire.db`` and ``journal/``.
+        keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
+        segment_bytes: Size in bytes from which on a new segment file is begun.
     """
 
     def __init__(self, state_dir: Path, *, keep_payloads: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -104,11 +119,11 @@ class Journal:
     def append(
         self, header: pb.OperationHeader, content: bytes, accepted_at: float, payload: Sequence[Buffer]
     ) -> asyncio.Future[Location | None]:
-        """Makes an operation durable; the future gives where its payload lies.
+        """Append an operation; the future resolves with the location of its payload once it is durable.
 
         Raises (through the future):
             ServiceError: STORAGE_FULL.
-            LookupError: when the number before it is not in the journal, because its own append failed.
+            LookupError: The previous number is not in the journal, because its own append failed.
         """
 
         def work(connection: sqlite3.Connection) -> Location | None:
@@ -135,13 +150,13 @@ class Journal:
         return self.store.write(work)
 
     async def identity_of(self, run_id: str, seq: int) -> bytes | None:
-        """Of a journaled operation; None when it was collected."""
+        """Identity of a journaled operation; None if it was trimmed."""
         query = "SELECT identity FROM operations WHERE run_id = ? AND seq = ?"
         row = await self.store.read(lambda connection: connection.execute(query, (run_id, seq)).fetchone())
         return row[0] if row else None
 
     async def entries(self, run_id: str, after_seq: int, up_to_seq: int) -> list[JournalEntry]:
-        """Operations of a run in order, without their payloads."""
+        """Operations of a run with numbers in ``(after_seq, up_to_seq]``, in order, without their payloads."""
         query = (
             f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, digest = {OPERATION}"
             " FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
@@ -159,14 +174,15 @@ class Journal:
         ]
 
     async def payload(self, location: Location) -> bytearray:
-        """
+        """Read a payload.
+
         Raises:
-            CorruptRecord: when the bytes are not those that were written.
+            CorruptRecord: The bytes are not those that were written.
         """
         return await asyncio.to_thread(self.segments.read, location)
 
     def count_death(self, run_id: str, seq: int) -> asyncio.Future[None]:
-        """Remembers that the engine died while it carried this operation out."""
+        """Record that the engine died while it executed an operation."""
 
         def work(connection: sqlite3.Connection) -> None:
             query = "UPDATE operations SET deaths = deaths + 1 WHERE run_id = ? AND seq = ?"
@@ -185,10 +201,12 @@ class Journal:
         checkpoint: pb.Checkpoint | None = None,
         repeatable: bool = True,
     ) -> asyncio.Future[None]:
-        """Makes a result durable, once, with what it changes of its run and the checkpoint it saved.
+        """Store a result, the changes to its run's row, and the checkpoint that it saved.
+
+        A result that is already stored is not replaced.
 
         Args:
-            repeatable: False for an operation that no recovery repeats: its payload is given up.
+            repeatable: Whether a recovery replays the operation; if not, the reference to its payload is dropped.
         """
 
         def work(connection: sqlite3.Connection) -> None:
@@ -228,7 +246,7 @@ class Journal:
         return self.store.write(work)
 
     async def results(self, run_id: str, from_seq: int, up_to_seq: int, limit: int = 64) -> list[StoredResult]:
-        """Stored results in order, at most `limit` and about READ_BYTES of them, at least one if there is one."""
+        """Stored results in order, at most ``limit`` and about ``READ_BYTES`` of them, at least one if one exists."""
         query = (
             f"SELECT seq, header, segment, offset, digest = {RESULT} FROM results"
             " WHERE run_id = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?"
@@ -250,7 +268,7 @@ class Journal:
         return await self.store.read(read)
 
     def release(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
-        """Forgets results; that their operations had some is not forgotten."""
+        """Delete results up to a number; the rows of their operations stay."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM results WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
@@ -260,12 +278,12 @@ class Journal:
 
         return self.store.write(work)
 
-    # ---- growing and shrinking ----
+    # ---- trimming and rewinding ----
 
     def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
-        """Collects operations that no recovery can need: those that a checkpoint contains.
+        """Delete operations that no recovery needs because a checkpoint contains them.
 
-        An operation whose result is still kept stays known, without its payload.
+        The row of an operation whose result is not released stays, without its payload.
         """
 
         def work(connection: sqlite3.Connection) -> None:
@@ -288,8 +306,15 @@ class Journal:
         return self.store.write(work)
 
     async def user_of(self, run_id: str, name: str = "") -> tuple[str, str, int] | None:
-        """(checkpoint, run, operation) of an operation that a recovery would repeat with this checkpoint, or with any
-        of another run; None when there is none."""
+        """Find an operation whose replay would read a checkpoint of a run.
+
+        Args:
+            run_id: The run that owns the checkpoint.
+            name: The checkpoint; empty for any checkpoint of the run, read by an operation of another run.
+
+        Returns:
+            Checkpoint, run id and number of the newest such operation; None if there is none.
+        """
         condition = "checkpoint = ?" if name else "checkpoint LIKE ? AND uses.run_id != ?"
         values = (f"{run_id}/{name}",) if name else (f"{run_id}/%", run_id)
         query = (
@@ -303,23 +328,23 @@ class Journal:
         return found
 
     async def expired(self, before: float) -> dict[str, int]:
-        """Run -> the newest number whose result, like those before it, was stored before this time."""
+        """The highest number of a result stored before a Unix time, by run id."""
         query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
         rows = await self.store.read(lambda connection: connection.execute(query, (before,)).fetchall())
         return dict(rows)
 
     async def collect(self) -> None:
-        """Deletes the segments that no row refers to any more."""
+        """Delete the segments to which no row refers."""
 
         def work(connection: sqlite3.Connection) -> set[int]:
             query = "SELECT segment FROM operations UNION SELECT segment FROM results"
             return self.segments.closed() - {segment for (segment,) in connection.execute(query)}
 
-        superfluous = await self.store.write(work)  # durable: no row that was deleted can come back
+        superfluous = await self.store.write(work)  # once committed, no deleted row can come back after a crash
         await asyncio.to_thread(self.segments.forget, superfluous)
 
     def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
-        """Makes every number past `to_seq` void, and fences whoever wrote them."""
+        """Delete every operation and result after ``to_seq``, and fence the present writer with a new epoch."""
 
         def work(connection: sqlite3.Connection) -> None:
             for table in ("operations", "results", "uses"):
@@ -334,13 +359,16 @@ class Journal:
         return self.store.write(work)
 
     async def close(self) -> None:
+        """Finish the requested writes and close the files."""
         await self.store.close()
         self.segments.close()
 
 
 def _is_late(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
-    """Whether a result behind this one is stored that told the run's marks; one of a cancellation tells none, and is
-    stored out of order."""
+    """Whether a later result that sets the run's marks is already stored.
+
+    Cancellations do not count: they set no marks, and are stored out of order.
+    """
     query = (
         "SELECT 1 FROM results JOIN operations USING (run_id, seq) WHERE run_id = ? AND seq > ? AND status != ? LIMIT 1"
     )
@@ -365,6 +393,7 @@ def _with_payload(segments: Segments, result: pb.OperationResult, location: Loca
 
 
 def lost_result(seq: int) -> StoredResult:
+    """PAYLOAD_CORRUPT in place of a result that cannot be read."""
     message = f"operation {seq} was carried out, but its result was damaged on the server's disk"
     error = pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
     return StoredResult(pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=error), b"")

@@ -1,4 +1,4 @@
-"""Runs: who owns them, who writes to them, what they were made from, which checkpoints they keep."""
+"""Records of runs: owner, writer, origin, progress, readers and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,15 +26,42 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
-"""The folder, among a fork's own checkpoints, of the one that it started from."""
+"""Folder name, among a fork's checkpoints, of its copy of the checkpoint from which it started."""
 AUTOMATIC = "auto-"
-"""What the names of the checkpoints begin with that the server takes by itself."""
+"""Name prefix of automatic checkpoints."""
 
 
 @dataclass
 class RunRecord:
-    """A run as its row has it. `failure_seq`: the failure that what is behind it must have seen; 0 for none.
-    `trimmed_seq`: the journal begins behind it."""
+    """A run as stored in its row, with its checkpoints and readers.
+
+    Attributes:
+        run_id: Id of the run.
+        owner: Name of the key that owns it.
+        config: Its settings.
+        created_at: Unix time in seconds.
+        origin: Request that creates the run in an engine in its first state.
+        forked_from: Path of the checkpoint from which it was forked; empty if it was not.
+        idempotency_key: Key of the request that created it.
+        request: That request, serialized; tells whether a repeated key repeats the same request.
+        ready: Whether its creation has finished.
+        epoch: Epoch of the present writer; rises with every open and rewind.
+        writer: Name of the present writer; empty for none.
+        accepted_seq: Highest number in the journal.
+        applied_seq: Every operation up to this number has a durable result.
+        released_seq: Results up to this number are deleted.
+        trimmed_seq: The journal starts after this number.
+        step: Number of optimizer steps.
+        failure_seq: Failed operation because of which later ones are aborted, unless their writer has seen the failure;
+            0 for none.
+        failure: Message of that failure.
+        rewound_to_seq: Last number that the newest rewind kept.
+        rewound_epoch: Epoch before the newest rewind.
+        num_trainable_parameters: Number of parameters that its optimizer updates.
+        num_tokens: Tokens processed since the server started; not stored.
+        checkpoints: Its checkpoints by name.
+        readers: Names of other keys that may read it.
+    """
 
     run_id: str
     owner: str
@@ -62,16 +89,20 @@ class RunRecord:
     readers: set[str] = field(default_factory=set)
 
     def writable(self, caller: Caller) -> bool:
+        """Whether a caller may change the run."""
         return caller.role == "admin" or caller.name == self.owner
 
     def readable(self, caller: Caller) -> bool:
+        """Whether a caller may read the run."""
         return self.writable(caller) or caller.name in self.readers
 
     @property
     def newest_checkpoint(self) -> pb.Checkpoint | None:
+        """The checkpoint that contains the most operations; None if there is none."""
         return max(self.checkpoints.values(), key=lambda checkpoint: checkpoint.seq, default=None)
 
     def to_proto(self) -> pb.Run:
+        """The run as clients see it."""
         newest = self.newest_checkpoint
         return pb.Run(
             run_id=self.run_id,
@@ -100,18 +131,19 @@ _COLUMNS = (
 
 
 def new_run_id() -> str:
+    """A random run id."""
     return "run-" + base64.b32encode(secrets.token_bytes(10)).decode().lower()
 
 
 class RunRecords:
-    """Every run of a state folder, in memory and in the store."""
+    """Every run of a state folder, in memory and in the database."""
 
     def __init__(self, store: Database, state_dir: Path, max_runs: int) -> None:
         self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
         self._records: dict[str, RunRecord] = {}
 
     async def load(self) -> list[RunRecord]:
-        """Reads the rows; forgets runs whose creation was never finished, leaves those alone that the disk changed."""
+        """Load the runs; delete those whose creation did not finish, and skip those whose row is damaged."""
         unfinished = f"DELETE FROM runs WHERE ready = 0 AND digest = {RUN} RETURNING run_id"
         for (run_id,) in await self._store.write(lambda connection: connection.execute(unfinished).fetchall()):
             await asyncio.to_thread(shutil.rmtree, self._folder / run_id, ignore_errors=True)
@@ -143,9 +175,11 @@ class RunRecords:
         return list(self._records.values())
 
     def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
-        """
+        """Return a run that a caller may read, or with ``write``, change.
+
         Raises:
-            ServiceError: UNKNOWN_RUN, also for another's; PERMISSION_DENIED for one that the caller only reads.
+            ServiceError: UNKNOWN_RUN, also for a run that the caller may not read; PERMISSION_DENIED for one that the
+                caller may only read.
         """
         record = self._records.get(run_id)
         if record is None or not record.ready or not record.readable(caller):
@@ -162,11 +196,11 @@ class RunRecords:
         return record
 
     def owned(self, owner: str) -> int:
-        """How many runs a key has."""
+        """Number of runs that a key owns."""
         return sum(record.owner == owner for record in self._records.values())
 
     async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:
-        """Lets another key read a run, or no longer; durable before it returns."""
+        """Allow another key to read a run, or revoke that; durable when it returns."""
         query = "DELETE FROM readers WHERE run_id = ? AND reader = ?"
         if not revoke:
             query = "INSERT OR IGNORE INTO readers VALUES (?, ?)"
@@ -176,15 +210,24 @@ class RunRecords:
 
     @property
     def count(self) -> int:
+        """Number of runs, those being created included."""
         return len(self._records)
 
     def by_key(self, owner: str, key: str) -> RunRecord | None:
-        """The run that this idempotency key made, or is making."""
+        """The run that an idempotency key of an owner created or is creating; None if there is none."""
         found = (r for r in self._records.values() if key and r.owner == owner and r.idempotency_key == key)
         return next(found, None)
 
     def page(self, caller: Caller, size: int, token: str) -> tuple[list[RunRecord], str]:
-        """Runs that a caller may read, oldest first, from behind the token; and the next token, empty at the end."""
+        """A page of the runs that a caller may read, oldest first, and the next page's token ("" at the end).
+
+        Args:
+            size: Runs per page, 1000 at most; 0 for 100.
+            token: Token of the page; "" for the first.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT for an unknown token.
+        """
         size = min(size or 100, 1000)
         mine = sorted(
             (record for record in self._records.values() if record.readable(caller) and record.ready),
@@ -200,7 +243,11 @@ class RunRecords:
         return page, page[-1].run_id if start + size < len(mine) else ""
 
     async def insert(self, record: RunRecord) -> None:
-        """Makes room for a run that is being created; it is listed once :meth:`finish` says so."""
+        """Add a run that is being created; it becomes visible with :meth:`finish`.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED.
+        """
         if len(self._records) >= self._max_runs:
             raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
@@ -214,17 +261,17 @@ class RunRecords:
         await self._store.write(lambda connection: connection.execute(query, tuple(values.values())).close())
 
     async def finish(self, record: RunRecord, num_trainable_parameters: int, step: int) -> None:
-        """Makes a created run durable and visible."""
+        """Mark a run as created; it is durable and visible from then on."""
         query = "UPDATE runs SET ready = 1, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
         values = (num_trainable_parameters, step, record.run_id)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         record.num_trainable_parameters, record.step, record.ready = num_trainable_parameters, step, True
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
-        """Gives the right to write; durable before it returns.
+        """Make a writer the run's only one and return its epoch; durable when it returns.
 
         Raises:
-            ServiceError: RUN_BUSY when another writer holds the run and `takeover` is not set.
+            ServiceError: RUN_BUSY if another writer holds the run and ``takeover`` is not set.
         """
         if record.writer and record.writer != writer and not takeover:
             raise ServiceError(
@@ -232,20 +279,21 @@ class RunRecords:
                 f"the run {record.run_id} is held by the writer {record.writer!r}; open it with takeover to fence it",
             )
         before = record.epoch, record.writer
-        # At once, so that the one before writes no more: what it wrote is in the journal before this epoch is.
+        # Set the epoch before the write, so that the previous writer is refused from now on: everything that it has
+        # written is then in the journal before this epoch.
         record.epoch, record.writer = epoch, _ = record.epoch + 1, writer
         values = (epoch, writer, record.run_id)
         query = "UPDATE runs SET epoch = ?, writer = ? WHERE run_id = ?"
         try:
             await self._store.write(lambda connection: connection.execute(query, values).close())
         except Exception:
-            if record.epoch == epoch:  # nobody took it after this one, which did not
+            if record.epoch == epoch:  # undo, unless another writer has opened the run meanwhile
                 record.epoch, record.writer = before
             raise
         return epoch
 
     async def delete(self, record: RunRecord) -> None:
-        """Forgets a run, its operations, results, checkpoints and files."""
+        """Delete a run with its operations, results, checkpoints and files."""
         self._records.pop(record.run_id, None)
 
         def work(connection: sqlite3.Connection) -> None:
@@ -258,10 +306,11 @@ class RunRecords:
     # ---- checkpoints ----
 
     def checkpoint(self, path: str, caller: Caller, *, write: bool = False) -> tuple[RunRecord, pb.Checkpoint]:
-        """The checkpoint "RUN_ID/NAME" of a run that the caller may read.
+        """Return the run and the checkpoint of a path ``"RUN_ID/NAME"``.
 
         Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, also for another's; PERMISSION_DENIED as of :meth:`get`.
+            ServiceError: UNKNOWN_CHECKPOINT, also for a run that the caller may not read; PERMISSION_DENIED as for
+                :meth:`get`.
         """
         run_id, _, name = path.partition("/")
         record = self._records.get(run_id)
@@ -270,8 +319,11 @@ class RunRecords:
         return self._for_writing(record, caller) if write else record, record.checkpoints[name]
 
     def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
-        """What is wrong with the checkpoints that an operation names: those of runs that its own run's owner may not
-        read are unknown, as those of no run are. Whether one exists by then is for the engine to say."""
+        """Return an error if an operation names a checkpoint of a run that its own run's owner may not read.
+
+        The error is the same as for a run that does not exist. Whether the checkpoint itself exists is checked by the
+        engine when it executes the operation.
+        """
         owner = Caller(record.owner)
         for name, path in named_checkpoints(operation):
             other = self._records.get(path.partition("/")[0])
@@ -282,7 +334,7 @@ class RunRecords:
         return None
 
     async def add_checkpoint(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
-        """Enters a checkpoint whose folder is whole."""
+        """Record a checkpoint whose folder is complete."""
         query, values = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (
             record.run_id, checkpoint.name, checkpoint.SerializeToString(),
         )  # fmt: skip
@@ -290,18 +342,25 @@ class RunRecords:
         record.checkpoints[checkpoint.name] = checkpoint
 
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
-        """Forgets the row first, so that a half-deleted folder is never recovered from."""
+        """Delete a checkpoint: first its row, so that no recovery reads a half-deleted folder, then its files.
+
+        Raises:
+            ServiceError: UNKNOWN_CHECKPOINT.
+        """
         if record.checkpoints.pop(name, None) is None:
-            raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call was quicker
+            raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call has deleted it meanwhile
         query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)
 
     def folder(self, run_id: str, kind: str, name: str) -> Path:
-        """Of a checkpoint or an export.
+        """The folder of a checkpoint or an export.
+
+        Args:
+            kind: ``"checkpoints"`` or ``"exports"``.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT for a name that could leave the folder.
+            ServiceError: INVALID_ARGUMENT for an invalid name, which could lead out of the folder.
         """
         if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
             raise ServiceError(
@@ -310,8 +369,13 @@ class RunRecords:
         return self._folder / run_id / kind / name
 
     async def adopt(self, record: RunRecord, folder: Path) -> None:
-        """Gives a fork the checkpoint that it starts from as one of its own (hard links where possible), so that
-        deleting the one it came from costs it nothing."""
+        """Copy the checkpoint from which a fork starts into the fork's own folder, with hard links where possible.
+
+        The fork stays restorable when the original is deleted.
+
+        Raises:
+            ServiceError: UNKNOWN_CHECKPOINT if the original was deleted meanwhile.
+        """
         target = self.folder(record.run_id, "checkpoints", ORIGIN)
 
         def copy() -> None:
@@ -334,10 +398,10 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
-    """The checkpoints "RUN_ID/NAME" that an operation names, each with the argument that does.
+    """The checkpoints ``"RUN_ID/NAME"`` that an operation names, as pairs of argument and path.
 
     Raises:
-        ValueError, RecursionError: the arguments of a loss are not JSON.
+        ValueError, RecursionError: The arguments of a loss are not JSON.
     """
     kind = operation.WhichOneof("kind") or ""
     found: list[tuple[str, object]] = []
@@ -351,7 +415,7 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
 
 
 def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:
-    """A run that is not made yet."""
+    """The record of a run that is still to be created."""
     run_id = new_run_id()
     origin = engine_pb2.EngineCreateRun(run_id=run_id, config=config)
     return RunRecord(run_id, owner, config, time.time(), origin, idempotency_key=key, request=request)

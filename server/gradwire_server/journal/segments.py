@@ -1,7 +1,7 @@
 """Append-only files for payloads, beside the database that refers to them.
 
-A record is a magic word, its length, its BLAKE2b-128, and the bytes. It counts once a committed row refers to it.
-What a crash tears has no row yet, and nothing is appended behind it: whoever opens the folder writes to a new file.
+A record is a magic word, the length, the BLAKE2b-128 digest, and the bytes. It is valid once a committed row refers to
+it. A record torn by a crash has no row, and nothing is appended after it: each opening of the folder starts a new file.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ class CorruptRecord(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Location:
+    """Position of a record: segment number and offset in bytes."""
+
     segment: int
     offset: int
 
 
 class Segments:
-    """The folder of segments. `append`, `sync` and `closed` belong to one thread; `read` and `forget` to any."""
+    """The folder of segments.
+
+    Call ``append``, ``sync``, ``abandon`` and ``closed`` from one thread; ``read`` and ``forget`` from any.
+    """
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._segment_bytes = folder, segment_bytes
@@ -42,11 +47,11 @@ class Segments:
         self._current = numbers[-1] if numbers else 0
 
     def numbers(self) -> list[int]:
-        """The segments that exist, oldest first."""
+        """Numbers of the existing segments, oldest first."""
         return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
 
     def append(self, buffers: Sequence[Buffer]) -> Location:
-        """Writes one record; durable after the next :meth:`sync`."""
+        """Write a record; durable after the next :meth:`sync`."""
         if self._fd < 0 or os.fstat(self._fd).st_size >= self._segment_bytes:
             self._roll()
         length, digest = 0, hashlib.blake2b(digest_size=16)
@@ -66,22 +71,22 @@ class Segments:
         return Location(self._current, offset)
 
     def sync(self) -> None:
-        """Makes every record so far durable."""
+        """Make every record written so far durable."""
         if self._dirty:
             os.fsync(self._fd)
             self._dirty = False
 
     def abandon(self) -> None:
-        """Goes on in a new file: after a failed fsync nobody knows what the old one holds."""
+        """Close the current file and continue in a new one: after a failed fsync, the old file's content is unknown."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._dirty = -1, False
 
     def read(self, location: Location) -> bytearray:
-        """The bytes of a record.
+        """Read the bytes of a record.
 
         Raises:
-            CorruptRecord: when they are not what was written.
+            CorruptRecord: They are not those that were written.
         """
         try:
             fd = os.open(self._path(location.segment), os.O_RDONLY)
@@ -93,15 +98,16 @@ class Segments:
             os.close(fd)
 
     def closed(self) -> set[int]:
-        """The segments that nothing will be appended to."""
+        """Numbers of the segments to which nothing will be appended."""
         return set(self.numbers()) - {self._current}
 
     def forget(self, numbers: set[int]) -> None:
-        """Deletes closed segments."""
+        """Delete closed segments."""
         for number in numbers:
             self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Make every record durable and close the file."""
         self.sync()
         self.abandon()
 

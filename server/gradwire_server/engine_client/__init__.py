@@ -1,4 +1,4 @@
-"""The engine as the front sees it: a child process that answers requests and is started again when it dies.
+"""The front's client of the engine: a child process that answers requests and is restarted when it dies.
 
 May import: ``engine_link``, ``config``, ``errors``. No torch.
 """

@@ -1,4 +1,4 @@
-"""What front and engine share: frames over a socket pair, the page of crash marks, vital signs. No torch.
+"""Code shared by front and engine: frames over a socket pair, the page of crash marks, heartbeats. No torch.
 
 May import nothing of the server.
 """

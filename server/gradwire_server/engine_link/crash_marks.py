@@ -1,12 +1,14 @@
-"""A page of memory that front and engine share: which requests are being carried out, and which were taken back.
+"""A page of shared memory in which front and engine mark requests as started or withdrawn.
 
-It outlives the engine, so the front reads after a death whose doing it may have been; and it is quicker than the
-stream, in which a request that is to be taken back lies before the word that says so. 128 little-endian uint64: the
-ids of requests that were begun and whose answers the front has not read, then of those taken back; 0 is free. A
-request is begun or taken back, never both: each end looks at the other's half, and writes its own, under a lock that
-the system lifts when its holder dies.
+The page survives the engine, so after a crash the front can read which requests may have caused it. It also lets the
+front withdraw a request in time: in the stream, a withdrawal would arrive after the request itself.
 
-Nothing here needs torch: the front imports this module too.
+The page holds 128 little-endian uint64, 0 for a free slot: first the ids of the requests that the engine has started
+and whose answers the front has not read, then the ids of those that the front has withdrawn. A request is started or
+withdrawn, never both: each side checks the other's half and writes its own under one file lock, which the system
+releases if its holder dies.
+
+This module needs no torch, because the front imports it too.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SLOTS = 64
-"""Of each kind; no more requests than that are in the engine at a time."""
+"""Slots per half of the page; at most this many requests are in the engine at a time."""
 _SIZE = 2 * SLOTS * 8
 
 
 class CrashMarks:
-    """The page.
+    """The shared page.
 
     Args:
-        fd: of the shared memory; the object's own from now on. None makes a new one.
+        fd: File descriptor of the shared memory, which :meth:`close` closes; None to allocate a new page.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -40,10 +42,10 @@ class CrashMarks:
         self._begun, self._withdrawn = slots[:SLOTS], slots[SLOTS:]
 
     def begin(self, request_id: int) -> bool:
-        """The engine, before it carries a request out; False when that was taken back and is not to be.
+        """Mark a request as started; called by the engine. False if the front has withdrawn it.
 
-        Where no slot is free it waits until the front has read an answer: a request that was left out for that would
-        be missed by those behind it.
+        If no slot is free, wait until the front has read an answer: the request cannot be skipped, as later ones depend
+        on it.
         """
         while True:
             with self._locked():
@@ -54,21 +56,22 @@ class CrashMarks:
             time.sleep(0.001)
 
     def withdraw(self, request_id: int) -> bool:
-        """The front takes back a request whose answer it has not read; False when it was begun already."""
+        """Withdraw a request; called by the front. False if the engine has started it."""
         with self._locked():
             return request_id not in self._begun and _replace(self._withdrawn, 0, request_id)
 
     def answered(self, request_id: int) -> None:
-        """The front has read the answer."""
+        """Free the slot of a request; called by the front once it has read the answer."""
         _replace(self._begun, request_id, 0)
         _replace(self._withdrawn, request_id, 0)
 
     @property
     def begun(self) -> set[int]:
-        """The requests that are being carried out, or were when the engine died."""
+        """Ids of the requests that are being executed, or were when the engine died."""
         return set(self._begun) - {0}
 
     def close(self) -> None:
+        """Release the page and close its file descriptor."""
         self._begun.release()
         self._withdrawn.release()
         os.close(self.fd)
@@ -83,7 +86,7 @@ class CrashMarks:
 
 
 def _replace(slots: memoryview, old: int, new: int) -> bool:
-    """Writes over the first slot of this content; False when there is none."""
+    """Overwrite the first slot that holds ``old`` with ``new``; False if there is none."""
     for index, value in enumerate(slots):
         if value == old:
             slots[index] = new

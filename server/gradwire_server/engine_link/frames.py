@@ -1,8 +1,8 @@
-"""Frames between the front and the engine, over a socket pair.
+"""Frames between the front and the engine over a socket pair.
 
-The layout of a frame is described in ``engine.proto``. Small frames are read together, as many as there are; large
-payloads go straight from the caller's buffers into the socket and straight into one buffer at the other end. Nothing
-here needs torch: the front imports this module too.
+``engine.proto`` describes the layout of a frame. Small frames are read in batches; large payloads are sent from the
+caller's buffers without a copy and received directly into one buffer. This module needs no torch, because the front
+imports it too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PREFIX = struct.Struct("<IQ")
 _SMALL = 1 << 16
 _MAX_SEGMENTS = 512
 MAX_HEADER_BYTES = 64 << 20
-"""A header longer than this is taken for a broken stream."""
+"""Longest header in bytes; a longer one means that the stream is corrupt."""
 
 
 class LinkClosed(ConnectionError):
-    """The other end is gone."""
+    """The other end has closed the link, or the stream is corrupt."""
 
 
 def _segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
@@ -43,7 +43,11 @@ def _segments(message: Message, buffers: Sequence[Buffer]) -> list[memoryview]:
 
 
 class _Incoming:
-    """What was read of a stream of frames and not taken. A reader asks where more goes, and says how much it was."""
+    """Buffer of a stream of frames.
+
+    The reader receives into :meth:`room`, reports the byte count to :meth:`took`, and takes complete frames with
+    :meth:`frame`.
+    """
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_SMALL))
@@ -53,7 +57,7 @@ class _Incoming:
         self._filled = 0
 
     def room(self) -> memoryview:
-        """Where the next bytes go: to a payload that is longer than what is read together, or to what comes next."""
+        """Buffer for the next bytes: the rest of a payload that did not arrive whole, or else the batch buffer."""
         if self._header is not None:
             return self._payload[self._filled :]
         rest = self._end - self._begin
@@ -65,10 +69,10 @@ class _Incoming:
         return self._buffer[self._end :]
 
     def took(self, count: int) -> None:
-        """So many bytes are there.
+        """Count bytes that were received into :meth:`room`.
 
         Raises:
-            LinkClosed: for none: the stream has ended.
+            LinkClosed: The count is 0: the stream has ended.
         """
         if not count:
             raise LinkClosed("the other end closed the link")
@@ -78,10 +82,10 @@ class _Incoming:
             self._end += count
 
     def frame(self, kind: type[M]) -> tuple[M, memoryview] | None:
-        """The next frame, if it is whole: its message, and its payload in a buffer of its own.
+        """The message and payload of the next frame if it is complete, else None. The payload has its own buffer.
 
         Raises:
-            LinkClosed: for a stream out of step.
+            LinkClosed: The stream is corrupt.
         """
         if self._header is None:
             if self._end - self._begin < self._need():
@@ -101,7 +105,7 @@ class _Incoming:
         return message, payload
 
     def _need(self) -> int:
-        """Bytes that tell the next frame's header."""
+        """Bytes up to the end of the next header, or of its length prefix while that is incomplete."""
         if self._end - self._begin < _PREFIX.size:
             return _PREFIX.size
         header_bytes, _ = _PREFIX.unpack_from(self._buffer, self._begin)
@@ -111,7 +115,7 @@ class _Incoming:
 
 
 def _send_some(sock: socket.socket, pending: deque[memoryview]) -> None:
-    """Sends what the socket takes at once, and leaves the rest."""
+    """Send as much as one ``sendmsg`` takes, and leave the rest in ``pending``."""
     sent = sock.sendmsg([pending[index] for index in range(min(len(pending), _MAX_SEGMENTS))])
     while pending and sent >= pending[0].nbytes:
         sent -= pending.popleft().nbytes
@@ -120,7 +124,7 @@ def _send_some(sock: socket.socket, pending: deque[memoryview]) -> None:
 
 
 class EngineLink:
-    """Blocking frames. One thread may receive while others send."""
+    """Blocking link for frames. One thread may receive while others send."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -129,10 +133,10 @@ class EngineLink:
         self._incoming = _Incoming()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Sends a frame whose payload is these contiguous buffers, one after the other.
+        """Send a frame whose payload is the concatenation of the buffers, each of them contiguous.
 
         Raises:
-            LinkClosed: when the other end is gone.
+            LinkClosed: The other end has closed the link.
         """
         pending = deque(_segments(message, buffers))
         with self._sending:
@@ -143,10 +147,10 @@ class EngineLink:
                 raise LinkClosed(str(error)) from error
 
     def receive(self, kind: type[M]) -> tuple[M, memoryview]:
-        """The next frame: its message, and its payload in a buffer of its own.
+        """Receive the next frame: its message, and its payload in a buffer of its own.
 
         Raises:
-            LinkClosed: at the end of the stream.
+            LinkClosed: The stream has ended or is corrupt.
         """
         while (frame := self._incoming.frame(kind)) is None:
             try:
@@ -156,14 +160,14 @@ class EngineLink:
         return frame
 
     def close(self) -> None:
-        """Ends the stream; a thread that waits in :meth:`receive` gets LinkClosed."""
-        with contextlib.suppress(OSError):  # the other end was first
+        """Close the link; a thread that waits in :meth:`receive` gets LinkClosed."""
+        with contextlib.suppress(OSError):  # the other end has closed it already
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 class AsyncEngineLink:
-    """The same frames on an asyncio loop. One task receives; a receive that is cancelled loses nothing."""
+    """Link for frames on an asyncio loop. Receive in one task only; a cancelled receive loses no data."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -172,8 +176,11 @@ class AsyncEngineLink:
         self._outgoing: deque[memoryview] = deque()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """As :meth:`EngineLink.send`, without waiting: what the socket does not take now it takes later, in order. Of
-        an end that is gone the receiver learns."""
+        """Send a frame like :meth:`EngineLink.send`, without waiting.
+
+        Bytes that the socket does not take now are sent later, in order. If the other end has closed the link, only
+        :meth:`receive` raises.
+        """
         idle = not self._outgoing
         self._outgoing += _segments(message, buffers)
         if idle:
@@ -182,7 +189,7 @@ class AsyncEngineLink:
                 asyncio.get_running_loop().add_writer(self._sock, self._flush_rest)
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
-        """As :meth:`EngineLink.receive`."""
+        """Receive the next frame; see :meth:`EngineLink.receive`."""
         loop = asyncio.get_running_loop()
         while (frame := self._incoming.frame(kind)) is None:
             try:
@@ -192,7 +199,7 @@ class AsyncEngineLink:
         return frame
 
     def close(self) -> None:
-        """Ends the stream; call it once no task receives."""
+        """Close the link; call it when no task is receiving."""
         asyncio.get_running_loop().remove_writer(self._sock)
         self._outgoing.clear()
         self._sock.close()
@@ -202,7 +209,7 @@ class AsyncEngineLink:
             while self._outgoing:
                 _send_some(self._sock, self._outgoing)
         except BlockingIOError:
-            pass  # for later
+            pass  # sent when the socket is writable again
         except OSError:
             self._outgoing.clear()
 

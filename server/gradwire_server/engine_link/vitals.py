@@ -1,4 +1,4 @@
-"""The engine's signs of life, as the front has them."""
+"""The engine's heartbeats as received by the front."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 BEAT_S = 1.0
-"""How often the engine says that it is alive."""
+"""Seconds between two heartbeats of the engine."""
 STALE_S = 15.0
-"""Without a sign for so long, it is not taken for ready: it is stopped, starved or stuck outside a computation."""
+"""Seconds without a heartbeat after which the engine is not ready: stopped, starved or stuck outside a computation."""
 
 
 class Vitals:
-    """What the last heartbeat said, and when it came.
+    """The last heartbeat and the time of its arrival.
 
     Attributes:
-        starts: how many engine processes there were.
-        beat: the last heartbeat; empty before the first of a process.
-        busy: share of the time between the last two that was spent on requests.
+        starts: Number of engine processes started so far.
+        beat: The last heartbeat; empty before the first one of a process.
+        busy: Share of the time between the last two heartbeats that the engine spent on requests, 0 to 1.
     """
 
     def __init__(self, stale_s: float = STALE_S) -> None:
@@ -30,13 +30,14 @@ class Vitals:
         self.beat = engine_pb2.EngineHeartbeat()
 
     def started(self) -> None:
-        """A new process has said hello."""
+        """Count a new engine process, which has just said hello, and reset the heartbeat."""
         self.starts += 1
         self.busy = 0.0
         self.beat = engine_pb2.EngineHeartbeat()
         self._at = time.monotonic()
 
     def take(self, beat: engine_pb2.EngineHeartbeat) -> None:
+        """Record a heartbeat."""
         now = time.monotonic()
         worked = beat.busy_s - self.beat.busy_s
         self.busy = min(max(worked / max(now - self._at, 1e-3), 0.0), 1.0)
@@ -44,18 +45,21 @@ class Vitals:
 
     @property
     def restarts(self) -> int:
+        """Number of engine processes after the first."""
         return max(self.starts - 1, 0)
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last sign; -1 before the first."""
+        """Seconds since the last heartbeat or start; -1 before the first start."""
         return time.monotonic() - self._at if self.starts else -1.0
 
     @property
     def fresh(self) -> bool:
+        """Whether the last heartbeat or start is recent enough for the engine to count as alive."""
         return 0 <= self.age_s < self._stale_s
 
     def to_proto(self) -> pb.EngineStatus:
+        """The engine's status as clients see it."""
         device = self.beat.device
         status = pb.EngineStatus(
             restarts=self.restarts,

@@ -1,4 +1,4 @@
-"""Metrics, traces and logs of front and engine.
+"""Metrics, traces and logs of the front and the engine.
 
 May import: ``engine_link``.
 """

@@ -1,4 +1,4 @@
-"""The metrics over HTTP, from threads of their own: a scrape never waits for training, nor training for a scrape."""
+"""Metrics endpoint over HTTP, served by its own threads, so that scrapes and training do not wait for each other."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ LOOP_PATIENCE_S = 5.0
 
 
 class Exposition:
-    """``GET /metrics``.
+    """HTTP server of ``GET /metrics``.
 
     Args:
-        metrics: what was counted.
-        address: ``HOST:PORT``; port 0 picks a free one.
-        backlog: asked on the running event loop.
-        vitals: of the engine.
-        ready: whether it is.
+        metrics: The server's counters, gauges and histograms.
+        address: ``HOST:PORT``; port 0 picks a free port.
+        backlog: Returns the present backlog; called on the running event loop.
+        vitals: The engine's heartbeats.
+        ready: Returns whether the engine is ready.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: The address cannot be bound.
 
     Attributes:
-        address: where it listens.
+        address: ``HOST:PORT`` where it listens.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Exposition:
         self.address = f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
+        """Stop the HTTP server and wait for its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

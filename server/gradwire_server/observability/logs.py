@@ -1,7 +1,7 @@
-"""Logs of the front and of the engine: a line of text or a JSON object each, with the run and operation it is about.
+"""Logs of the front and the engine: one line of text or one JSON object per record, with its run and operation.
 
-What clients send is not logged: no prompt, no token, no key. Messages name runs, numbers, kinds and error codes. An
-error that nobody foresaw is logged with its traceback, under the request id that the client was given.
+Data from clients is not logged: no prompts, tokens or keys. Messages name runs, numbers, kinds and error codes. An
+unexpected error is logged with its traceback and the request id that the client received.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | 
 
 @contextmanager
 def about(run_id: str, seq: int) -> Iterator[None]:
-    """Everything that is logged inside, in this task or thread, is about this operation."""
+    """Attach a run and an operation to every record logged inside the block by this task or thread."""
     token = _ABOUT.set((run_id, seq))
     try:
         yield
@@ -41,8 +41,10 @@ class _About(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """``time, level, process, logger, message``, what was given as ``extra`` (``run_id``, ``seq``, ``request_id``…),
-    and ``exception`` where there is one.
+    """Format records as JSON objects.
+
+    Keys: ``time``, ``level``, ``process``, ``logger``, ``message``, those given as ``extra`` (``run_id``, ``seq``,
+    ``request_id``…), and ``exception`` if there is one.
 
     Args:
         process: ``"front"`` or ``"engine"``.
@@ -67,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, process, level, logger, message; the run and number at the end."""
+    """Format records as lines of text: time, process, level, logger, message, and at the end run and number."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s")
@@ -79,10 +81,13 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(level: str, format: Format, process: str, stream: TextIO | None = None) -> None:
-    """Sets the process' logging up; it goes to ``stream``, standard error by default.
+    """Configure the logging of this process.
 
     Args:
-        level: of what gradwire says; other packages are heard from ``warning`` on.
+        level: Lowest level of gradwire's records; for other packages it is always ``warning``.
+        format: ``"text"`` or ``"json"``.
+        process: Name of the process in each record: ``"front"`` or ``"engine"``.
+        stream: Destination; standard error by default.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter(process))

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a server. ``CATALOGUE`` is all of them; ``docs/operations.md`` lists it.
+"""Prometheus metrics of a server. ``CATALOGUE`` holds all of them; ``docs/operations.md`` lists it.
 
-Labels are bounded: kinds of operations, error codes, the losses that the server has and the metrics that they
-declare. Runs are no labels, unless the server is asked for it, and then only as many as ``MAX_RUNS``.
+Labels have bounded values: kinds of operations, error codes, the server's losses and the metrics that they declare.
+Runs are a label only if the server is configured so, and then at most ``MAX_RUNS`` of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Spec:
-    """One metric as it is exposed. ``buckets``: of a histogram."""
+    """Definition of one metric; ``buckets`` applies to histograms."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -35,7 +35,7 @@ class Spec:
 
 
 CATALOGUE = (
-    # What happens, counted as it does.
+    # Events, counted when they happen.
     Spec("gradwire_operations_accepted_total", "counter", ("kind",), "Operations made durable."),
     Spec("gradwire_operations_total", "counter", ("kind", "loss", "outcome"),
          "Operations with a result; outcome is succeeded, cancelled or an error code."),
@@ -55,14 +55,14 @@ CATALOGUE = (
     Spec("gradwire_journal_failures_total", "counter", (), "Commits that failed, as on a full disk."),
     Spec("gradwire_replay_seconds", "histogram", (), "Bringing one run back into a new engine.", _SECONDS),
     Spec("gradwire_replayed_operations_total", "counter", (), "Operations repeated to bring runs back."),
-    # What training says of itself: the newest result.
+    # Training: values of the newest result.
     Spec("gradwire_loss", "gauge", ("loss", "run"), "Newest value of a loss."),
     Spec("gradwire_loss_metric", "gauge", ("loss", "metric", "run"),
          "Newest value of a metric that a loss declares: approx_kl, clip_fraction, entropy, explained_variance,"
          " reward_mean and so on."),
     Spec("gradwire_grad_norm", "gauge", ("run",), "Gradient norm of the newest optimizer step, before clipping."),
     Spec("gradwire_run_step", "gauge", ("run",), "Optimizer steps of a run; only with --metrics-runs."),
-    # What is, read when asked for.
+    # Gauges sampled at scrape time.
     Spec("gradwire_runs", "gauge", (), "Runs that the server keeps."),
     Spec("gradwire_queue_operations", "gauge", (), "Accepted operations without a result."),
     Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
@@ -88,7 +88,15 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 @dataclass(frozen=True)
 class Backlog:
-    """What waits in a server. ``oldest_s``: the age of what waits longest."""
+    """Runs and queued operations of a server at one moment.
+
+    Attributes:
+        runs: Number of runs.
+        operations: Number of accepted operations without a result.
+        bytes: Bytes of the payloads of operations without a result.
+        early: Number of operations that wait for a missing number.
+        oldest_s: Age in seconds of the oldest accepted operation without a result.
+    """
 
     runs: int = 0
     operations: int = 0
@@ -98,10 +106,13 @@ class Backlog:
 
 
 class Metrics:
-    """Counts what a server does.
+    """The counters, histograms and training gauges of a server.
 
     Args:
-        per_run: whether gauges of training have the run as a label.
+        per_run: Whether the training gauges have the run as a label.
+
+    Attributes:
+        registry: The Prometheus registry that holds them.
     """
 
     def __init__(self, *, per_run: bool = False) -> None:
@@ -133,21 +144,21 @@ class Metrics:
         return kind(name, spec.help, spec.labels, registry=self.registry, **buckets)
 
     def know(self, losses: Iterable[pb.LossInfo]) -> None:
-        """The losses that may be labels, with the metrics they declare."""
+        """Set the losses that may be labels, with the metrics that they declare."""
         self._losses = {loss.name: frozenset(loss.metrics) for loss in losses}
 
     # ---- operations ----
 
     def accepted(self, operation: pb.Operation) -> None:
-        """An operation is durable."""
+        """Count an operation that has become durable."""
         self._accepted.labels(_kind(operation)).inc()
 
     def refused(self, error: pb.Error) -> None:
-        """A submission was not taken."""
+        """Count a submission that was not accepted."""
         self._refused.labels(_code(error.code)).inc()
 
     def finished(self, run_id: str, operation: pb.Operation, result: pb.OperationResult) -> None:
-        """An operation has its result."""
+        """Count an operation that has its result."""
         kind, loss = _kind(operation), self._loss_name(operation)
         self._finished.labels(kind, loss, _outcome(result)).inc()
         if result.HasField("timings"):
@@ -181,7 +192,7 @@ class Metrics:
             self._loss_metric.labels(loss, name, run).set(result.metrics[name])
 
     def forget(self, run_id: str) -> None:
-        """A run is gone, and so is what has it as a label."""
+        """Remove the series of a deleted run."""
         if self._runs.pop(run_id, 0) is None:
             for gauge in (self._loss, self._loss_metric, self._grad_norm, self._run_step):
                 gauge.remove_by_labels({"run": run_id})
@@ -204,31 +215,32 @@ class Metrics:
     # ---- journal and recovery ----
 
     def committed(self, writes: int, seconds: float, ok: bool) -> None:
-        """The journal wrote a group; called in its thread."""
+        """Count a group commit of the journal; called in the journal's writer thread."""
         self._commit_s.observe(seconds)
         self._commit_writes.observe(writes)
         if not ok:
             self._journal_failures.inc()
 
     def restored(self, operations: int, seconds: float) -> None:
-        """A run is in a new engine."""
+        """Count a run that was restored in an engine by replaying ``operations`` operations."""
         self._replay_s.observe(seconds)
         self._replayed.inc(operations)
 
 
 class Present(Collector):
-    """What is, read when asked for.
+    """Gauges sampled at scrape time.
 
     Args:
-        backlog: asked in the thread that collects.
-        vitals: of the engine.
-        ready: whether it is.
+        backlog: Returns the present backlog; called in the thread that serves the scrape.
+        vitals: The engine's heartbeats.
+        ready: Returns whether the engine is ready.
     """
 
     def __init__(self, backlog: Callable[[], Backlog], vitals: Vitals, ready: Callable[[], bool]) -> None:
         self._backlog, self._vitals, self._ready = backlog, vitals, ready
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the gauges, and the counters that the engine's heartbeats carry."""
         backlog, vitals = self._backlog(), self._vitals
         beat = vitals.beat
         yield _one("gradwire_runs", backlog.runs)

@@ -1,9 +1,8 @@
-"""OpenTelemetry traces of operations, for those who ask for them; without OpenTelemetry installed, nothing.
+"""OpenTelemetry traces of operations. They are optional and need OpenTelemetry to be installed.
 
-The caller's trace context comes with the operation (``OperationHeader.traceparent``) and is journaled with it, so
-that an operation that a restart interrupted goes on in the trace it began in. In the front an operation has one
-span, with a child for each phase (journal, queue, engine, result); the engine's own spans are children of the
-phase ``engine``.
+The caller's trace context arrives with the operation (``OperationHeader.traceparent``) and is journaled with it, so an
+operation that a restart interrupted continues in the same trace. In the front, an operation has one span with a child
+span per phase (journal, queue, engine, result); the engine's spans are children of the phase ``engine``.
 """
 
 from __future__ import annotations
@@ -23,19 +22,23 @@ if TYPE_CHECKING:
 
 CLOSE_S = 2.0
 MAX_TRACEPARENT = 55
-"""Characters of a W3C trace context, version 00."""
+"""Length in characters of a W3C ``traceparent``, version 00."""
 
 
 class Trace:
-    """The spans of one operation in the front. This one records nothing."""
+    """The spans of one operation in the front. This base class records nothing.
+
+    Attributes:
+        traceparent: Trace context of the current span, for the engine.
+    """
 
     traceparent = ""
 
     def phase(self, name: str) -> None:
-        """Ends the phase that was going on, and begins this one."""
+        """End the current phase and start the next one."""
 
     def end(self, result: pb.OperationResult | None) -> None:
-        """Ends the operation; None when it has no result and shall have none here."""
+        """End the operation's spans; ``result`` is None for an operation that is removed without one."""
 
 
 NO_TRACE = Trace()
@@ -55,7 +58,7 @@ class _Recorded(Trace):
         self._phase: Span | None = None
 
     @property
-    def traceparent(self) -> str:  # type: ignore[override]  # a constant of the one that records nothing
+    def traceparent(self) -> str:  # type: ignore[override]  # a constant in the base class
         return _traceparent(self._phase or self._span)
 
     def phase(self, name: str) -> None:
@@ -73,10 +76,10 @@ class _Recorded(Trace):
 
 
 class Tracing:
-    """Makes spans.
+    """Creates the spans of operations.
 
     Args:
-        provider: where they go; None makes none.
+        provider: Exports the spans; None to record nothing.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -85,10 +88,12 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, service: str) -> Tracing:
-        """Sends spans in batches over OTLP/gRPC. The standard ``OTEL_*`` variables set samplers and headers.
+        """Tracing that exports spans in batches over OTLP/gRPC.
+
+        The standard ``OTEL_*`` environment variables set samplers and headers.
 
         Raises:
-            RuntimeError: when OpenTelemetry is not installed.
+            RuntimeError: OpenTelemetry is not installed.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -103,15 +108,15 @@ class Tracing:
         return cls(provider)
 
     def operation(self, header: pb.OperationHeader, began_s: float) -> Trace:
-        """The spans of an operation that was received at this Unix time."""
+        """Start the span of an operation that was received at Unix time ``began_s``."""
         return _Recorded(self._tracer, header, began_s) if self._tracer is not None else NO_TRACE
 
     def span(self, name: str, traceparent: str = "", **about: str | int) -> AbstractContextManager[None]:
-        """A span around a block, inside the one that ``traceparent`` names, or else the block around this one."""
+        """Record a span around a block, as a child of the span of ``traceparent``, or else of the current span."""
         return self._span(name, traceparent, about) if self._tracer is not None else nullcontext()
 
     def record(self, name: str, traceparent: str, seconds: float, **about: str | int) -> None:
-        """A span that ends now and began so long ago, inside the one that ``traceparent`` names."""
+        """Record a span that ends now after ``seconds``, as a child of the span of ``traceparent``."""
         if self._tracer is not None:
             now = time.time_ns()
             attributes: Any = {f"gradwire.{key}": value for key, value in about.items()}
@@ -134,7 +139,7 @@ class Tracing:
                 raise
 
     def close(self) -> None:
-        """Sends what is left, for a moment at most: a collector that is away does not keep a process from ending."""
+        """Export the remaining spans; wait at most ``CLOSE_S`` seconds, as the collector may be unreachable."""
         if self._provider is not None:
             sending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
             sending.start()
@@ -148,7 +153,7 @@ def _fail(span: Span, what: str) -> None:
 
 
 def _context(traceparent: str) -> Context:
-    """Of the caller's span; of none when what came is not one."""
+    """The context of the caller's span; an empty one if ``traceparent`` is invalid."""
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -1,4 +1,4 @@
-"""The command ``gradwire``: one file a command.
+"""The command ``gradwire``: one file per command.
 
-May import everything of the front, and nothing with torch.
+May import every folder of the front, and nothing that needs torch.
 """

@@ -1,4 +1,4 @@
-"""``python -m gradwire_server.cli``: the same as the command ``gradwire``."""
+"""Entry point of ``python -m gradwire_server.cli``, which is the command ``gradwire``."""
 
 from gradwire_server.cli.app import main
 

@@ -1,4 +1,4 @@
-"""The command ``gradwire``: its commands, and those that other packages add."""
+"""The command ``gradwire``: its own subcommands and those that other packages add through entry points."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ app.command()(status_cli.top)
 
 
 def _add_command(group: str, name: str, entry_point: importlib.metadata.EntryPoint) -> None:
-    """`gradwire GROUP NAME …` hands its words to a function of another package, which is imported only then.
+    """Add the command ``gradwire GROUP NAME …``, which passes its arguments to a function of another package.
 
-    Without a name, `gradwire GROUP …` does: the function has commands of its own.
+    The function is imported only when the command runs. Without a name, the command is ``gradwire GROUP …``, and the
+    function parses its own subcommands.
     """
     commands = app
     if name:
@@ -53,5 +54,5 @@ for _entry_point in importlib.metadata.entry_points(group="gradwire.commands"):
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command; entry point of the console script."""
     app()

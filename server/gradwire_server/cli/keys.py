@@ -1,4 +1,4 @@
-"""`gradwire keys`: made, listed and revoked where the state folder is; a running server follows at once."""
+"""``gradwire keys``: create, list and revoke API keys in a state folder; a running server applies changes at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def create(
     queued_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of their payloads.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Quota: tokens submitted or to be sampled.")] = None,
 ) -> None:
-    """Makes a key and prints it: it cannot be shown again."""
+    """Create a key and print it: it cannot be shown again."""
     role: Role = "admin" if admin else "user"
     try:
         quota = Quota(
@@ -46,7 +46,7 @@ def create(
 
 @app.command("list")
 def list_keys(state_dir: StateDir = STATE_DIR) -> None:
-    """Shows the keys, by the first characters of each."""
+    """List the keys, each by its first characters."""
     table = Table()
     for column in ("name", "role", "key", "made", "state", "quota"):
         table.add_column(column)
@@ -64,7 +64,7 @@ def revoke(
     name: Annotated[str, typer.Argument(help="Whose key.")],
     state_dir: StateDir = STATE_DIR,
 ) -> None:
-    """Refuses a key from now on, on a running server too. Its runs stay, for the next key of that name."""
+    """Revoke a key, also on a running server. Its runs stay, for the next key of that name."""
     try:
         KeyFile(state_dir.expanduser()).revoke(name)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`gradwire status` and `gradwire top`: what a server is doing, once or all the time."""
+"""``gradwire status`` and ``gradwire top``: show what a server is doing, once or continuously."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(
     client_key: ClientKey = None,
     interval: Interval = 1.0,
 ) -> None:
-    """Says what a server holds, what your runs are doing, and its limits."""
+    """Show what a server holds, what your runs are doing, and its limits."""
     with _watcher(address, api_key, ca_cert, client_cert, client_key) as watcher:
         try:
             before, now = None, watcher.look()
@@ -55,7 +55,7 @@ def top(
     interval: Interval = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one interval and end.")] = False,
 ) -> None:
-    """Shows what a server and your runs are doing, until you press Ctrl-C."""
+    """Show what a server and your runs are doing, until you press Ctrl-C."""
     console = Console()
     with _watcher(address, api_key, ca_cert, client_cert, client_key) as watcher:
         try:
@@ -80,7 +80,7 @@ def _watch(console: Console, watcher: Watcher, before: Snapshot, interval: float
                 time.sleep(interval)
                 try:
                     now = watcher.look()
-                except grpc.RpcError as error:  # it may be starting again
+                except grpc.RpcError as error:  # the server may be restarting
                     live.update(Text(f"{plain(_reason(error))}; trying again", "red"), refresh=True)
                     continue
                 live.update(picture(now), refresh=True)

@@ -1,4 +1,4 @@
-"""What a server is doing, asked for through its public RPCs and drawn for a terminal."""
+"""Snapshots of a server, taken through its public RPCs, and their tables for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ PAGE = 500
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a server said at one moment of the monotonic clock."""
+    """State of a server at one moment.
+
+    Attributes:
+        at: Monotonic time in seconds.
+        info: Version, status and limits.
+        models: Its models.
+        runs: The runs that the key may read, by run id.
+    """
 
     at: float
     info: pb.ServerInfo
@@ -31,16 +38,17 @@ class Snapshot:
 
     @property
     def working(self) -> bool:
+        """Whether a run has operations without a result."""
         return any(run.accepted_seq > run.applied_seq for run in self.runs.values())
 
 
 class Watcher:
-    """A connection that takes snapshots; a context manager.
+    """A connection to a server that takes snapshots; a context manager.
 
     Args:
-        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS with the system's roots.
-        api_key: empty for a server without keys.
-        ca_cert, client_cert, client_key: PEM files; any of them speaks TLS.
+        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS with gRPC's default root certificates.
+        api_key: API key; empty for a server without keys.
+        ca_cert, client_cert, client_key: PEM files; any of them enables TLS.
     """
 
     def __init__(
@@ -72,9 +80,10 @@ class Watcher:
         self._channel.close()
 
     def look(self) -> Snapshot:
-        """
+        """Take a snapshot.
+
         Raises:
-            grpc.RpcError: the server is away, or does not let this key in.
+            grpc.RpcError: The server cannot be reached, or refuses the key.
         """
         info = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CALL_S, metadata=self._metadata)
         models = self._stub.ListModels(pb.ListModelsRequest(), timeout=CALL_S, metadata=self._metadata).models
@@ -89,11 +98,11 @@ class Watcher:
 
 
 def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> RenderableType:
-    """The server, its engine and its runs, those that work first.
+    """Render the server, its engine, its models and its runs, those with the most queued operations first.
 
     Args:
-        before: an earlier snapshot, for the rates.
-        most: runs shown; 0 for all.
+        before: An earlier snapshot, for the rates.
+        most: Maximum number of runs shown; 0 for all.
     """
     info, engine = now.info, now.info.engine
     state = Text("ready", "green") if info.engine_ready else Text("not ready", "bold red")
@@ -149,12 +158,12 @@ def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
 
 
 def waiting(run: pb.Run) -> int:
-    """Operations of a run without a result."""
+    """Number of operations of a run without a result."""
     return max(run.accepted_seq - run.applied_seq, 0)
 
 
 def rate(now: int, before: int | None, seconds: float) -> str:
-    """Per second between two snapshots; a dash where there is only one. A count that fell began again."""
+    """Format the rate per second between two snapshots: "-" without an earlier one, 0 for a count that fell."""
     if before is None or seconds <= 0:
         return "-"
     per_second = max(now - before, 0) / seconds
@@ -162,7 +171,7 @@ def rate(now: int, before: int | None, seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes with a binary unit."""
     amount = float(count)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -172,12 +181,12 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for a person."""
+    """Format a duration in hours, minutes and seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def plain(text: str) -> str:
-    """What another has named, without what a terminal would obey."""
+    """Replace the characters of a foreign text that are not printable, such as terminal escapes, with "·"."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)

@@ -1,4 +1,4 @@
-"""Named places at which a test lets this process die. Without GRADWIRE_CRASH_FILE in the environment, nothing."""
+"""Named points at which a test can kill the process; inactive unless ``GRADWIRE_CRASH_FILE`` is in the environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ POINTS = (
     "result.after_commit",
     "checkpoint.before_row",
 )
-"""Every name that :func:`crash_point` is called with."""
+"""Every name with which :func:`crash_point` is called."""
 
 
 def crash_point(name: str) -> None:
-    """Dies here as by ``kill -9``, once, if that file holds this name."""
+    """Kill the process with SIGKILL if the crash file holds this name; the file is deleted, so it happens once."""
     if _FILE is not None and _armed(Path(_FILE), name):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The one error of the core: a code, a sentence for the caller, and where the fault is. Doors map it once."""
+"""The core's only error type: a code, a message for the caller, and the field and row at fault; each door maps it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ Code: TypeAlias = pb.ErrorCode.ValueType
 
 
 class ServiceError(Exception):
-    """A refusal that may travel: its message is for the caller to read."""
+    """An error for the caller, whose message may leave the server.
+
+    Attributes:
+        error: The error as a message: code, message, field, row, rule and the failed operation that caused it.
+    """
 
     def __init__(
         self, code: Code, message: str, *, field: str = "", row: int | None = None, rule: str = "", cause_seq: int = 0
@@ -20,44 +24,48 @@ class ServiceError(Exception):
 
     @classmethod
     def of(cls, error: pb.Error) -> ServiceError:
-        """The refusal that carries this error as it is."""
+        """An exception that carries an existing error unchanged."""
         raised = cls(error.code, error.message)
         raised.error.CopyFrom(error)
         return raised
 
     @property
     def code(self) -> Code:
+        """The error's code."""
         return self.error.code
 
 
 def unknown_run(run_id: str) -> ServiceError:
-    """Also for another's run: the two are not told apart."""
+    """UNKNOWN_RUN, also for a run that the caller may not read, so that its existence stays hidden."""
     return ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, f"there is no run {run_id[:100]!r}", field="run_id")
 
 
 def unknown_checkpoint(path: str) -> ServiceError:
+    """UNKNOWN_CHECKPOINT, also for a checkpoint that the caller may not read."""
     return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no checkpoint {path[:200]!r}", field="checkpoint")
 
 
 def shutting_down() -> ServiceError:
+    """SHUTTING_DOWN."""
     return ServiceError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")
 
 
 def limit_exceeded(what: str, name: str, limit: int, field: str) -> ServiceError:
-    """A request that asks for more than a limit of the server allows.
+    """LIMIT_EXCEEDED for a request that asks for more than a limit of the server allows.
 
     Args:
-        what: how much was asked for, as the beginning of the sentence.
-        name: the limit's name, as ``--limit NAME=N`` takes it.
+        what: The requested amount, as the start of the message.
+        name: Name of the limit, as in ``--limit NAME=N``.
     """
     message = f"{what}; {limit} at most (--limit {name}=N)"
     return ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field=field, rule=f"{name} = {limit}")
 
 
 def check_length(text: str, name: str, limit: int, field: str) -> None:
-    """
+    """Check the length of a text against a limit in characters.
+
     Raises:
-        ServiceError: LIMIT_EXCEEDED for a text with more characters than a limit allows.
+        ServiceError: LIMIT_EXCEEDED.
     """
     if len(text) > limit:
         raise limit_exceeded(f"{field} has {len(text)} characters", name, limit, field)

@@ -1,4 +1,4 @@
-"""The server put together: the core, its doors, its metrics; started in this order, stopped in the other."""
+"""Assembly of the server: the core, the metrics endpoint and the gRPC door, started in this order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gradwire_server.observability.tracing import Tracing
 
 
 class Server:
-    """One server over one state folder.
+    """A server on one state folder, with its core and doors.
 
     Args:
-        config: its settings.
-        engine: another engine than the child process that the settings describe; it is the caller's to stop.
-        tracing: another destination of traces than the settings describe; it is the caller's to close.
+        config: The settings.
+        engine: An engine to use instead of the child process that the settings describe; the caller stops it.
+        tracing: Tracing to use instead of what the settings describe; the caller closes it.
 
     Attributes:
-        core: what the doors lead to.
-        door: the gRPC door.
+        core: The core, which executes every call.
+        door: The gRPC door.
     """
 
     def __init__(
@@ -38,10 +38,11 @@ class Server:
         self._exposition: Exposition | None = None
 
     async def start(self) -> None:
-        """
+        """Start the core, the metrics endpoint and the gRPC door.
+
         Raises:
-            ServiceError: the engine did not start, and why.
-            SystemExit: the address or the state folder cannot be had; with a sentence.
+            ServiceError: The engine did not start.
+            SystemExit: An API key is needed, or an address or the state folder cannot be used; with a message.
         """
         self._check_keys()
         await self.core.start()
@@ -49,9 +50,9 @@ class Server:
         await self.door.open()
 
     async def stop(self) -> None:
-        """Accepts no more, finishes what is being carried out, ends the streams, then the engine and the journal.
+        """Accept nothing more, finish the operations being executed, close the streams, the engine and the journal.
 
-        Stopping twice is fine.
+        A second call does nothing.
         """
         if self.door.is_open:
             await self.door.announce_end()
@@ -77,12 +78,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where the gRPC door listens."""
+        """``HOST:PORT`` of the gRPC door."""
         return self.door.address
 
     @property
     def metrics_address(self) -> str:
-        """Where the metrics are; empty where they are not asked for."""
+        """``HOST:PORT`` of the metrics endpoint; empty if it is off."""
         return self._exposition.address if self._exposition else ""
 
     def _check_keys(self) -> None:
@@ -107,5 +108,5 @@ class Server:
 
 
 def start_failure(error: ServiceError) -> str:
-    """The sentence with which a server that could not start ends."""
+    """Exit message of a server whose engine did not start."""
     return f"gradwire: {pb.ErrorCode.Name(error.code).removeprefix('ERROR_CODE_').lower()}: {error}"

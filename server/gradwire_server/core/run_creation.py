@@ -20,7 +20,7 @@ HEADS = ("", "value", "reward", "classification")
 
 
 class RunCreation:
-    """Creates runs in tasks of the server, so that a client that disconnects midway leaves no incomplete run.
+    """Creation of runs in tasks of the server, so that a client that disconnects midway leaves no incomplete run.
 
     Args:
         models: Path of each allowed model, by name.

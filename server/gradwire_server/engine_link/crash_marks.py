@@ -56,7 +56,7 @@ class CrashMarks:
             time.sleep(0.001)
 
     def withdraw(self, request_id: int) -> bool:
-        """Withdraw a request; called by the front. False if the engine has started it."""
+        """Withdraw a request; called by the front. False if the engine has started it or no slot is free."""
         with self._locked():
             return request_id not in self._begun and _replace(self._withdrawn, 0, request_id)
 

@@ -76,7 +76,7 @@ class _Recorded(Trace):
 
 
 class Tracing:
-    """Creates the spans of operations.
+    """Factory of the spans of operations.
 
     Args:
         provider: Exports the spans; None to record nothing.

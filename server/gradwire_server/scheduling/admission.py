@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Accepts operations into the queues of their runs.
+    """Admission of operations to the queues of their runs.
 
     Args:
         queues: The queue of each run, by run id.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class AutoCheckpoint:
-    """Takes checkpoints when they are due, and deletes the journal and checkpoints that they make unnecessary.
+    """Policy that saves runs when a checkpoint is due, and deletes the journal and checkpoints made unnecessary by it.
 
     Args:
         every_steps, every_bytes: A checkpoint is due when this many optimizer steps have been taken, or the journal

@@ -38,7 +38,7 @@ class _Place:
 
 
 class Dispatcher:
-    """Sends operations to the engine in fair order, with a bounded number in flight.
+    """Dispatcher of operations to the engine, in fair order and with a bounded number in flight.
 
     Attributes:
         fair_queue: What waits for the engine, and how much is in it.
@@ -134,7 +134,7 @@ class Dispatcher:
         self.wake(queue)
 
     def take_back(self, operation: QueuedOperation) -> bool:
-        """Withdraw an operation that has not started and mark it cancelled; False if it has started."""
+        """Withdraw an operation from the engine and mark it cancelled; False if it has started there."""
         if operation.answer is not None and not self._engine.withdraw(operation.answer):
             return False
         operation.cancelled = True

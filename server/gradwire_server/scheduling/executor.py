@@ -30,7 +30,7 @@ Outcome = tuple[pb.OperationResult, Buffer]
 
 
 class Executor:
-    """Executes operations on the engine and returns their results."""
+    """Executor of single operations on the engine."""
 
     def __init__(self, engine: EngineClient, journal: Journal, metrics: Metrics) -> None:
         self._engine, self._journal, self._metrics = engine, journal, metrics

@@ -126,7 +126,7 @@ async def _repeat(
 
 
 def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:
-    """The request that executes an operation.
+    """The request to the engine that executes an operation.
 
     Args:
         dropped_step: Number of the newest earlier operation that ended an accumulation without succeeding; 0 for none.

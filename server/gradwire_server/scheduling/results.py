@@ -26,7 +26,7 @@ STORE_AGAIN_S = 1.0
 
 
 class Results:
-    """Stores results and serves them to readers."""
+    """Store of operations' results, which serves them to readers."""
 
     def __init__(
         self, journal: Journal, auto_checkpoint: AutoCheckpoint, memory: PayloadMemory, metrics: Metrics

@@ -35,7 +35,7 @@ COLLECT_EVERY_S = 30.0
 
 
 class Scheduler:
-    """Creates, opens and deletes runs, and owns their queues.
+    """The runs of a server with their queues; creates, opens and deletes them.
 
     Attributes:
         admission: Accepts operations.
@@ -190,7 +190,7 @@ class Scheduler:
         return RunQueue(record, self._limits, self.usage(record.owner))
 
     def backlog(self) -> Backlog:
-        """Counts of what is queued at this moment."""
+        """The number of runs and what is queued at this moment."""
         queues = self._queues.values()
         now = time.time()
         oldest = (next(iter(queue.pending.values())).accepted_at for queue in queues if queue.pending)

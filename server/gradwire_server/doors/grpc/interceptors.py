@@ -34,7 +34,7 @@ CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Authenticates and guards every handler except the health service's."""
+    """Interceptor that authenticates callers and maps errors, for every handler except the health service's."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys

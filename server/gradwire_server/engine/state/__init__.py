@@ -1,4 +1,4 @@
-"""What the engine keeps: runs, checkpoints, exports, reference models.
+"""The engine's state: runs, checkpoints, exports, reference models.
 
 May import: ``training``, ``scoring``, ``model``.
 """

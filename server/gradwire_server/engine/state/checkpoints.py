@@ -1,7 +1,7 @@
-"""Checkpoints on disk: a folder of safetensors files beside a manifest that can tell whether they are whole.
+"""Checkpoints on disk: folders of safetensors files with a manifest to verify them.
 
-A folder is there whole or not at all (:mod:`.folders`). The manifest holds each file's size and BLAKE2b-256, how the
-run was created, and how far it was. Nothing is ever unpickled.
+A folder exists completely or not at all (:mod:`.folders`). The manifest holds each file's size and BLAKE2b-256, the
+run's configuration, and its progress. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BLOCK = 8 << 20
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and BLAKE2b-256 (hex) of a file of a checkpoint."""
+    """Size in bytes and BLAKE2b-256 (hex) of a checkpoint's file."""
 
     size: int
     blake2b: str
@@ -42,18 +42,18 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """Description of a checkpoint.
 
     Attributes:
-        run_id: the run that saved it.
-        name: its name there.
-        step: optimizer steps taken.
-        seq: the newest operation that it contains, the save itself.
-        created_at: Unix time.
-        note: the user's.
-        config: how the run was created.
-        versions: of the code that wrote it.
-        files: by name.
+        run_id: The run that saved it.
+        name: Its name within the run.
+        step: Optimizer steps taken.
+        seq: Newest operation that it includes, which is the save itself.
+        created_at: Unix time in seconds.
+        note: The user's note.
+        config: The run's configuration.
+        versions: Versions of the code that wrote it.
+        files: Stored files by name.
     """
 
     run_id: str
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """The code fingerprint: the versions on which a bit-for-bit continuation depends."""
+    """Versions of the packages on which a bit-for-bit continuation depends."""
     found = {"torch": str(torch.__version__)}
     for package in ("gradwire", "transformers", "peft"):
         try:
@@ -98,10 +98,10 @@ def versions() -> dict[str, str]:
 
 
 class CheckpointStore:
-    """The checkpoints and exports below a state folder.
+    """The checkpoints and exports in a state folder.
 
     Args:
-        state_dir: checkpoints are in ``runs/RUN_ID/checkpoints/NAME``, exports in ``runs/RUN_ID/exports/NAME``.
+        state_dir: Checkpoints are in ``runs/RUN_ID/checkpoints/NAME``, exports in ``runs/RUN_ID/exports/NAME``.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -119,11 +119,11 @@ class CheckpointStore:
         return self._runs / run_id / "checkpoints" / name
 
     def export_folder(self, run_id: str, name: str) -> Path:
-        """The folder of an export; its parent exists."""
+        """The folder of an export; its parent is created."""
         return self._named(run_id, "exports", name)
 
     def has(self, path: str) -> bool:
-        """Whether ``"RUN_ID/NAME"`` is there, whole or not."""
+        """Whether the folder of ``"RUN_ID/NAME"`` exists, valid or not."""
         try:
             return self.folder(path).is_dir()
         except OperationError:
@@ -160,10 +160,10 @@ class CheckpointStore:
             raise _corrupt(path, MANIFEST, f"cannot be read: {error}") from error
 
     def verify(self, path: str) -> Manifest:
-        """Reads every byte of a checkpoint.
+        """Verify every byte of a checkpoint.
 
         Raises:
-            OperationError: UNKNOWN_CHECKPOINT, or CHECKPOINT_CORRUPT naming the file that is torn or changed.
+            OperationError: UNKNOWN_CHECKPOINT, or CHECKPOINT_CORRUPT naming the torn or changed file.
         """
         manifest, folder = self.manifest(path), self.folder(path)
         for name, stored in manifest.files.items():
@@ -171,7 +171,7 @@ class CheckpointStore:
         return manifest
 
     def load(self, path: str, name: str, manifest: Manifest) -> dict[str, Tensor]:
-        """The tensors of one file, on the CPU, checked; empty when the checkpoint has no such file.
+        """Verify and load the tensors of one file on the CPU; empty if the checkpoint has no such file.
 
         Raises:
             OperationError: CHECKPOINT_CORRUPT.
@@ -195,13 +195,13 @@ class CheckpointStore:
         note: str = "",
         overwrite: bool = False,
     ) -> Manifest:
-        """Writes a checkpoint.
+        """Write a checkpoint.
 
         Args:
-            files: file name -> name -> tensor; files without tensors are left out.
+            files: File name -> tensor name -> tensor; files without tensors are left out.
 
         Raises:
-            OperationError: INVALID_ARGUMENT for a bad name, ALREADY_EXISTS, or STORAGE_FULL; nothing is left behind.
+            OperationError: INVALID_ARGUMENT for a bad name, ALREADY_EXISTS, or STORAGE_FULL; no partial files remain.
         """
         place = self._named(run_id, "checkpoints", name)
         if place.exists() and not overwrite:

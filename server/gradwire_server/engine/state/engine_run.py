@@ -1,4 +1,4 @@
-"""One run: everything that is its own. Nothing of a run lives anywhere else."""
+"""The complete state of one run in the engine."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class EngineRun:
     """The state of one run.
 
     Attributes:
-        run_id: its id.
-        config: how it was created.
-        policy: its weights.
-        accumulator: gradients since the last step.
+        run_id: The run's id.
+        config: Its configuration.
+        policy: Its weights.
+        accumulator: Gradients since the last step.
         optimizer: AdamW and its moments.
-        step: optimizer steps taken.
-        seq: the newest operation applied.
-        failed_seq: the newest one that failed here.
-        kept: the scores of a KeptForward whose Backward has not come, by the forward's number.
-        ema: the moving average of the weights, without head, once something has asked for it.
-        ema_version: another number, in this process, for each set of weights that an ``ema`` has held.
-        advisor: hints about the metrics of its losses.
+        step: Optimizer steps taken.
+        seq: Newest finished operation.
+        failed_seq: Newest operation that failed in this process.
+        kept: Scores of a KeptForward that wait for its Backward, by the forward's number.
+        ema: Moving average of the weights, without head; None until something uses it.
+        ema_version: Number that is unique in this process for each set of weights in ``ema``.
+        advisor: Hints about the metrics of its losses.
     """
 
     def __init__(self, pool: ModelPool, run_id: str, config: training_pb2.RunConfig) -> None:
@@ -63,9 +63,9 @@ class EngineRun:
 
     @contextmanager
     def rng(self) -> Iterator[None]:
-        """Torch's global generators are this run's within: to be held around each operation.
+        """Use the run's generators as torch's global ones in the body, which executes an operation.
 
-        An operation that raises leaves the run's generators as they were before it.
+        If it raises, the run's generators are unchanged.
         """
         with preserved_rng():
             set_generator_states(self._rng)
@@ -73,15 +73,15 @@ class EngineRun:
             self._rng = generator_states()
 
     def rng_tensors(self) -> dict[str, Tensor]:
-        """The state of the run's generators: "cpu", and "cuda:N" where there are GPUs; uint8."""
+        """State of the run's generators: "cpu", and "cuda:N" for each GPU; uint8."""
         return dict(self._rng)
 
     def load_rng_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up these states; generators of devices that are not here, or not in them, are left alone."""
+        """Set these states; generators whose devices are missing here or in ``tensors`` are unchanged."""
         self._rng |= {name: tensors[name].cpu() for name in self._rng if name in tensors}
 
     def ensure_ema(self) -> Policy:
-        """The moving average; a copy of the weights as they are now where there was none."""
+        """The moving average; created from the current weights if there is none."""
         if self.ema is None:
             config = training_pb2.RunConfig()
             config.CopyFrom(self.config)
@@ -93,7 +93,7 @@ class EngineRun:
 
     @torch.no_grad()
     def move_ema(self, decay: float) -> None:
-        """``ema <- decay * ema + (1 - decay) * weights``."""
+        """Update ``ema <- decay * ema + (1 - decay) * weights``."""
         ema = self.ensure_ema()
         weights = self.policy.masters()
         averages = ema.masters()
@@ -108,26 +108,26 @@ class EngineRun:
 
     @property
     def dropout_seed(self) -> str:
-        """Of the operation that accumulates next: the same again after a recovery."""
+        """Dropout seed of the next operation that accumulates; a recovery reproduces it."""
         return f"{self.config.seed}/{self.step}/{self.accumulator.num_operations}"
 
     def drop_accumulated(self, step_seq: int) -> None:
-        """Drops what was accumulated for a step that was not carried out, unless that was before the newest operation.
+        """Clear the accumulation for a step that was dropped unexecuted, if the step is newer than :attr:`seq`.
 
         Args:
-            step_seq: the step's number.
+            step_seq: The step's number.
         """
         if step_seq > self.seq:
             self.accumulator.clear()
 
     def forget_kept(self, seq: int) -> None:
-        """Drops the scores whose second half has not come when operation ``seq`` does."""
+        """Drop kept scores whose Backward did not come before operation ``seq``."""
         for forward_seq in list(self.kept):
             if seq > forward_seq + 1:
                 del self.kept[forward_seq]
 
     def close(self) -> None:
-        """Gives back everything that the run holds."""
+        """Release everything that the run holds."""
         self.kept.clear()
         self.drop_ema()
         self.accumulator.clear()

@@ -1,4 +1,4 @@
-"""Folders that plain transformers or peft load: the weights, the tokenizer, and the scalar head beside them."""
+"""Export of runs as folders for plain transformers or peft: weights, tokenizer, and the head if there is one."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ TOKENIZER_FILES = (
 
 
 def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> str:
-    """Writes a run's weights as a folder, and returns its format: "hf" (a whole model) or "peft" (an adapter).
+    """Write a run's weights as a folder, and return its format: "hf" (a whole model) or "peft" (an adapter).
 
     Args:
-        place: the folder; what is there is replaced.
-        requested: "auto" (as the run trains), "hf" or "merged" (a whole model, an adapter merged into it), "peft".
+        place: The folder; an existing one is replaced.
+        requested: "auto" (as the run trains), "hf" or "merged" (a whole model, with the adapter merged into it), or
+            "peft".
 
     Raises:
         OperationError: INVALID_ARGUMENT, or STORAGE_FULL.
@@ -64,7 +65,7 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
 
 
 def save_adapter(policy: LoraPolicy, folder: Path) -> None:
-    """Writes an adapter as peft does."""
+    """Write an adapter in peft's format."""
     assert policy.split_model.adapters is not None
     config = copy.copy(policy.split_model.adapters.peft_config[policy.adapter])
     config.base_model_name_or_path = policy.facts.path
@@ -79,7 +80,7 @@ def save_adapter(policy: LoraPolicy, folder: Path) -> None:
 
 
 def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
-    """A copy of the base with the run's adapter added into its weights."""
+    """Load a copy of the base model and merge the run's adapter into its weights."""
     split_model = pool.load(run.config.base_model)
     merged = LoraPolicy(split_model, "merged", run.config.lora, seed=0)
     merged.load_state_tensors(_without_head(run.policy))

@@ -1,4 +1,4 @@
-"""Folders that appear under their name only once everything in them has reached the disk."""
+"""Atomic creation of folders: a folder gets its name only once all its content is on disk."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradwire_server.engine.errors import OperationError
 
 @contextmanager
 def replacing(place: Path) -> Iterator[Path]:
-    """An empty folder to fill, that takes this place, whole and on disk, when the context ends without an error.
+    """Provide an empty folder that replaces ``place`` once the context ends without an error and all is on disk.
 
-    What stood there is gone then, and not before. What an earlier crash left half-written beside it is removed.
+    An existing folder stays until then. Partial folders left beside it by an earlier crash are removed.
 
     Raises:
         OperationError: STORAGE_FULL.
@@ -53,12 +53,12 @@ def replacing(place: Path) -> Iterator[Path]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Total bytes of all files in a folder and its subfolders."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _exchange(new: Path, place: Path) -> None:
-    """Swaps two folders at once, where the file system can; otherwise with a moment in which neither has the name."""
+    """Swap two folders atomically if the file system supports it; otherwise the name is missing for a moment."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, exchange = -100, 2
     if swap is not None and swap(at_cwd, os.fsencode(new), at_cwd, os.fsencode(place), exchange) == 0:

@@ -1,8 +1,9 @@
-"""Frozen models that runs are compared with, or scored and sampled by: which one a name means, and what is kept of it.
+"""Frozen models that runs are compared with, scored or sampled by: name resolution and caching.
 
-A name is ``"base"`` (the run's base model, adapter off), ``"ema"`` (the run's moving average), a model of the server,
-or a checkpoint ``"RUN_ID/NAME"``. Loaded ones are kept in an LRU cache bounded in bytes; checkpoints of adapters
-share their base's weights and cost next to nothing. Their log-probabilities are kept too (:mod:`.logprob_cache`).
+A name is ``"base"`` (the run's base model without adapter), ``"ema"`` (the run's moving average), a model of the
+server, or a checkpoint ``"RUN_ID/NAME"``. Loaded models are kept in an LRU cache bounded in bytes; checkpoints of
+adapters share their base's weights and need few bytes. Log-probabilities are cached too
+(:mod:`gradwire_server.engine.scoring.logprob_cache`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reference:
-    """A frozen policy, and what it is: two references with one identity give the same log-probabilities."""
+    """A frozen policy and its identity; references with equal identities give equal log-probabilities."""
 
     identity: str
     policy: Policy
@@ -49,22 +50,22 @@ class _Loaded:
 
 
 class References:
-    """Resolves names and caches what they mean.
+    """Resolve names of reference models and cache the models.
 
     Args:
-        host: the models.
-        store: the checkpoints.
-        cache_bytes: of weights kept beside what runs hold. The one in use is kept whatever its size.
-        logprob_bytes: of log-probabilities kept.
-        in_use: whether a policy is sampled from at the moment; such a one is not dropped.
+        pool: The models.
+        store: The checkpoints.
+        cache_bytes: Maximum bytes of cached weights beside those that runs hold; the reference in use is always kept.
+        logprob_bytes: Maximum bytes of cached log-probabilities.
+        in_use: Whether a policy is being sampled from; such a policy is not evicted.
 
     Attributes:
-        same_bits: whether a batch's log-probabilities are to be the same to the last bit whatever was kept, as a replay
-            of the journal wants it, which begins with nothing: so on a CPU.
-        computed_sequences: how many sequences went through a reference model.
-        found_sequences: how many did not have to, because their log-probabilities were kept.
-        used_models: how often a model or checkpoint was asked for.
-        loaded_models: how often it was not there already.
+        same_bits: Whether a batch's log-probabilities are bit-identical whatever is cached, as a replay of the journal
+            requires, which starts with an empty cache; true on a CPU.
+        computed_sequences: Number of sequences computed with a reference model.
+        found_sequences: Number of sequences whose log-probabilities were cached.
+        used_models: Number of uses of a model or checkpoint.
+        loaded_models: Number of uses that had to load it.
     """
 
     def __init__(
@@ -90,16 +91,18 @@ class References:
 
     @property
     def loaded(self) -> list[str]:
-        """Identities of the references in the cache, least recently used first."""
+        """Identities of the cached references, least recently used first."""
         return list(self._loaded)
 
     def resolve(
         self, name: str, run: EngineRun | None = None, *, field: str = "reference_model", dtype: str | None = None
     ) -> Reference:
-        """The reference of this name.
+        """Resolve a reference by name.
 
         Args:
-            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; the server's where None.
+            run: The run that "base" and "ema" refer to; without it they are unknown.
+            field: Argument to name in errors.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for the server's.
 
         Raises:
             OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a dtype.
@@ -135,12 +138,12 @@ class References:
         )
 
     def logprobs(self, reference: Reference, batch: Batch, temperature: float, budget: Budget) -> Tensor:
-        """``[T]`` log-probabilities of the batch's scored tokens, float32; only what is new is computed.
+        """Log-probabilities ``[T]`` of the batch's scored tokens, float32, computed only where not cached.
 
-        On a GPU they are not waited for: new ones are there, kept ones on the CPU, as are all when some are kept.
+        On a GPU, a result without cached sequences stays there and is not waited for; any other result is on the CPU.
 
         Raises:
-            OperationError: INVALID_BATCH where the reference's vocabulary or context is too small for the batch.
+            OperationError: INVALID_ARGUMENT if the reference's vocabulary or context is too small for the batch.
         """
         _check_fits(reference, batch)
         self._keep_new()
@@ -164,7 +167,7 @@ class References:
         return torch.cat([values for values in found if values is not None])
 
     def _keep_new(self) -> Sequence[Tensor]:
-        """Keeps what was computed last, by sequence: not at once, as it would have to be waited for."""
+        """Cache the previous result by sequence; deferred until now, because it requires waiting for the device."""
         if self._new is None:
             return ()
         keys, lengths, logprobs = self._new
@@ -175,7 +178,7 @@ class References:
         return by_sequence
 
     def keep_model(self, name: str) -> None:
-        """Takes over the shared copy of a model that no run uses any more: kept while there is room."""
+        """Keep the shared copy of a model that no run uses any more, while the cache has room."""
         if self._pool.is_loaded(name):
             self._model(name)
 
@@ -227,7 +230,7 @@ class References:
 
     @torch.no_grad()
     def _full(self, split_model: SplitModel, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
-        """These weights in a copy of the model, in its dtype, and no float32 masters beside them."""
+        """Make a policy with these weights in a copy of the model, in its dtype, without float32 masters."""
         for name, parameter in split_model.model.named_parameters():
             parameter.copy_(tensors[name])
         if head is not None:
@@ -242,7 +245,7 @@ class References:
         return self._loaded[identity].reference
 
     def _make_room(self, needed: int, keep: str = "") -> None:
-        """Drops the least recently used until so many bytes more fit, as far as that is possible."""
+        """Evict the least recently used references until ``needed`` more bytes fit, as far as possible."""
         for identity in list(self._loaded):
             if sum(map(self._bytes, self._loaded.values())) + needed <= self._cache_bytes:
                 return
@@ -265,13 +268,13 @@ class References:
         return self._pool.facts(name).num_parameters * (dtype or self._pool.dtype).itemsize
 
     def _bytes(self, entry: _Loaded) -> int:
-        """What dropping an entry would free: nothing for a model that adapters are on."""
+        """Bytes that evicting an entry would free; 0 for a model with adapters."""
         in_use = entry.shared_model and entry.reference.policy.split_model.adapters is not None
         return 0 if in_use else entry.own_bytes
 
 
 def _only(batch: Batch, sequences: Tensor) -> Batch:
-    """Some sequences of a batch, without its fields; those of an example stay together, as they may begin alike."""
+    """Select sequences of a batch without its fields; sequences of one example stay grouped to share prefixes."""
     ones = torch.ones_like(batch.lengths)
     alone = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
     sizes = segment_ids(batch.group_sizes)[sequences].bincount(minlength=batch.num_examples)

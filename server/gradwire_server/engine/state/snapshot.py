@@ -1,4 +1,4 @@
-"""All of a run's state as files of tensors, and back."""
+"""Conversion of a run's whole state to files of tensors, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RNG = "rng.safetensors"
 def capture(run: EngineRun) -> dict[str, Mapping[str, Tensor]]:
     """File name -> tensors: weights and head, moments, accumulated gradients, moving average, random generators.
 
-    The run's generators as of the operation before, so outside of :meth:`EngineRun.rng` only.
+    Call it outside :meth:`EngineRun.rng`; inside, the run's generators are still those of the operation before.
     """
     return {
         WEIGHTS: run.policy.state_tensors(),
@@ -36,16 +36,16 @@ def capture(run: EngineRun) -> dict[str, Mapping[str, Tensor]]:
 def restore(
     run: EngineRun, store: CheckpointStore, path: str, *, weights_only: bool = False, fresh_head: bool = False
 ) -> Manifest:
-    """Puts a checkpoint's state into a run.
+    """Restore a checkpoint's state into a run.
 
     Args:
         path: ``"RUN_ID/NAME"``.
-        weights_only: the weights; the optimizer starts anew, nothing is accumulated, the rest of the run stays.
-        fresh_head: the run's head stays as it is, its moments start anew.
+        weights_only: Restore only the weights, reset the optimizer and accumulation, and keep the rest of the run.
+        fresh_head: Keep the run's head and reset its moments.
 
     Raises:
-        OperationError: UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT where the run is of another kind;
-            the run is then as it was.
+        OperationError: UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a run of another kind; the run
+            is then unchanged.
     """
     manifest = store.manifest(path)
     _check_kind(run, manifest, fresh_head)

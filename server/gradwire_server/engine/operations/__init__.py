@@ -1,4 +1,4 @@
-"""What each kind of operation does to a run: one handler a kind, and the lifecycle that all of them share.
+"""Execution of operations on a run: one handler per kind, and the lifecycle that all kinds share.
 
 May import: ``sampling``, ``state`` and what is below them.
 """

@@ -41,7 +41,7 @@ CANDIDATES = FieldSpec(
     ids=True,
 )
 
-# What is read of a batch that no loss is named for.
+# Fields read from a batch when the call names no loss.
 PLAIN = LossSpec(
     name="forward",
     function=causal_lm,
@@ -59,16 +59,16 @@ PLAIN = LossSpec(
 def forward_backward(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns
 ) -> Outcome:
-    """Computes a loss and adds its gradient to what the run accumulates."""
+    """Compute a loss and add its gradient to the run's accumulation."""
     training = prepare(context, run, call, columns)
     return trained(context, run, call, training, lambda: training_pass.forward_backward(training))
 
 
 def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
-    """A ``forward_backward``, read and checked, within the engine's budget.
+    """Read and check a ``forward_backward``, within the engine's current budget.
 
     Raises:
-        OperationError: for what is wrong with it.
+        OperationError: The call or its batch is invalid.
     """
     loss, config = _loss(call)
     if call.model:
@@ -94,10 +94,10 @@ def trained(
     training: Training,
     evaluation: Callable[[], LossEvaluation],
 ) -> Outcome:
-    """What comes of an evaluation.
+    """Run an evaluation and make the operation's outcome.
 
     Raises:
-        OperationError: that of the evaluation, unless it is one to go on after.
+        OperationError: The evaluation's error, except NON_FINITE if the call has ``skip_nonfinite``.
     """
     try:
         found = evaluation()
@@ -111,7 +111,7 @@ def trained(
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
-    """A batch that gave no finite gradient and was to be skipped: it counts for nothing, and a step may follow."""
+    """Outcome of a skipped batch with non-finite results: it counts 0, and a step may still follow."""
     run.accumulator.merge({}, {(loss.name, "skipped"): 0.0})
     result = training_pb2.LossResult(
         loss=math.nan,
@@ -125,7 +125,7 @@ def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationErro
 
 
 def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LossCall, columns: Columns) -> Outcome:
-    """Computes scores, and a loss where one is named, without gradients."""
+    """Compute scores, and a loss if one is named, without gradients."""
     policy = context.references.resolve(call.model, run, field="model").policy if call.model else run.policy
     loss, config = _loss(call) if call.loss_fn else (None, None)
     found = evaluate.forward(
@@ -145,7 +145,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
 def kept_forward(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.KeptForward, columns: Columns
 ) -> Outcome:
-    """Computes scores that wait for their gradients: the first half of a loss that the client computes."""
+    """Compute scores and keep their graph for :func:`backward`: the first half of a loss on the client."""
     run.kept[seq], found = evaluate.kept_forward(
         run.policy,
         _read(PLAIN, columns, run.policy),
@@ -160,7 +160,7 @@ def kept_forward(
 def backward(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.Backward, columns: Columns
 ) -> Outcome:
-    """Takes the gradients of scores that waited: the second half of a loss that the client computes."""
+    """Apply the client's gradients to kept scores: the second half of a loss on the client."""
     kept = run.kept.pop(call.forward_seq, None)
     if call.abandoned:
         raise OperationError(

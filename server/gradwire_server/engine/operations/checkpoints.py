@@ -15,7 +15,7 @@ from gradwire_server.engine.state.snapshot import capture, restore
 def save_checkpoint(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
 ) -> Outcome:
-    """Writes all of the run's state as a checkpoint."""
+    """Save all of the run's state as a checkpoint."""
     manifest = context.store.save(
         run.run_id,
         call.name or f"step-{run.step}",
@@ -32,7 +32,7 @@ def save_checkpoint(
 def load_checkpoint(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.LoadCheckpoint, columns: Columns
 ) -> Outcome:
-    """Puts a checkpoint's state into the run."""
+    """Load a checkpoint's state into the run."""
     path = call.checkpoint if "/" in call.checkpoint else f"{run.run_id}/{call.checkpoint}"
     manifest = restore(run, context.store, path, weights_only=call.weights_only)
     return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
@@ -41,7 +41,7 @@ def load_checkpoint(
 def export(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.ExportModel, columns: Columns
 ) -> Outcome:
-    """Writes a folder that plain transformers or peft can load."""
+    """Export the run as a folder that plain transformers or peft can load."""
     name = call.name or f"step-{run.step}"
     place = context.store.export_folder(run.run_id, name)
     written = export_run(context.pool, run, place, call.format or "auto")

@@ -1,4 +1,4 @@
-"""What the handlers of operations work with: the engine's parts."""
+"""The engine's parts, as passed to the handlers of operations."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class EngineContext:
     """The engine's parts.
 
     Attributes:
-        pool: the models.
-        store: checkpoints and exports on disk.
-        references: reference models.
-        sampler: generates samples.
-        memory: how much an operation may hold.
-        tracing: where the spans of operations go.
-        tokenizer_files: tokenizer file by model name; models without a tokenizer are missing.
-        runs: every run in the engine, by id.
-        crash_marks: which requests have begun, in memory that outlives the process; None without a front.
-        budget: of the operation that is being carried out.
+        pool: The models.
+        store: Checkpoints and exports on disk.
+        references: Reference models.
+        sampler: Generates samples.
+        memory: Memory limits of operations.
+        tracing: Destination of the operations' spans.
+        tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
+        runs: Every run in the engine, by id.
+        crash_marks: Marks of begun requests, in memory that outlives the process; None without a front process.
+        budget: Budget of the operation being executed.
     """
 
     pool: ModelPool
@@ -50,6 +50,6 @@ class EngineContext:
         self.budget = self.memory.most
 
     def tokenizer(self, model: str) -> TextTokenizer | None:
-        """The tokenizer of a model; None where it has none."""
+        """The tokenizer of a model; None if it has none."""
         file = self.tokenizer_files.get(model)
         return load_tokenizer(file) if file else None

@@ -1,8 +1,8 @@
-"""Operations of several runs that wait at the same time, carried out at once where that is quicker.
+"""Execution of waiting operations of several runs at once, where that is faster.
 
-Small ``forward_backward`` of LoRA runs over one base model share a forward and a backward of the trunk
-(:mod:`.together`). Each gets what it gets alone, within rounding, and what fails is repeated alone: it costs the
-others nothing, and its error is the one that it has alone.
+Small ``forward_backward`` operations of LoRA runs on one base model share a forward and a backward of the trunk
+(:mod:`gradwire_server.engine.training.grouped_forward_backward`). Each run gets the result it gets alone, up to
+rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are unaffected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradwire_server.engine.training.loss_report import LossEvaluation
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
-"""Of operations that go together: with more than that, they are no quicker for it."""
+"""Maximum tokens of a group by device type; above it, grouping is not faster."""
 
 
 @dataclass(eq=False)
@@ -52,10 +52,10 @@ class _Member:
 
 
 class GroupedRuns:
-    """Chooses what goes together, and answers it.
+    """Choose operations to group, and answer them.
 
     Args:
-        context: the engine's parts.
+        context: The engine's parts.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -63,9 +63,10 @@ class GroupedRuns:
         self._most_tokens = MOST_TOKENS[context.pool.device.type]
 
     def choose(self, ready: Sequence[Request]) -> Sequence[Request]:
-        """What to carry out now, of requests whose turn it is, of different runs; the first of them or more.
+        """Choose the requests to execute now from ready requests of different runs: the first, or several of them.
 
-        A step goes before a ``forward_backward`` of another run, whose companion the next one of its run may be.
+        If the first one could be grouped, a ready step goes before it, because the next ``forward_backward`` of the
+        step's run may then join the group.
         """
         first = self._trained(ready[0]) if ready else None
         if first is None:
@@ -82,7 +83,7 @@ class GroupedRuns:
         return chosen
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """Carries them out; the answers are those that each alone would have, within rounding."""
+        """Execute the requests; answers equal those of each alone, up to rounding."""
         alone: list[Request] = []
         members: list[_Member] = []
         for request in requests:
@@ -110,7 +111,7 @@ class GroupedRuns:
         return fits(trainings, min(self._most_tokens, *(each.budget.microbatch_tokens for each in trainings)))
 
     def _trained(self, request: Request) -> LoraPolicy | None:
-        """The policy of a request that may go together with others."""
+        """The policy of a request that may be grouped; None for any other request."""
         asked = request.message.operation
         run = self._context.runs.get(asked.run_id)
         if run is None or request.error is not None or not asked.operation.HasField("forward_backward"):
@@ -118,7 +119,7 @@ class GroupedRuns:
         return run.policy if isinstance(run.policy, LoraPolicy) else None
 
     def _prepare(self, request: Request) -> _Member | None:
-        """None where it cannot be prepared, and says alone why."""
+        """Prepare a request for the group; None if that fails, and executing it alone then reports the error."""
         context, asked = self._context, request.message.operation
         execution = Execution(context, asked)
         run, whole = execution.run, context.budget
@@ -127,7 +128,7 @@ class GroupedRuns:
         try:
             with run.rng():
                 training = batches.prepare(context, run, asked.operation.forward_backward, request.columns)
-        except Exception as error:  # the same is raised where it is carried out alone, and answered there
+        except Exception as error:  # raised again, and answered, when the request is executed alone
             if is_fatal(error):
                 raise
             if not had_ema:
@@ -138,7 +139,7 @@ class GroupedRuns:
         return _Member(request, execution, training, generators, execution.seconds)
 
     def _together(self, members: Sequence[_Member]) -> Iterator[tuple[_Member, Answer | None]]:
-        """The answer of each; None where it has to be carried out alone."""
+        """Execute the members at once; yields None instead of an answer for each that must be executed alone."""
         start = time.perf_counter()
         trainings = [member.training for member in members]
         tokens = sum(len(training.batch.input_ids) for training in trainings)
@@ -149,7 +150,7 @@ class GroupedRuns:
                 found = unless_out_of_memory(
                     lambda: forward_backward_together(trainings, [member.run.rng for member in members])
                 )
-        except Exception as error:  # whatever it is, it must not cost all of them their operation
+        except Exception as error:  # whatever the error, the members' operations are repeated alone
             if is_fatal(error):
                 raise
             logger.warning("%d operations failed together and are carried out alone", len(members), exc_info=error)
@@ -174,5 +175,5 @@ def _to(request: Request, answer: Answer) -> Answer:
 
 
 def _least_tokens(request: Request) -> int:
-    """No more than the tokens of a batch: those of its longest column."""
+    """A lower bound of the tokens in a batch: the length of its longest column."""
     return max((len(column.values) for column in request.columns.values()), default=0)

@@ -1,4 +1,4 @@
-"""An operation in the engine, from its turn to its answer: the part that all kinds have in common."""
+"""The lifecycle of an operation in the engine, from its beginning to its answer, shared by all kinds."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from gradwire_server.engine.operations.request import Outcome
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply, and the buffers of its payload."""
+    """A reply and the buffers of its payload."""
 
     reply: engine_pb2.EngineReply
     buffers: list[memoryview]
 
 
 def plain_answer(**kind: object) -> Answer:
-    """An answer without a payload; ``kind`` is one of the reply's kinds."""
+    """Make an answer without a payload; ``kind`` is one of the reply's kinds."""
     return Answer(engine_pb2.EngineReply(**kind), [])  # type: ignore[arg-type]  # one of the reply's kinds
 
 
 def not_started() -> Answer:
-    """The answer to a request that was taken back, or whose turn did not come."""
+    """Make the answer to a request that was withdrawn or is not executed after an earlier failure."""
     return plain_answer(not_started=training_pb2.Empty())
 
 
 def begins(context: EngineContext, request: engine_pb2.EngineRequest) -> bool:
-    """Whether a request is to be carried out now; if so, it is marked as begun.
+    """Whether a request is to be executed now; if so, mark it as begun.
 
-    It is not when the front has taken it back, or when an operation of its run failed that it was sent to follow
-    (``unless_failed``). The answer is :func:`not_started` then.
+    It is not if the front process has withdrawn it, or if an operation of its run with a number of at least its
+    ``unless_failed`` has failed. Then answer :func:`not_started`.
     """
     run = context.runs.get(request.operation.run_id)
     unless_failed = request.operation.unless_failed
@@ -49,14 +49,14 @@ def begins(context: EngineContext, request: engine_pb2.EngineRequest) -> bool:
 
 
 class Execution:
-    """One operation of a run that has begun. It ends with :meth:`succeeded` or :meth:`failed`, or is dropped.
+    """One begun operation of a run. End it with :meth:`succeeded` or :meth:`failed`, or drop it.
 
     Args:
-        context: the engine's parts.
-        asked: the operation.
+        context: The engine's parts.
+        asked: The operation.
 
     Attributes:
-        run: the run that it is carried out on.
+        run: The operation's run.
 
     Raises:
         OperationError: UNKNOWN_RUN.
@@ -76,7 +76,7 @@ class Execution:
 
     @property
     def seconds(self) -> float:
-        """How long ago the operation began."""
+        """Seconds since the operation began."""
         return time.perf_counter() - self._began
 
     @property
@@ -85,17 +85,17 @@ class Execution:
 
     @contextmanager
     def span(self) -> Iterator[None]:
-        """The operation's span of a trace, for an operation that is computed in one go."""
+        """Trace the body as the operation's span, for an operation that is computed without interruption."""
         self._traced = True
         asked = self._asked
         with self._context.tracing.span(self._span_name, asked.traceparent, run=asked.run_id, seq=asked.seq):
             yield
 
     def succeeded(self, outcome: Outcome, seconds: float | None = None) -> Answer:
-        """The answer to an operation that was carried out.
+        """Make the answer to a successful operation.
 
         Args:
-            seconds: what it took of the engine; the time since it began by default.
+            seconds: The engine's time on it; by default the time since it began.
         """
         asked, seconds = self._asked, self.seconds if seconds is None else seconds
         answer = success(outcome, asked.seq, seconds)
@@ -106,10 +106,10 @@ class Execution:
         return answer
 
     def failed(self, error: Exception) -> Answer:
-        """The answer to an operation that raised: the run is as it was before, and knows the operation as failed.
+        """Make the answer to an operation that raised, and record its failure; its run is otherwise unchanged.
 
         Raises:
-            Exception: the error itself, where the process cannot go on after it.
+            Exception: The error itself, if the process cannot continue after it.
         """
         if is_fatal(error):
             raise error
@@ -120,7 +120,7 @@ class Execution:
 
 
 def success(outcome: Outcome, seq: int, seconds: float) -> Answer:
-    """The answer to what was carried out, with number ``seq`` where it is a run's operation."""
+    """Make the answer to a successful request; ``seq`` is the operation's number, or 0 outside a run."""
     specs, buffers = codec.encode(outcome.columns)
     result = outcome.result
     result.seq = seq
@@ -134,7 +134,7 @@ def success(outcome: Outcome, seq: int, seconds: float) -> Answer:
 def failure(
     context: EngineContext, asked: engine_pb2.EngineOperation, error: Exception, seconds: float = 0.0
 ) -> Answer:
-    """The answer to an operation that failed, also one that could not begin; its run knows of it from now on."""
+    """Make the answer to a failed operation, also one that could not begin, and record the failure in its run."""
     if asked.run_id in context.runs:
         context.runs[asked.run_id].failed_seq = asked.seq
     what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"

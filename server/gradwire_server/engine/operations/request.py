@@ -1,4 +1,4 @@
-"""A request as the engine has read it, and what carrying it out gives."""
+"""A decoded request to the engine, and the outcome of executing it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Columns = Mapping[str, Column]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request of the front.
+    """A request of the front process.
 
     Attributes:
         message: The decoded request.
-        columns: The tensors of its payload; empty unless it is an operation.
-        error: Why the payload could not be decoded; None where it could.
+        columns: Tensors of its payload; empty unless it is an operation.
+        error: Why the payload could not be decoded; None if it could.
     """
 
     message: engine_pb2.EngineRequest
@@ -28,7 +28,7 @@ class Request:
 
     @property
     def run_id(self) -> str:
-        """The run that the request reads or changes; empty for none."""
+        """The run that the request reads or changes; empty if none."""
         kind = self.message.WhichOneof("kind")
         if kind == "operation":
             return self.message.operation.run_id
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a handler gives: an ``OperationResult`` with its ``kind`` set, and the tensors that go with it."""
+    """A handler's result: an ``OperationResult`` with its ``kind`` set, and its tensors."""
 
     result: training_pb2.OperationResult
     columns: Columns = field(default_factory=dict)

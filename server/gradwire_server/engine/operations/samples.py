@@ -1,4 +1,4 @@
-"""From a request for samples to a job of the sampler, and from what came of it to a result."""
+"""Conversion of sampling requests to jobs of the sampler, and of finished jobs to results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gradwire_server.engine.state.engine_run import EngineRun
 
 @dataclass(frozen=True)
 class Started:
-    """A job under way, and the tokens of its prompts."""
+    """A job in progress, and the number of tokens in its prompts."""
 
     job: Job
     num_prompt_tokens: int
 
     def outcome(self) -> Outcome:
-        """The result of a job that is done.
+        """The result of a finished job.
 
         Raises:
-            Exception: what ended it instead.
+            Exception: The error that ended the job.
         """
         samples = self.job.samples()
         result = training_pb2.SampleResult(
@@ -44,12 +44,12 @@ class Started:
 
 
 def begin_in_run(context: EngineContext, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
-    """Begins a run's own ``sample``, within :meth:`.run.EngineRun.rng`: without a seed of its own it draws one.
+    """Begin a run's ``sample`` within :meth:`.engine_run.EngineRun.rng`; a call without a seed draws one from it.
 
-    On a CPU it is computed alone, so that a run's numbers are the same to the last bit whoever else is there.
+    On a CPU it is computed alone, so that a run's results are bit-identical whatever other runs do.
 
     Raises:
-        OperationError: for what is wrong with the request.
+        OperationError: The request is invalid.
     """
     prompts = None
     if "prompt_ids" in columns:
@@ -66,15 +66,15 @@ def begin_in_run(context: EngineContext, run: EngineRun, call: training_pb2.Samp
 
 
 def draw_seed() -> int:
-    """One number of torch's generator. A replay passes over samples with a seed of their own, so these draw none."""
+    """Draw one seed from torch's generator; calls with their own seed draw none, because a replay skips them."""
     return int(torch.randint(2**62, ()))
 
 
 def begin_outside(context: EngineContext, asked: training_pb2.SampleRequest) -> Started:
-    """Begins samples of a model or a checkpoint, of no run.
+    """Begin samples of a model or checkpoint outside any run.
 
     Raises:
-        OperationError: for what is wrong with the request.
+        OperationError: The request is invalid.
     """
     policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]

@@ -1,7 +1,7 @@
-"""The requests for samples that have begun, and their answers.
+"""Sampling requests in progress, and their answers.
 
-A run's samples begin in the order of its operations, each taking its number from the run's generator then. They are
-answered in that order too, whichever ends first, and what else the run asks for waits for the last of them.
+A run's samples begin in the order of its operations, and each draws its seed from the run's generator at that time.
+They are answered in the same order, whichever ends first, and the run's other requests wait for the last of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 
 @dataclass(eq=False)
 class _Sampling:
-    """A request for samples. ``execution`` is None for one outside a run, and for one that could not begin."""
+    """A sampling request. ``execution`` is None outside a run, and if the request could not begin."""
 
     message: engine_pb2.EngineRequest
     began: float = field(default_factory=time.perf_counter)
@@ -46,7 +46,7 @@ class _Sampling:
 
 
 class _OfRun:
-    """A run's samples in progress, and its generators before the first of them."""
+    """A run's samples in progress, and the state of its generators before the first of them."""
 
     def __init__(self, run: EngineRun) -> None:
         self.run = run
@@ -56,12 +56,12 @@ class _OfRun:
         self._undone = False
 
     def count(self, call: training_pb2.SampleCall, ok: bool) -> None:
-        """A sample ended; one that did not succeed draws no number, as a replay does not know of it."""
+        """Count an ended sample. One that did not succeed must draw no seed, because a replay does not contain it."""
         self._draws += ok and not call.HasField("seed")
         self._undone = self._undone or not ok
 
     def settle(self) -> None:
-        """All have ended: the generators are where those that succeeded put them."""
+        """Set the generators to the state after the successful samples; call once all samples have ended."""
         if self._undone:
             self.run.load_rng_tensors(self._before)
             with self.run.rng():
@@ -70,10 +70,10 @@ class _OfRun:
 
 
 class SamplesInProgress:
-    """Begins requests for samples, brings them on, and answers them.
+    """Begin, advance and answer sampling requests.
 
     Args:
-        context: the engine's parts.
+        context: The engine's parts.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -89,7 +89,7 @@ class SamplesInProgress:
         return run_id in self._runs
 
     def begin(self, request: Request) -> None:
-        """Takes a request over; what is wrong with it becomes its answer."""
+        """Begin a request; an error becomes its answer."""
         message = request.message
         sampling = _Sampling(message)
         run = self._context.runs.get(message.operation.run_id)
@@ -104,21 +104,21 @@ class SamplesInProgress:
             if request.error is not None:
                 raise request.error
             self._begin(sampling, request)
-        except Exception as error:  # the boundary: whatever it is, the caller hears of it
+        except Exception as error:  # the boundary: the caller receives any error
             sampling.answer = self._failed(sampling, error)
 
     def turn(self) -> list[int]:
-        """The ids of the requests that the next step brings on."""
+        """The ids of the requests that the next step advances."""
         jobs = self._context.sampler.turn()
         return [sampling.message.id for sampling in self._all() if sampling.started and sampling.started.job in jobs]
 
     def step(self) -> None:
-        """Brings some of them on by a token."""
+        """Advance some of the samples by a token."""
         if self._context.sampler.turn():
             self._context.sampler.step()
 
     def finished(self) -> list[Answer]:
-        """The answers that may go out now."""
+        """Take the answers that can be sent now."""
         answers = []
         for sampling in [sampling for sampling in self._outside if sampling.ended]:
             self._outside.remove(sampling)
@@ -182,7 +182,7 @@ class SamplesInProgress:
         return plain_answer(error=to_error(error, "request sample"))
 
     def _take_back(self, of_run: _OfRun) -> None:
-        """One failed: those behind it that were not to be carried out then are as if they had not begun."""
+        """Cancel the samples of a run that must not be executed after the failure of one before them."""
         for sampling in of_run.samplings:
             unless_failed = sampling.message.operation.unless_failed
             if unless_failed and of_run.run.failed_seq >= unless_failed and sampling.started is not None:

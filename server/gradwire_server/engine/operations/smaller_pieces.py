@@ -1,4 +1,4 @@
-"""What happens when an operation runs out of memory: it is repeated with half the budget, until a row is alone."""
+"""Repetition of operations that run out of memory, with half the budget each time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ T = TypeVar("T")
 def in_smaller_pieces(
     context: EngineContext, run: EngineRun, columns: Mapping[str, Column], attempt: Callable[[], T]
 ) -> T:
-    """The attempt's outcome, with the run's budget. One that runs out of memory is repeated with half of it, until
-    every example has been alone; it must leave everything as it was when it raises.
+    """Run the attempt within the run's budget; when memory runs out, repeat it with half the budget.
+
+    Repetition ends when micro-batches are as small as the longest row; running out of memory then raises.
 
     Args:
-        columns: the batch, whose longest row and whose size say when halving makes a difference.
+        columns: The batch; its longest row and its size determine when halving makes a difference.
+        attempt: Must leave everything unchanged if it raises.
     """
     lengths = [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
     longest = max((int(each.max()) for each in lengths), default=0)

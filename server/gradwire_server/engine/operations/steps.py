@@ -1,4 +1,4 @@
-"""Operations on what a run has accumulated and on its weights: the step, ``zero_grad``, ``update_reference``."""
+"""Operations on a run's accumulation and weights: ``optim_step``, ``zero_grad``, ``update_reference``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
 
 LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
-"""Of a step that names none."""
+"""Learning rates of steps without one, for runs in general and for reinforcement learning."""
 
 
 def for_rl(config: training_pb2.RunConfig) -> bool:
-    """Whether a run was made for reinforcement learning."""
+    """Whether a run was created for reinforcement learning."""
     return config.kind == "rl" or config.head == "value"
 
 
 def optim_step(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns
 ) -> Outcome:
-    """Divides what was accumulated by what it counts, clips it, and takes one step of AdamW.
+    """Divide the accumulated gradients by their counts, clip the result, and take one step of AdamW.
 
-    One that raises drops what was accumulated all the same.
+    The accumulation is cleared even if the step fails.
     """
     if call.default_learning_rate:
         settings = training_pb2.OptimStep()
@@ -48,7 +48,7 @@ def optim_step(
 def zero_grad(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.ZeroGrad, columns: Columns
 ) -> Outcome:
-    """Drops what was accumulated since the last step."""
+    """Clear the gradients accumulated since the last step."""
     run.accumulator.clear()
     return Outcome(training_pb2.OperationResult(empty=training_pb2.Empty()))
 
@@ -56,7 +56,7 @@ def zero_grad(
 def update_reference(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.UpdateReference, columns: Columns
 ) -> Outcome:
-    """Moves the average of the weights that the name "ema" stands for."""
+    """Update the moving average of the weights, which the name "ema" refers to."""
     if not 0 <= call.ema <= 1:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,

@@ -1,4 +1,4 @@
-"""The handler of each kind of operation, and how one operation is carried out."""
+"""The handler of each kind of operation, and the execution of one operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.operation_kinds import kind_of
 
 Handler = Callable[[EngineContext, EngineRun, int, Any, Columns], Outcome]
-"""Carries out one operation: the engine's parts, the run, the operation's number, its message, its tensors."""
+"""Executes one operation, given the engine's parts, the run, the operation's number, its message and its tensors."""
 
 HANDLERS: Mapping[str, Handler] = {
     "forward_backward": batches.forward_backward,
@@ -31,15 +31,15 @@ HANDLERS: Mapping[str, Handler] = {
     "update_reference": steps.update_reference,
     "export": checkpoints.export,
 }
-"""By kind. Samples are missing: they are generated a token at a time, see :mod:`.samples_in_progress`."""
+"""Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
 
 
 def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns: Columns) -> Answer:
-    """Carries out an operation of a run that has begun. One that raises leaves the run as it was.
+    """Execute a begun operation of a run. One that raises leaves the run's state unchanged.
 
     Raises:
-        OperationError: the engine does not hold the run.
-        torch.AcceleratorError: the device is lost, and the process with it.
+        OperationError: The engine does not hold the run.
+        torch.AcceleratorError: The device is lost, and the process with it.
     """
     execution = Execution(context, asked)
     try:

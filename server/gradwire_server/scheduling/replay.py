@@ -31,7 +31,7 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
     """Restore a run in the engine to its state after its last result.
 
     Returns:
-        The journal entries after the checkpoint that the restore started from.
+        The journal entries with a result, and damaged ones, after the checkpoint from which the restore started.
 
     Raises:
         EngineDied: The engine died, and no operation is suspected.

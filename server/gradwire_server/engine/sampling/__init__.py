@@ -1,4 +1,4 @@
-"""Generation: the interface of a sampler, the one that shares the engine's weights, and vLLM.
+"""Generation of samples: the sampler interface, the local sampler on the engine's weights, and vLLM.
 
 May import: ``state`` (exports), ``scoring``, ``model``.
 """

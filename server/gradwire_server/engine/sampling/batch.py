@@ -1,8 +1,8 @@
-"""The samples of one policy that go through the model together.
+"""Continuous batching of one policy's samples.
 
-A prompt goes through the model once, however many rows begin with it together. Rows join between two tokens and
-leave when they end, and the last ones take their places. A token is drawn by inverting the cumulative distribution at
-one uniform number, and those numbers belong to the sample: what it is batched with changes nothing but float rounding.
+A prompt shared by several rows of one prefill goes through the model once. Rows join between two tokens; when rows end,
+the last rows take their places. A token is drawn by inverting the cumulative distribution at one uniform number. These
+numbers belong to the sample, so batching with other samples changes only float rounding.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ logger = logging.getLogger(__name__)
 BoolArray = npt.NDArray[np.bool_]
 
 DRAWS = 64
-"""Uniform numbers of a row that are made at a time."""
+"""Uniform numbers generated per row at a time."""
 PREFILL_TOKENS = 1 << 14
-"""Of prompts in one forward, padding included; a longer prompt goes alone."""
+"""Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
 
 
 @dataclass
 class _Rows:
-    """The samples in progress, ``[R]`` of each thing."""
+    """The samples in progress as columns of ``[R]`` entries."""
 
     job: npt.NDArray[np.object_]
     row: IntArray
-    kind: IntArray  # of its job, among those that differ in what a token is drawn by
+    kind: IntArray  # index of the job's drawing parameters
     search: npt.NDArray[np.object_]  # StopSearch or None
     length: IntArray  # tokens in the cache
     count: IntArray  # tokens sampled
     limit: IntArray
-    last: IntArray  # the newest token, which is not in the cache yet
+    last: IntArray  # newest token, not in the cache yet
     seed: npt.NDArray[np.uint64]
     place: npt.NDArray[np.uint64]
     uniform: npt.NDArray[np.float64]  # [R, DRAWS]
@@ -66,14 +66,14 @@ class _Rows:
 
 
 class Batch:
-    """One policy's samples.
+    """The samples of one policy.
 
     Args:
-        policy: it.
-        slots: whether the model's keys and values can be kept in slots, which rows may join at any time.
-        cache_tokens: tokens of key-value cache, room for the tokens to come included.
-        rows: at a time.
-        uniforms: where random numbers come from.
+        policy: The policy.
+        slots: Whether the model's keys and values fit in slots, so that rows can join at any time.
+        cache_tokens: Maximum tokens of key-value cache, including room for tokens to come.
+        rows: Maximum rows at a time.
+        uniforms: Source of random numbers.
     """
 
     def __init__(self, policy: Policy, slots: bool, cache_tokens: int, rows: int, uniforms: Uniforms) -> None:
@@ -96,7 +96,7 @@ class Batch:
 
     @property
     def jobs(self) -> Sequence[LocalJob]:
-        """Those that are not done."""
+        """Unfinished jobs."""
         return self._jobs
 
     def add(self, job: LocalJob) -> None:
@@ -110,17 +110,17 @@ class Batch:
         self._keep(self._rows.job != job)
 
     def step(self) -> None:
-        """Prompts of newcomers, if there is room, and one token of every sample."""
+        """Prefill new rows if there is room, and add one token to every sample."""
         failure = None
         try:
             with torch.no_grad():
                 self._step()
-        except Exception as error:  # whoever waits for these samples hears of it
+        except Exception as error:  # reported by the jobs, to whoever waits for their samples
             if is_fatal(error):
                 raise
             failure = error
             if is_out_of_memory(error):
-                error.__traceback__ = None  # it keeps what was computed alive
+                error.__traceback__ = None  # it keeps the computed tensors alive
         if failure is not None:
             self._give_up(failure)
         self._jobs = [job for job in self._jobs if not job.done]
@@ -137,10 +137,10 @@ class Batch:
             self._draw(states, 0)
 
     def _give_up(self, failure: Exception) -> None:
-        """What the failure of a step makes of the samples.
+        """Handle the failure of a step.
 
-        Where memory ran out, everything begins again from its prompt, fewer at a time: the random numbers are the
-        same, and so are the samples. Anything else, and a single sample that does not fit, ends the jobs.
+        If memory ran out, all samples restart from their prompts with half as many rows at a time; the random numbers
+        are the same, and so are the samples. Any other error, or a single sample that does not fit, ends all jobs.
         """
         started = [*zip(self._rows.job, self._rows.row.tolist(), strict=True), *self._joining]
         self._joining = []
@@ -159,7 +159,7 @@ class Batch:
     # ---- joining ----
 
     def _admit(self) -> list[tuple[LocalJob, int]]:
-        """Who joins now: in order of arrival, as many as there is room for."""
+        """Choose the rows that join now: in order of arrival, as many as fit."""
         if not self._waiting or (len(self._rows) and not self._values.joins):
             return []
         admitted: list[tuple[LocalJob, int]] = []
@@ -224,7 +224,7 @@ class Batch:
         )
 
     def _kind(self, job: LocalJob) -> int:
-        """The number of what this job's tokens are drawn by; jobs that agree in it share it."""
+        """Index of a job's drawing parameters, shared by jobs with equal ones."""
         params = job.params
         key = (params.temperature, params.top_k, params.top_p, job.ends)
         if key not in self._numbers:
@@ -237,7 +237,7 @@ class Batch:
     # ---- drawing ----
 
     def _draw(self, states: Tensor, start: int) -> None:
-        """The next token of the rows from ``start`` on, whose states these are; those that end leave."""
+        """Draw the next token of the rows from ``start`` on, given their states, and remove rows that end."""
         rows = self._rows
         drawing = np.arange(start, len(rows))
         count = rows.count[start:]
@@ -273,7 +273,7 @@ class Batch:
         return uniform
 
     def _end(self, drawing: IntArray, by_token: BoolArray, at_limit: BoolArray) -> None:
-        """Hands over the samples that are whole."""
+        """Hand finished samples to their jobs."""
         rows = self._rows
         texts: dict[int, str | None] = {}
         if self._searching:
@@ -294,7 +294,7 @@ class Batch:
         self._keep(kept)
 
     def _keep(self, kept: BoolArray) -> None:
-        """Only these rows stay; the last of them take the places of the others."""
+        """Keep only these rows; the last of them move to the places of removed ones."""
         stay = int(kept.sum())
         if stay == len(kept):
             return

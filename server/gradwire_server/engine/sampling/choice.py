@@ -1,4 +1,4 @@
-"""Which sampler there is."""
+"""Choice of the sampler by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gradwire_server.engine.sampling.sampler import Sampler
 
 
 def make_sampler(name: str, pool: ModelPool) -> Sampler[Any]:
-    """The sampler of this name, ``"local"`` or ``"vllm"``.
+    """Make the sampler with this name, ``"local"`` or ``"vllm"``.
 
     Raises:
-        OperationError: UNSUPPORTED when vLLM is not installed.
+        OperationError: UNSUPPORTED if vLLM is not installed.
     """
     if name == "local":
         return LocalSampler()

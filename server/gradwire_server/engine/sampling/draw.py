@@ -1,4 +1,4 @@
-"""One token of each distribution, by inverting its cumulative function at a uniform number."""
+"""Drawing of tokens by inverting cumulative distributions at uniform numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from gradwire_server.engine.sampling.sampler import SamplingParams
 
 
 def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token of each distribution: ``[R, V]`` logits over the temperature, ``[R]`` uniform numbers in [0, 1).
+    """Draw one token from each distribution, given ``[R, V]`` logits over the temperature and ``[R]`` uniform numbers.
+
+    Args:
+        uniform: Numbers in [0, 1).
 
     Returns:
         ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution, before top-k and top-p.
@@ -42,21 +45,21 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
 
 
 class Uniforms:
-    """The uniform numbers of samples: each has a Philox stream (Salmon et al. 2011) of its own, by seed and place."""
+    """Uniform numbers of samples; each has its own Philox stream (Salmon et al. 2011), keyed by seed and place."""
 
-    _BLOCK = 4  # numbers that one value of the counter gives
+    _BLOCK = 4  # numbers per value of the counter
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._random = np.random.Generator(self._bits)
-        # Setting the state of one generator costs a twentieth of making another.
+        # Setting the state of a generator takes a twentieth of the time of making a new one.
         state: Any = self._bits.state
         self._state = state | {"buffer": (0, 0, 0, 0)}
 
     def numbers(
         self, seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64], start: int, count: int
     ) -> npt.NDArray[np.float64]:
-        """``[R, count]`` numbers in [0, 1) of ``R`` streams, from the ``start``-th on, which is a multiple of 4."""
+        """``[R, count]`` numbers in [0, 1) of ``R`` streams, from index ``start`` on, a multiple of 4."""
         inner = self._state["state"]
         inner["counter"] = (start // self._BLOCK, 0, 0, 0)
         self._state["buffer_pos"] = self._BLOCK

@@ -1,4 +1,4 @@
-"""A request of the local sampler: its prompts checked, its samples as they end."""
+"""A request to the local sampler: its checked prompts, and its samples as they end."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class LocalJob:
     """One request; its rows are its samples, prompt by prompt.
 
     Args:
-        policy: that samples.
-        prompts, params, tokenizer: see :meth:`.base.Sampler.begin`.
+        policy: The policy to sample from.
+        prompts, params, tokenizer: See :meth:`.sampler.Sampler.begin`.
 
     Attributes:
-        ends: tokens that end a sample.
-        limits: ``[R]`` tokens that each sample may have.
-        error: what ended it, if something did.
+        ends: Tokens that end a sample.
+        limits: ``[R]`` maximum tokens of each sample.
+        error: The error that ended the job, or None.
 
     Raises:
-        OperationError: for what is wrong with the request.
+        OperationError: The request is invalid.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LocalJob:
         return not self._left or self.error is not None
 
     def order(self) -> list[int]:
-        """Rows of similar prompts together, a prompt's samples side by side, longest first."""
+        """All rows, longest prompts first, with a prompt's samples side by side."""
         rows = range(len(self.limits))
         return sorted(rows, key=lambda row: (-len(self.prompt_of(row)), row))
 
@@ -73,11 +73,11 @@ class LocalJob:
         return self.prompts[row // self.params.n]
 
     def place_of(self, row: int) -> int:
-        """What names a row's random numbers, beside the seed."""
+        """Key of a row's random numbers, in addition to the seed."""
         return row // self.params.n << 32 | row % self.params.n
 
     def search(self) -> StopSearch | None:
-        """A search for the stop strings in one sample; None where there are none."""
+        """Make a search for the stop strings in one sample; None if there are none."""
         if not self.params.stop or self.tokenizer is None:
             return None
         return StopSearch(self.params.stop, self.tokenizer)
@@ -90,17 +90,17 @@ class LocalJob:
         by_token: bool,
         text: str | None,
     ) -> None:
-        """A row's sample is whole.
+        """Record a row's finished sample.
 
         Args:
-            by_token: it ended with one of :attr:`ends`.
-            text: what is before a stop string, where it ended with one.
+            by_token: It ended with one of :attr:`ends`.
+            text: The text before the stop string if it ended with one, else None.
         """
         self._left -= self._ended[row] is None
         self._ended[row] = _Ended(token_ids, logprobs, by_token, text)
 
     def samples(self) -> Samples:
-        """See :class:`.base.Job`."""
+        """See :class:`.sampler.Job`."""
         if self.error is not None:
             raise self.error
         ended = [row for row in self._ended if row is not None]
@@ -131,11 +131,11 @@ class LocalJob:
 
 
 class StopSearch:
-    """Looks for stop strings in a sample as it grows.
+    """Search for stop strings in a growing sample.
 
     Args:
-        stop: the strings.
-        tokenizer: from tokens to text.
+        stop: The strings.
+        tokenizer: Decodes tokens to text.
     """
 
     def __init__(self, stop: Sequence[str], tokenizer: TextTokenizer) -> None:
@@ -146,7 +146,7 @@ class StopSearch:
         self._text = ""
 
     def find(self, token: int) -> str | None:
-        """Takes the next token; the text before the first stop string once there is one."""
+        """Add the next token, and return the text before the first stop string once there is one, else None."""
         piece = self._stream.step(self._tokenizer, token)
         if not piece:
             return None

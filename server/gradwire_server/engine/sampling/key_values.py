@@ -1,8 +1,8 @@
 """Keys and values of the samples in progress.
 
-Legend: ``R`` samples (rows), ``P`` prompts, ``H`` hidden size. :class:`Slots` are preallocated and any row may come and
-go; they need a model all of whose layers attend to everything before. :class:`Together` takes any cache that
-transformers has, for rows that begin together.
+Legend: ``R`` samples (rows), ``P`` prompts, ``H`` hidden size. :class:`Slots` are preallocated, and rows may join and
+leave at any time; they need a model whose layers all attend to everything before. :class:`Together` uses any cache of
+transformers, for rows that begin at the same time.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ Prompt = Sequence[int]
 
 
 class KeyValues(Protocol):
-    """What a batch of rows keeps between two tokens."""
+    """The keys and values that a batch of rows keeps between two tokens."""
 
     joins: bool
-    """Whether rows may be added while others are under way."""
+    """Whether rows may be added while others are in progress."""
     longest: int
-    """No row will have more tokens than this."""
+    """Maximum tokens that any row will have."""
 
     def prefill(self, policy: Policy, prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
-        """Adds rows: ``spread [R]`` says which of the prompts each begins with. Gives ``[R, H]``, the states there."""
+        """Add rows, where ``spread [R]`` is each row's index in ``prompts``; returns its last state, ``[R, H]``."""
 
     def decode(self, policy: Policy, tokens: IntArray, positions: IntArray) -> Tensor:
-        """Adds a token to every row, ``[R]`` of each; gives the states there, ``[R, H]``."""
+        """Add a token to every row, given ``[R]`` tokens and positions; returns their states, ``[R, H]``."""
 
     def keep(self, rows: IntArray) -> None:
-        """Leaves only these rows, in this order: a row moves to the front or stays where it is."""
+        """Keep only these rows, in this order; each row moves towards the front or stays."""
 
 
 class _Places:
-    """Where the present step writes: row ``r`` at ``positions[r]``; what is before ``width`` is attended to."""
+    """Places that the current step writes: row ``r`` at ``positions[r]``; it attends to places below ``width``."""
 
     def __init__(self) -> None:
         self.width = 0
@@ -69,7 +69,7 @@ class _Places:
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's keys and values ``[slots, heads, width, size]``."""
+    """Keys and values of one layer, ``[slots, heads, width, size]``."""
 
     keys: Tensor
     values: Tensor
@@ -92,11 +92,11 @@ class SlotLayer(DynamicLayer):
         return self._places.width - 1
 
 
-leave_out(SlotLayer, "update")  # each step writes a token's keys to another place
+leave_out(SlotLayer, "update")  # each step writes a token's keys to a different place
 
 
 class Slots:
-    """A slot a row, filled from its left; the rows under way are in the first ones."""
+    """One slot per row, filled from the left; the rows in progress use the first slots."""
 
     joins = True
 
@@ -111,7 +111,7 @@ class Slots:
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         for place, prompt in enumerate(prompts):
             ids[place, : len(prompt)] = torch.as_tensor(prompt)
-        # Padding is on the right, where no real token sees it.
+        # Padding is on the right, where no real token attends to it.
         output = policy.split_model.trunk(input_ids=ids.to(policy.device), use_cache=True)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         new = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
@@ -135,7 +135,7 @@ class Slots:
         _, places = self._places.on(device)
         seen = torch.arange(width, device=device) <= places[:, None]
         if getattr(policy.model.config, "_attn_implementation", None) in _TAKE_BOOLS:
-            seen = seen[:, None, None]  # what transformers would make of it, after looking whether any is masked
+            seen = seen[:, None, None]  # transformers would build this too, after checking whether any is masked
         output = policy.split_model.trunk(
             input_ids=torch.from_numpy(tokens)[:, None].to(device, non_blocking=True),
             attention_mask=seen,
@@ -157,7 +157,7 @@ class Slots:
         self._rows = len(rows)
 
     def _reserve(self, rows: int, width: int, like: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Room for so many rows and tokens; it at least doubles where it grows, so that growing is rare."""
+        """Allocate room for so many rows and tokens; growth at least doubles it up to the limit, so that it is rare."""
         slots, room = (self._layers[0].keys.shape[0], self._layers[0].keys.shape[2]) if self._layers else (0, 0)
         if rows <= slots and width <= room:
             return
@@ -167,7 +167,7 @@ class Slots:
             room = min(max(width + _AHEAD, 2 * room), max(width, self.longest))
 
         def grown(old: Tensor | None, sample: Tensor) -> Tensor:
-            # Zeros: what is masked counts for nothing only if it is a number.
+            # Zeros, because masked entries must be finite to have no effect.
             new = sample.new_zeros(slots, sample.shape[1], room, sample.shape[3])
             if old is not None:
                 new[: self._rows, :, : old.shape[2]] = old[: self._rows]
@@ -181,12 +181,12 @@ class Slots:
             layer.values = grown(layer.values, layer.values)
 
 
-_TAKE_BOOLS = ("sdpa", "gradwire")  # attention implementations; the second is ours
-_AHEAD = 32  # tokens of room beyond a prompt, to begin with
+_TAKE_BOOLS = ("sdpa", "gradwire")  # attention implementations that take boolean masks; the second is our own
+_AHEAD = 32  # initial room in tokens beyond a prompt
 
 
 class Together:
-    """Rows that begin together, padded on the left, in the cache that the model itself makes."""
+    """Rows that begin at the same time, padded on the left, in the cache that the model itself makes."""
 
     joins = False
 
@@ -229,19 +229,19 @@ class Together:
         return state
 
     def keep(self, rows: IntArray) -> None:
-        kept = torch.from_numpy(rows)  # on the CPU: the cache may be spread over devices
+        kept = torch.from_numpy(rows)  # on the CPU, because the cache may be spread over devices
         self._cache.batch_select_indices(kept)
         self._mask = self._mask[kept]
 
 
 def _is_plain(layer: Any) -> bool:
-    """A layer that shares another's keys, say, is not."""
+    """Whether a layer is a plain one; one that shares another's keys, for example, is not."""
     return type(layer) is DynamicLayer and layer.keys is not None and layer.keys.ndim == 4
 
 
 @torch.no_grad()
 def fits_slots(policy: Policy) -> bool:
-    """Whether a model's own cache is plain keys and values, and slots in its place give the same states."""
+    """Whether a model's own cache has plain keys and values, and slots in its place give the same states."""
     trunk, facts = policy.split_model.trunk, policy.facts
     if facts.context_length < 4:
         return False

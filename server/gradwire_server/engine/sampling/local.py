@@ -1,4 +1,4 @@
-"""Continuous batching with the weights where they are: nothing is copied, and training goes on between two tokens."""
+"""Continuous batching on the engine's own weights: nothing is copied, and training continues between two tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
 
 
 class LocalSampler:
-    """Samples with the weights where they are. Each policy has a batch of its own; the batches take turns.
+    """Sample on the engine's own weights. Each policy has its own batch; the batches take turns.
 
     Args:
-        cache_tokens: tokens of key-value cache of a batch, room for those to come included.
-        logits_elements: entries of ``[R, V]`` at a time.
+        cache_tokens: Maximum tokens of a batch's key-value cache, including room for tokens to come.
+        logits_elements: Maximum entries of ``[R, V]`` at a time.
     """
 
     def __init__(self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25) -> None:
@@ -39,7 +39,7 @@ class LocalSampler:
         *,
         alone: bool = False,
     ) -> LocalJob:
-        """See :class:`.base.Sampler`."""
+        """See :class:`.sampler.Sampler`."""
         job = LocalJob(policy, prompts, params, tokenizer)
         key = (policy.split_model, policy.adapter, job if alone else None)
         if key not in self._batches:
@@ -49,7 +49,7 @@ class LocalSampler:
         return job
 
     def cancel(self, job: LocalJob) -> None:
-        """See :class:`.base.Sampler`."""
+        """See :class:`.sampler.Sampler`."""
         for key, batch in list(self._batches.items()):
             if job in batch.jobs:
                 batch.remove(job)
@@ -57,15 +57,15 @@ class LocalSampler:
                     del self._batches[key]
 
     def uses(self, policy: Policy) -> bool:
-        """See :class:`.base.Sampler`."""
+        """See :class:`.sampler.Sampler`."""
         return any(batch.policy is policy for batch in self._batches.values())
 
     def turn(self) -> Collection[LocalJob]:
-        """See :class:`.base.Sampler`."""
+        """See :class:`.sampler.Sampler`."""
         return next(iter(self._batches.values())).jobs if self._batches else ()
 
     def step(self) -> None:
-        """See :class:`.base.Sampler`."""
+        """See :class:`.sampler.Sampler`."""
         key = next(iter(self._batches))
         batch = self._batches.pop(key)
         batch.step()
@@ -79,7 +79,7 @@ class LocalSampler:
         params: SamplingParams,
         tokenizer: TextTokenizer | None = None,
     ) -> Samples:
-        """``params.n`` samples of each prompt, at once; see :class:`.base.Sampler`."""
+        """Generate ``params.n`` samples of each prompt and wait for them; see :meth:`.sampler.Sampler.begin`."""
         job = self.begin(policy, prompts, params, tokenizer, alone=True)
         while not job.done:
             self.step()

@@ -1,4 +1,4 @@
-"""What a sampler is: prompts in, samples with their log-probabilities out."""
+"""Interface of samplers: prompts in, samples with their log-probabilities out."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ MAX_SAMPLES = 1 << 16
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Parameters of sampling.
 
     Attributes:
-        max_tokens: tokens a sample, at most; fewer where the context ends first.
-        seed: the same seed, prompts and weights give the same samples. Each sample has random numbers of its own,
-            by its place in the request, so that what is computed together does not matter.
-        n: samples a prompt.
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: only that many of the most probable tokens; 0 is off.
-        top_p: only the most probable tokens that together reach this probability; 1 is off.
-        stop: strings; a sample ends with the token that completes one, its text before it.
-        stop_token_ids: tokens that end a sample, in addition to the model's own end tokens.
-        ignore_eos: the model's end tokens do not end a sample.
+        max_tokens: Maximum tokens per sample; fewer if the context ends first.
+        seed: Equal seeds, prompts and weights give equal samples. Each sample has its own random numbers, keyed by its
+            place in the request, so they do not depend on what is computed together.
+        n: Samples per prompt.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_k: Restrict to this many most probable tokens; 0 is off.
+        top_p: Restrict to the most probable tokens that together reach this probability; 1 is off.
+        stop: Stop strings; a sample ends with the token that completes one, and its text ends before it.
+        stop_token_ids: Tokens that end a sample, in addition to the model's own end tokens.
+        ignore_eos: Whether the model's end tokens do not end a sample.
     """
 
     max_tokens: int
@@ -50,7 +50,7 @@ class SamplingParams:
 
     @classmethod
     def from_call(cls, call: training_pb2.SampleCall, seed: int) -> SamplingParams:
-        """The parameters of a request, checked; ``seed`` where it gives none.
+        """Read and check the parameters of a request; ``seed`` is used if it has none.
 
         Raises:
             OperationError: INVALID_ARGUMENT, with the argument and its rule.
@@ -89,12 +89,12 @@ class Sample:
     """One sample.
 
     Attributes:
-        token_ids: what was sampled, the token that ended it included.
-        logprobs: of each token (nats), under the whole distribution at the sampling temperature (1 where that is 0):
-            not renormalised after top-k and top-p, and so equal to what ``compute_logprobs`` gives.
+        token_ids: The sampled tokens, including the one that ended it.
+        logprobs: Log-probability of each token (nats), under the whole distribution at the sampling temperature (1 if
+            that is 0): not renormalised after top-k and top-p, and thus equal to the result of ``compute_logprobs``.
         stop_reason: ``"eos"``, ``"stop"`` (a stop string or token) or ``"length"``.
-        text: without special tokens, without the token that ended it and before the stop string; None where the
-            model has no tokenizer.
+        text: Text without special tokens, without the token that ended it and before the stop string; None if the model
+            has no tokenizer.
     """
 
     token_ids: list[int]
@@ -105,7 +105,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Samples:
-    """All samples of a request, prompt by prompt.
+    """All samples of a request, prompt by prompt; see :class:`Sample`.
 
     Legend: ``P`` prompts, ``R`` samples, ``T`` tokens of all of them.
 
@@ -114,8 +114,8 @@ class Samples:
         lengths: ``[R]`` tokens of each sample, uint32.
         token_ids: ``[T]`` int32.
         logprobs: ``[T]`` float32.
-        stop_reasons: of each sample.
-        texts: of each sample, or None; see :class:`Sample` for all of these.
+        stop_reasons: Stop reason of each sample.
+        texts: Text of each sample, or None without a tokenizer.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -138,16 +138,16 @@ class Samples:
 
 
 class Job(Protocol):
-    """A request that a sampler works on."""
+    """A request in a sampler."""
 
     @property
     def done(self) -> bool: ...
 
     def samples(self) -> Samples:
-        """What came of it, once it is done.
+        """The samples of a finished job.
 
         Raises:
-            Exception: what ended it instead.
+            Exception: The error that ended the job.
         """
 
 
@@ -155,7 +155,7 @@ J = TypeVar("J", bound=Job)
 
 
 class Sampler(Protocol[J]):
-    """Something that generates with policies' weights: requests begin at any time, and steps bring all of them on."""
+    """Generates samples with policies' weights; requests begin at any time, and steps advance them."""
 
     def begin(
         self,
@@ -166,32 +166,31 @@ class Sampler(Protocol[J]):
         *,
         alone: bool = False,
     ) -> J:
-        """Takes a request: ``params.n`` samples of each prompt.
+        """Begin a request for ``params.n`` samples of each prompt.
 
-        The policy's weights must stay as they are until the job is done or cancelled.
+        The policy's weights must not change until the job is done or cancelled.
 
         Args:
-            prompts: token ids of each.
-            tokenizer: for texts and stop strings.
-            alone: compute with no other request's rows, so that the result is the same to the last bit whatever else
-                is asked for.
+            prompts: Token ids of each prompt.
+            tokenizer: Used for texts and stop strings.
+            alone: Compute without rows of other requests, so that results are bit-identical whatever else is requested.
 
         Raises:
             OperationError: INVALID_BATCH for a prompt, UNSUPPORTED for stop strings without a tokenizer.
         """
 
     def cancel(self, job: J) -> None:
-        """Forgets a job."""
+        """Cancel a job and drop its samples."""
 
     def uses(self, policy: Policy) -> bool:
-        """Whether a job of this policy is under way."""
+        """Whether a job of this policy is in progress."""
 
     def turn(self) -> Collection[J]:
-        """The jobs that the next :meth:`step` will bring on; none when all are done."""
+        """The jobs that the next :meth:`step` advances; empty if all are done."""
 
     def step(self) -> None:
-        """Brings the jobs whose turn it is on by a token or so. What fails is told by the jobs.
+        """Advance the jobs of :meth:`turn` by about one token. Other errors are reported by the jobs.
 
         Raises:
-            torch.AcceleratorError: when the device is lost.
+            torch.AcceleratorError: The device is lost.
         """

@@ -1,12 +1,13 @@
-"""Sampling by vLLM, for a GPU box: ``gradwire serve --sampler vllm``, with ``gradwire[vllm]`` installed.
+"""Sampling with vLLM on a GPU: ``gradwire serve --sampler vllm``, with ``gradwire[vllm]`` installed.
 
-One ``vllm.LLMEngine`` a base model, in this process. A LoRA run's adapter is pushed to it when a sample is asked for
-and its weights have changed since the last push, by way of a folder in memory (``/dev/shm``). What vLLM cannot do with
-the same meaning is left to the local sampler: runs that train all weights, ranks above ``max_rank``, requests that are
-to be computed alone, and top-k and top-p, under which vLLM's log-probabilities are of the distribution that was cut.
+Each base model has one ``vllm.LLMEngine`` in this process. A LoRA run's adapter is pushed to it when a sample is
+requested and the weights have changed since the last push, through a folder in memory (``/dev/shm``). The local sampler
+takes what vLLM cannot do with the same meaning: runs that train all weights, ranks above ``max_rank``, requests to be
+computed alone, and top-k and top-p, for which vLLM returns log-probabilities of the truncated distribution.
 
-Written against the documented interface of vLLM >= 0.11 and tested with a stand-in of it. It has not run with the real
-vLLM: that needs a GPU, and there was none. The random numbers are vLLM's own, so a seed gives other samples here.
+This is written against the documented interface of vLLM >= 0.11 and tested with a stand-in for it. It has not run with
+the real vLLM, which needs a GPU. The random numbers are vLLM's own, so a seed gives other samples than the local
+sampler's.
 """
 
 from __future__ import annotations
@@ -41,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 
 class VllmSampler:
-    """See the module; :class:`.base.Sampler` for its methods.
+    """Sampler that uses vLLM; see the module, and :class:`.sampler.Sampler` for its methods.
 
     Args:
-        host: whose base models it serves.
-        max_rank: of adapters.
-        max_adapters: that are in one batch of vLLM's at once.
-        memory_share: of the GPU's memory, for each base model: vLLM takes it once and for all.
+        pool: The base models.
+        max_rank: Maximum rank of adapters.
+        max_adapters: Maximum number of adapters in one batch of vLLM.
+        memory_share: Share of the GPU's memory, from 0 to 1, that vLLM reserves permanently for each base model.
 
     Raises:
-        OperationError: UNSUPPORTED when vLLM is not installed.
+        OperationError: UNSUPPORTED if vLLM is not installed.
     """
 
     def __init__(
         self, pool: ModelPool, *, max_rank: int = 64, max_adapters: int = 8, memory_share: float = 0.35
     ) -> None:
-        # In this process, so that it ends with it and steps when it is told to.
+        # In this process, so that vLLM ends with it and runs only when stepped.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         try:
             self._vllm: Any = importlib.import_module("vllm")
@@ -84,7 +85,7 @@ class VllmSampler:
         if alone or not self._can(policy, params):
             return self._local.begin(policy, prompts, params, tokenizer, alone=alone)
         job = LocalJob(policy, prompts, params, tokenizer)
-        with preserved_rng():  # it is a run's, and vLLM seeds torch's generators
+        with preserved_rng():  # vLLM seeds torch's global generators, which hold the run's state here
             served = self._of(policy, has_tokenizer=tokenizer is not None)
             adapter = served.push(policy) if isinstance(policy, LoraPolicy) else None
             served.add(job, policy, adapter)
@@ -109,10 +110,10 @@ class VllmSampler:
             self._local.step()
             return
         served.step()
-        self._served[served.model] = self._served.pop(served.model)  # behind the others
+        self._served[served.model] = self._served.pop(served.model)  # to the end of the order
 
     def _next(self) -> _Served | None:
-        """Whose turn it is; None for the local sampler."""
+        """The vLLM engine that steps next; None for the local sampler."""
         if self._locals_turn and self._local.turn():
             return None
         return next((served for served in self._served.values() if served.jobs), None)
@@ -137,7 +138,7 @@ class VllmSampler:
                 max_lora_rank=self._max_rank,
                 max_loras=self._max_adapters,
                 gpu_memory_utilization=self._memory_share,
-                logprobs_mode="processed_logprobs",  # at the sampling's temperature, as ours are
+                logprobs_mode="processed_logprobs",  # at the sampling temperature, as in the local sampler
                 trust_remote_code=False,
                 disable_log_stats=True,
             )
@@ -147,14 +148,14 @@ class VllmSampler:
 
 
 class _Served:
-    """One base model's vLLM."""
+    """One base model's vLLM engine."""
 
     def __init__(self, model: str, engine: Any, lora: Any, sampling: Any) -> None:
         self.model = model
         self._engine, self._lora, self._sampling = engine, lora, sampling
         self._folder = _folder_in_memory()
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._requests: dict[str, tuple[LocalJob, int]] = {}  # and the number of the prompt
+        self._requests: dict[str, tuple[LocalJob, int]] = {}  # request id -> job and prompt's index
         self._policies: dict[LocalJob, Policy] = {}
         self._pushed: dict[str, tuple[tuple[object, ...], Any]] = {}
         self._ids = itertools.count(1)
@@ -167,13 +168,13 @@ class _Served:
         return any(used is policy for used in self._policies.values())
 
     def push(self, policy: LoraPolicy) -> Any:
-        """vLLM's name for an adapter with the weights that it has now."""
+        """Push an adapter's current weights if they have changed; returns vLLM's request object for it."""
         weights = policy.state_tensors()
-        version = (id(policy), *(tensor._version for tensor in weights.values()))  # counts changes in place
+        version = (id(policy), *(tensor._version for tensor in weights.values()))  # _version counts in-place changes
         known = self._pushed.get(policy.adapter)
         if known is not None and known[0] == version:
             return known[1]
-        # Under another number, lest what vLLM keeps of prompts by the old weights be taken for the new ones'.
+        # A new number, because vLLM's prefix cache of the old weights must not be used with the new ones.
         number = next(self._ids)
         folder = self._folder / str(number)
         folder.mkdir()
@@ -213,7 +214,7 @@ class _Served:
     def step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:  # whoever waits for these samples hears of it
+        except Exception as error:  # reported by the jobs, to whoever waits for their samples
             if is_fatal(error):
                 raise
             for job in list(self._policies):
@@ -247,7 +248,7 @@ class _Served:
 
 
 def _folder_in_memory() -> Path:
-    """A new folder, in memory where there is such a place; those of processes that are gone are removed."""
+    """Make a folder, in memory if possible, and remove those of processes that have ended."""
     place = Path("/dev/shm")
     if not place.is_dir():
         return Path(tempfile.mkdtemp(prefix="gradwire-adapters-"))
@@ -265,6 +266,6 @@ def _rank(policy: LoraPolicy) -> int:
 
 
 def _seed(seed: int, prompt: int) -> int:
-    """Of a prompt of a request; vLLM gives its samples this number and those behind it."""
+    """Seed of one prompt of a request; vLLM gives its samples this number and the following ones."""
     digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -44,7 +44,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
+    """Compute attention: ``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
 
     Raises:
         NotImplementedError: The model asks for something other than causal attention within a window.

@@ -17,7 +17,7 @@ from gradwire_server.engine.model.packing import Bucket, Layout
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``; differentiable."""
+    """Differentiable attention in blocks: ``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``."""
     attended: Tensor = _Blocks.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return attended
 
@@ -80,17 +80,17 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _by_token(heads: Tensor) -> Tensor:
-    """``[1, H, M, D] -> [M, H, D]``, contiguous; a view where a projection's output is one."""
+    """Order by token: ``[1, H, M, D] -> [M, H, D]``, contiguous; a view if the memory is already in this order."""
     return heads[0].transpose(0, 1).contiguous()
 
 
 def _heads(by_token: Tensor) -> Tensor:
-    """``[M, H, D] -> [1, H, M, D]``."""
+    """Order by head: ``[M, H, D] -> [1, H, M, D]``."""
     return by_token.transpose(0, 1)[None]
 
 
 def repeated(by_token: Tensor, groups: int) -> Tensor:
-    """``[M, K, D] -> [M, K * groups, D]``: repeat each key or value head for the query heads that share it."""
+    """Repeat each key or value head for the query heads that share it: ``[M, K, D] -> [M, K * groups, D]``."""
     return by_token if groups == 1 else by_token.repeat_interleave(groups, dim=1)
 
 
@@ -101,7 +101,7 @@ def _summed(by_token: Tensor, groups: int) -> Tensor:
 
 
 def _take(by_token: Tensor, bucket: Bucket, *, only_real: bool = False) -> Tensor:
-    """``[M, H, D] -> [rows, H, width, D]``; with ``only_real``, repeated tokens are zero."""
+    """Gather a bucket: ``[M, H, D] -> [rows, H, width, D]``; with ``only_real``, repeated tokens are zero."""
     count = bucket.rows * bucket.width
     if bucket.start is not None:
         taken = by_token[bucket.start : bucket.start + count]

@@ -21,7 +21,7 @@ from gradwire_server.engine.model.packing import Layout, lay_out
 logger = logging.getLogger(__name__)
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Layout, float, int | None], Tensor]
-"""``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""
+"""Kernel: ``(query [H, M, D], key [K, M, D], value [K, M, D], layout, scale, window) -> [M, H, D]``."""
 
 
 @cache
@@ -97,7 +97,7 @@ def _varlen_arguments(
 def one_by_one(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None, dropout: float
 ) -> Tensor:
-    """``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``: one call of SDPA per segment."""
+    """Attention by one SDPA call per segment: ``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
     lengths = [segment.length for segment in layout.segments]

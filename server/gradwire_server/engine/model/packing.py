@@ -173,7 +173,7 @@ def arrange(packing: Packing, input_ids: Tensor, lengths: Tensor, group_sizes: T
 
 
 def pad(input_ids: Tensor, lengths: Tensor) -> Padded:
-    """``[N], [S]`` -> rows as wide as the longest sequence."""
+    """Pad ``[N]`` tokens of sequences of ``[S]`` lengths to rows as wide as the longest."""
     width = int(lengths.max())
     starts = lengths.cumsum(0) - lengths
     sequences = segment_ids(lengths)

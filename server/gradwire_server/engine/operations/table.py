@@ -45,7 +45,7 @@ def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns
     try:
         with execution.span():
             outcome = _handled(context, execution.run, asked, columns)
-    except Exception as error:  # the boundary: the operation's result says what went wrong
+    except Exception as error:  # the boundary: the error becomes the operation's result
         return execution.failed(error)
     return execution.succeeded(outcome)
 

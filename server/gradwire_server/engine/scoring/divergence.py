@@ -115,6 +115,6 @@ def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """``[C, V], [C, V] -> [C]`` from log-probabilities."""
+    """Kullback-Leibler divergence from log-probabilities: ``[C, V], [C, V] -> [C]``."""
     divergence: Tensor = torch.linalg.vecdot(first.exp(), first - second)
     return divergence

@@ -261,7 +261,7 @@ class HeadProduct:
         self.weight = weight if self.mixed else weight.to(self.dtype)
 
     def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:
-        """``[C, H] -> [C, V]``."""
+        """Product with the transposed weight: ``[C, H] -> [C, V]``."""
         if self.mixed:
             return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
         if place is None:
@@ -269,13 +269,13 @@ class HeadProduct:
         return torch.mm(states.to(self.dtype), self.weight.T, out=place)
 
     def by_weight(self, grad: Tensor) -> Tensor:
-        """``[C, V] -> [C, H]``."""
+        """Product with the weight: ``[C, V] -> [C, H]``."""
         if self.mixed:
             return torch.mm(grad.to(self.weight.dtype), self.weight, out_dtype=self.dtype)
         return grad @ self.weight
 
     def add_outer(self, total: Tensor, grad: Tensor, states: Tensor) -> None:
-        """``total [V, H] += grad^T [V, C] states [C, H]``."""
+        """Add the weight's gradient: ``total [V, H] += grad^T [V, C] states [C, H]``."""
         if self.mixed:
             low = self.weight.dtype
             total += torch.mm(grad.to(low).T, states.to(low), out_dtype=self.dtype)

@@ -173,8 +173,11 @@ class GradientAccumulator:
         self._counts.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64; ``"||"`` ->
-        the number of operations."""
+        """The accumulation as tensors.
+
+        ``"loss|unit|parameter"`` -> the sum itself, not a copy; ``"loss|unit|"`` -> its count, float64; ``"||"`` -> the
+        number of operations. Empty if nothing is accumulated.
+        """
         if self.empty:
             return {}
         state = {

@@ -109,7 +109,7 @@ class Optimizer:
         return StepOutcome(norm, accumulator.num_operations, skipped=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """``"moment|parameter"`` -> the moment itself, not a copy; empty before the first step."""
+        """Moments as ``"moment|parameter"`` -> the tensor itself, not a copy; empty before the first step."""
         if self._adamw is None:
             return {}
         return {

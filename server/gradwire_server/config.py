@@ -1,9 +1,14 @@
-"""The server's settings: what `gradwire serve` was asked for, checked."""
+"""The settings of a server and of its engine, each declared once.
+
+A field's name is its key in a YAML file, its environment variable with `GRADWIRE_` before it, and its flag of `gradwire
+serve` with dashes (flags that repeat are singular: `--model` adds to `models`). The flags, their help and defaults are
+made from the fields (:mod:`gradwire_server.cli.settings`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -48,82 +53,167 @@ class Limits(BaseModel):
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 
-class ServerConfig(BaseModel):
-    """Everything that `gradwire serve` needs to know."""
+def setting(default: Any, description: str, *, subject: str, **bounds: Any) -> Any:
+    """A field of the settings.
+
+    Args:
+        default: checked like any other value.
+        description: the flag's help.
+        subject: the heading under which `gradwire serve --help` lists the flag.
+        bounds: of pydantic's `Field`, as ``ge``.
+    """
+    return Field(default=default, validate_default=True, description=description,
+                 json_schema_extra={"subject": subject}, **bounds)  # fmt: skip
+
+
+MODELS, COMPUTE, DURABILITY = "Models and losses", "Compute and memory", "State and durability"
+NETWORK, OBSERVABILITY = "Network and access", "Observability"
+
+
+class EngineSettings(BaseModel):
+    """The settings of the engine's process, which gets them as one JSON document."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    address: str = "127.0.0.1:50051"
-    state_dir: Path
-    models: dict[str, str] = Field(description="model name -> path or Hugging Face name")
-    allowed_models: dict[str, str] = Field(
-        default={}, description="more of them, which are read when a client first names them and not at the start"
+    models: dict[str, str] = setting({}, "Hugging Face name, folder, or NAME=FOLDER; repeat for more.", subject=MODELS)
+    allow_models: dict[str, str] = setting(
+        {}, "A model that is loaded when a client first names it; as --model; repeat.", subject=MODELS
     )
-    losses: tuple[Path, ...] = ()
-    durability: Literal["journal", "checkpoint"] = "journal"
-    device: str = ""
-    dtype: Literal["", "float32", "bfloat16", "mixed", "float64"] = ""
-    compile: bool = False
-    sampler: Literal["local", "vllm"] = Field(
-        default="local", description="what generates; vllm wants a GPU and gradwire[vllm], and takes LoRA runs"
+    losses: tuple[Path, ...] = setting((), "A Python file that registers losses; repeat for more.", subject=MODELS)
+    state_dir: Path = setting(
+        Path("gradwire-state"), "Folder of runs, checkpoints and the journal.", subject=DURABILITY
     )
-    group_runs: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="small batches of several LoRA runs on one base go through it at once; auto: on a GPU",
+    device: str = setting("", "cpu, cuda, cuda:1; the best there is when absent.", subject=COMPUTE)
+    dtype: Literal["float32", "bfloat16", "mixed", "float64"] | None = setting(
+        None,
+        "float32; bfloat16, trained with float32 masters, as on a GPU when absent; mixed: bfloat16 arithmetic over "
+        "float32 weights.",
+        subject=COMPUTE,
     )
-    microbatch_tokens: int | None = Field(default=None, ge=1)
-    activation_budget_gib: float | None = Field(default=None, gt=0)
-    reference_cache_gib: float | None = Field(default=None, gt=0)
-    threads: int | None = Field(default=None, ge=1)
-    grace_s: float = Field(default=20.0, ge=0, description="how long a shutdown waits for the operation that runs")
-    payload_memory_bytes: int = Field(
-        default=256 << 20, ge=0, description="queued payloads kept in memory, too, not only on disk"
+    compile: bool = setting(
+        False, "torch.compile the models' layers: minutes at first, faster steps then.", subject=COMPUTE
     )
-    checkpoint_every_steps: int = Field(
-        default=100, ge=0, description="the server saves a run by itself after so many optimizer steps; 0 for never"
+    sampler: Literal["local", "vllm"] = setting(
+        "local", "What generates: the engine itself, or vLLM for LoRA runs (gradwire[vllm], a GPU).", subject=COMPUTE
     )
-    checkpoint_every_bytes: int = Field(
-        default=1 << 30, ge=0, description="and after payloads of this size, whichever comes first; 0 for never"
+    group_runs: Literal["auto", "on", "off"] = setting(
+        "auto", "Small batches of several LoRA runs on one base at once; auto: on a GPU.", subject=COMPUTE
     )
-    result_retention_s: float = Field(
-        default=7 * 24 * 3600.0, gt=0, description="how long a result that nobody acknowledges is kept"
+    microbatch_tokens: int | None = setting(None, "Tokens of one micro-batch.", subject=COMPUTE, ge=1)
+    activation_budget_gib: float | None = setting(
+        None, "GiB for kept graphs.", subject=COMPUTE, gt=0, allow_inf_nan=False
     )
-    metrics_address: str = Field(default="", description="HOST:PORT of Prometheus metrics; loopback without HOST")
-    metrics_runs: bool = Field(default=False, description="runs are labels of the metrics of training")
-    traces: str = Field(default="", description="OTLP endpoint of OpenTelemetry traces")
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    log_format: Literal["text", "json"] = "text"
-    heartbeat_stale_s: float = Field(default=STALE_S, gt=0, description="an engine silent for so long is not ready")
-    insecure_bind: bool = False
-    tls_cert: Path | None = Field(default=None, description="PEM file: the server's certificate and its chain")
-    tls_key: Path | None = Field(default=None, description="PEM file: its key")
-    tls_client_ca: Path | None = Field(default=None, description="PEM file: who signs the clients that may connect")
-    limits: Limits = Limits()
+    reference_cache_gib: float = setting(8.0, "GiB for reference models.", subject=COMPUTE, gt=0, allow_inf_nan=False)
+    threads: int | None = setting(None, "CPU threads of the engine.", subject=COMPUTE, ge=1)
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "warning", "info has a line an operation.", subject=OBSERVABILITY
+    )
+    log_format: Literal["text", "json"] = setting("text", "json: an object a line.", subject=OBSERVABILITY)
+    traces: str = setting("", "OTLP/gRPC endpoint of OpenTelemetry traces; off when absent.", subject=OBSERVABILITY)
+
+    @field_validator("models", "allow_models", mode="before")
+    @classmethod
+    def _named(cls, given: object) -> object:
+        """A mapping of names to folders stays; a list, or text with commas, is named by :func:`parse_model`."""
+        if not isinstance(given, str | list | tuple):
+            return given
+        named: dict[str, str] = {}
+        for text in _split(given):
+            name, path = parse_model(str(text))
+            if named.setdefault(name, path) != path:
+                raise ValueError(f"two models are named {name!r}: give one of them another name with NAME=FOLDER")
+        return named
+
+    @field_validator("losses", mode="before")
+    @classmethod
+    def _files(cls, given: object) -> object:
+        return _split(given) if isinstance(given, str) else given
+
+    @field_validator("losses")
+    @classmethod
+    def _absolute_losses(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(map(_absolute, files))
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute_folder(cls, folder: Path) -> Path:
+        return _absolute(folder)
+
+    @field_validator("group_runs", mode="before")
+    @classmethod
+    def _on_or_off(cls, given: object) -> object:
+        """YAML reads a bare ``on`` as true."""
+        return {True: "on", False: "off"}[given] if isinstance(given, bool) else given
+
+
+class ServerConfig(EngineSettings):
+    """The settings of a server: those of its engine and its own."""
+
+    address: str = setting("127.0.0.1:50051", "HOST:PORT; port 0 picks a free one.", subject=NETWORK)
+    insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
+    tls_cert: Path | None = setting(None, "PEM file with the certificate; speaks TLS.", subject=NETWORK)
+    tls_key: Path | None = setting(None, "PEM file with its key.", subject=NETWORK)
+    tls_client_ca: Path | None = setting(
+        None, "PEM file; only clients whose certificate it signed may connect.", subject=NETWORK
+    )
+    limits: Limits = setting(Limits(), "NAME=VALUE of a limit (see `gradwire status`); repeat.", subject=NETWORK)
+    durability: Literal["journal", "checkpoint"] = setting(
+        "journal", "journal: replay after a crash. checkpoint: go back to the last one.", subject=DURABILITY
+    )
+    checkpoint_every_steps: int = setting(
+        100, "Optimizer steps after which the server saves a run by itself; 0 for never.", subject=DURABILITY, ge=0
+    )
+    checkpoint_every_mib: float = setting(
+        1024.0,
+        "And MiB of submitted batches after which it does, whichever comes first; 0 for never.",
+        subject=DURABILITY,
+        ge=0,
+        allow_inf_nan=False,
+    )
+    keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
+    grace: float = setting(20.0, "Seconds that a shutdown waits for the operation that runs.", subject=DURABILITY, ge=0)
+    heartbeat_timeout: float = setting(
+        STALE_S,
+        "Seconds of silence after which the engine is not ready (grpc.health.v1).",
+        subject=OBSERVABILITY,
+        gt=0,
+    )
+    metrics_address: str = setting(
+        "", "HOST:PORT of Prometheus metrics; a PORT alone is on loopback; off when absent.", subject=OBSERVABILITY
+    )
+    metrics_runs: bool = setting(
+        False, "Label the metrics of training with the run, for 100 runs at most.", subject=OBSERVABILITY
+    )
 
     @field_validator("address")
     @classmethod
     def _host_and_port(cls, address: str) -> str:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"address must be HOST:PORT, not {address!r}")
+            raise ValueError(f"the address must be HOST:PORT, not {address!r}")
         return address
 
-    @field_validator("metrics_address")
+    @field_validator("tls_cert", "tls_key", "tls_client_ca")
     @classmethod
-    def _on_loopback_unless_stated(cls, address: str) -> str:
+    def _absolute_papers(cls, file: Path | None) -> Path | None:
+        return file if file is None else _absolute(file)
+
+    @field_validator("metrics_address", mode="before")
+    @classmethod
+    def _on_loopback_unless_stated(cls, given: object) -> object:
+        address = str(given) if type(given) is int else given  # YAML reads a port alone as a number
+        if not isinstance(address, str) or not address:
+            return address
         host, _, port = address.rpartition(":")
-        if not address:
-            return ""
         if not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"metrics_address must be HOST:PORT or PORT, not {address!r}")
+            raise ValueError(f"the address must be HOST:PORT or PORT, not {address!r}")
         return f"{host or '127.0.0.1'}:{port}"
 
-    @field_validator("models")
-    @classmethod
-    def _some_model(cls, models: dict[str, str]) -> dict[str, str]:
-        if not models:
-            raise ValueError("name at least one model: --model NAME_OR_PATH")
-        return models
+    @model_validator(mode="after")
+    def _some_model(self) -> ServerConfig:
+        if not self.models:
+            raise ValueError("name at least one model: --model NAME_OR_FOLDER, or `models` in a file of settings")
+        return self
 
     @model_validator(mode="after")
     def _whole_tls(self) -> ServerConfig:
@@ -134,14 +224,28 @@ class ServerConfig(BaseModel):
         return self
 
     @property
+    def engine(self) -> EngineSettings:
+        """The engine's part."""
+        return EngineSettings.model_validate({name: getattr(self, name) for name in EngineSettings.model_fields})
+
+    @property
     def all_models(self) -> dict[str, str]:
-        """Whatever a client may name."""
-        return self.allowed_models | self.models
+        """The models that a client may name."""
+        return self.allow_models | self.models
 
     @property
     def loopback(self) -> bool:
         host = self.address.rpartition(":")[0].strip("[]")
         return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().resolve()
+
+
+def _split(given: str | list[Any] | tuple[Any, ...]) -> list[Any]:
+    """The entries of a list, or of a text that separates them with commas."""
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
 
 
 def parse_model(text: str) -> tuple[str, str]:

@@ -175,7 +175,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(small_disk: Path) -> None:
     config = ServerConfig(
-        address="127.0.0.1:0", state_dir=small_disk / "state", models={"tiny": "x"}, grace_s=2,
+        address="127.0.0.1:0", state_dir=small_disk / "state", models={"tiny": "x"}, grace=2,
         checkpoint_every_steps=0,
     )  # fmt: skip
     import grpc

@@ -18,6 +18,7 @@ from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.config import EngineSettings
 from gradwire_server.engine_link.frames import EngineLink
 
 if TYPE_CHECKING:
@@ -152,13 +153,13 @@ class EngineProcess(Driver):
         hello: what it said first.
     """
 
-    def __init__(self, models: Mapping[str, Path], state_dir: Path, *flags: str) -> None:
+    def __init__(self, models: Mapping[str, Path], state_dir: Path) -> None:
         super().__init__()
         ours, theirs = socket.socketpair()
+        folders = {name: str(path) for name, path in models.items()}
+        settings = EngineSettings(models=folders, state_dir=state_dir, device="cpu", threads=1)
         words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(theirs.fileno())]
-        words += ["--state-dir", str(state_dir), "--device", "cpu", "--threads", "1", *flags]
-        for name, path in models.items():
-            words += ["--model", f"{name}={path}"]
+        words += ["--settings", settings.model_dump_json()]
         self.process = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=os.environ | {"HF_HUB_OFFLINE": "1"})
         theirs.close()
         self.link = EngineLink(ours)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from gradwire_server.config import Limits, ServerConfig, parse_model
-from gradwire_server.engine_link.vitals import STALE_S
+from gradwire_server.cli.settings import load, misspelled_variables, with_settings
+from gradwire_server.cli.settings_file import SettingsError
+from gradwire_server.config import ServerConfig
 from gradwire_server.observability import logs
 
 if TYPE_CHECKING:
@@ -26,145 +25,41 @@ console = Console(stderr=True, soft_wrap=True)
 PARENT_CHECK_S = 0.5
 
 
-class Durability(StrEnum):
-    """The choices of --durability."""
-
-    JOURNAL = "journal"
-    CHECKPOINT = "checkpoint"
-
-
-class Sampler(StrEnum):
-    """The choices of --sampler."""
-
-    LOCAL = "local"
-    VLLM = "vllm"
-
-
-class GroupRuns(StrEnum):
-    """The choices of --group-runs."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class LogLevel(StrEnum):
-    """The choices of --log-level."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(StrEnum):
-    """The choices of --log-format."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
+@with_settings
 def serve(
-    model: Annotated[list[str], typer.Option(help="Hugging Face name, folder, or NAME=FOLDER; repeat for more.")],
-    allow_model: Annotated[
-        list[str] | None, typer.Option(help="One that is read when a client first names it; as --model; repeat.")
+    flags: dict[str, Any],
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.", metavar="FILE")] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Gets the address once the server listens.", rich_help_panel="Process")
     ] = None,
-    state_dir: Annotated[Path, typer.Option(help="Where runs, checkpoints and the journal live.")] = Path(
-        "gradwire-state"
-    ),
-    address: Annotated[str, typer.Option(help="HOST:PORT; port 0 picks a free one.")] = "127.0.0.1:50051",
-    losses: Annotated[
-        list[Path] | None, typer.Option(help="A Python file that registers losses; repeat for more.")
-    ] = None,
-    durability: Annotated[
-        Durability, typer.Option(help="journal: replay after a crash. checkpoint: go back to the last one.")
-    ] = Durability.JOURNAL,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; the best there is when absent.")] = "",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float32; bfloat16, trained with float32 masters, as on a GPU when absent; mixed: bfloat16 arithmetic "
-            "over float32 weights."
-        ),
-    ] = "",
-    compile: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the models' layers: minutes at first, faster steps then.")
+    die_with_parent: Annotated[
+        bool, typer.Option(help="Stop when the process that started this one ends.", rich_help_panel="Process")
     ] = False,
-    sampler: Annotated[
-        Sampler, typer.Option(help="What generates: the engine itself, or vLLM for LoRA runs (gradwire[vllm], a GPU).")
-    ] = Sampler.LOCAL,
-    group_runs: Annotated[
-        GroupRuns, typer.Option(help="Small batches of several LoRA runs on one base at once; auto: on a GPU.")
-    ] = GroupRuns.AUTO,
-    microbatch_tokens: Annotated[int | None, typer.Option(help="Tokens of one micro-batch.")] = None,
-    activation_budget_gib: Annotated[float | None, typer.Option(help="Memory for kept graphs.")] = None,
-    reference_cache_gib: Annotated[float | None, typer.Option(help="Memory for reference models.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
-    checkpoint_every_steps: Annotated[
-        int, typer.Option(help="Optimizer steps after which the server saves a run by itself; 0 for never.")
-    ] = 100,
-    checkpoint_every_mib: Annotated[
-        float, typer.Option(help="And MiB of submitted batches after which it does, whichever comes first.")
-    ] = 1024.0,
-    keep_results_hours: Annotated[float, typer.Option(help="How long a result waits to be fetched.")] = 168.0,
-    grace: Annotated[float, typer.Option(help="Seconds that a shutdown waits for the operation that runs.")] = 20.0,
-    limit: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of a limit (see `gradwire status`); repeat.")
+    parent_pid: Annotated[
+        int | None, typer.Option(help="Stop when this is no longer the parent process.", rich_help_panel="Process")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file with the certificate; speaks TLS.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="PEM file; only clients whose certificate it signed may connect.")
-    ] = None,
-    insecure_bind: Annotated[bool, typer.Option(help="Listen beyond loopback without keys.")] = False,
-    ready_file: Annotated[Path | None, typer.Option(help="Gets the address once the server listens.")] = None,
-    die_with_parent: Annotated[bool, typer.Option(help="Stop when the process that started this one ends.")] = False,
-    parent_pid: Annotated[int | None, typer.Option(help="Stop when this is no longer the parent process.")] = None,
-    heartbeat_timeout: Annotated[
-        float, typer.Option(help="Seconds of silence after which the engine is not ready (grpc.health.v1).")
-    ] = STALE_S,
-    metrics_address: Annotated[
-        str, typer.Option(help="HOST:PORT of Prometheus metrics; a PORT alone is on loopback; off when absent.")
-    ] = "",
-    metrics_runs: Annotated[
-        bool, typer.Option("--metrics-runs", help="Label the metrics of training with the run, for 100 runs at most.")
-    ] = False,
-    traces: Annotated[str, typer.Option(help="OTLP/gRPC endpoint of OpenTelemetry traces; off when absent.")] = "",
-    log_level: Annotated[LogLevel, typer.Option(help="info has a line an operation.")] = LogLevel.WARNING,
-    log_format: Annotated[LogFormat, typer.Option(help="json: an object a line.")] = LogFormat.TEXT,
 ) -> None:
-    """Holds models and serves training runs."""
+    """Holds models and serves training runs.
+
+    Each setting is a flag (--state-dir), an environment variable (GRADWIRE_STATE_DIR) or a line of the YAML file that
+    --config names (state_dir: FOLDER). Flags take precedence over the environment, the environment over the file, the
+    file over the defaults.
+
+    Flags that repeat are plural in the environment and the file: models, allow_models and losses, separated by commas
+    in the environment, and limits (GRADWIRE_LIMITS__MAX_ROWS). What is under Process has a flag only.
+    """
     try:
-        config = ServerConfig(
-            address=address, state_dir=state_dir.expanduser().resolve(), models=dict(map(parse_model, model)),
-            allowed_models=dict(map(parse_model, allow_model or ())),
-            losses=tuple(path.expanduser().resolve() for path in losses or ()), durability=durability.value,
-            device=device, dtype=dtype,  # type: ignore[arg-type]  # checked by the model
-            compile=compile, sampler=sampler.value, group_runs=group_runs.value, microbatch_tokens=microbatch_tokens,
-            activation_budget_gib=activation_budget_gib, reference_cache_gib=reference_cache_gib, threads=threads,
-            grace_s=grace, checkpoint_every_steps=checkpoint_every_steps,
-            checkpoint_every_bytes=int(checkpoint_every_mib * (1 << 20)),
-            result_retention_s=keep_results_hours * 3600,
-            tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca,
-            metrics_address=metrics_address, metrics_runs=metrics_runs, traces=traces,
-            log_level=log_level.value, log_format=log_format.value, heartbeat_stale_s=heartbeat_timeout,
-            insecure_bind=insecure_bind, limits=Limits.model_validate(dict(map(_limit, limit or ()))),
-        )  # fmt: skip
-    except ValidationError as error:
-        for problem in error.errors():
-            console.print(
-                f"gradwire: {'.'.join(map(str, problem['loc']))}: {problem['msg']}", style="red", markup=False
-            )
+        settings = load(flags, config)
+    except SettingsError as error:
+        for sentence in error.sentences:
+            console.print(f"gradwire: {sentence}", style="red", markup=False)
         raise typer.Exit(2) from None
+    for sentence in misspelled_variables():
+        console.print(f"gradwire: {sentence}", markup=False)
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
-    logs.configure(log_level.value, log_format.value, "front")
+    logs.configure(settings.log_level, settings.log_format, "front")
     parent = parent_pid or (os.getppid() if die_with_parent else None)
-    raise typer.Exit(asyncio.run(_serve(config, ready_file, parent)))
-
-
-def _limit(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name.replace("-", "_"), value
+    raise typer.Exit(asyncio.run(_serve(settings, ready_file, parent)))
 
 
 async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None) -> int:

@@ -109,7 +109,7 @@ class Core:
 
     async def drain(self) -> None:
         """Accept nothing more, wait for the operations that are being executed, and set :attr:`left`."""
-        self.left = await self.scheduler.drain(self.config.grace_s)
+        self.left = await self.scheduler.drain(self.config.grace)
 
     async def stop(self) -> None:
         """Stop the engine, close the journal, and unlock the state folder. A second call does nothing."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.config import ServerConfig
+from gradwire_server.config import EngineSettings, ServerConfig
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import AsyncEngineLink, Buffer, LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S, Vitals
@@ -76,41 +76,10 @@ class EngineClient(Protocol):
         """Takes a request back: its answer is ``not_started`` at once. False when it was begun already."""
 
 
-def command(config: ServerConfig, fd: int, marks_fd: int) -> list[str]:
-    """How the engine is started."""
-    flags: dict[str, object] = {
-        "--device": config.device or None,
-        "--dtype": config.dtype or None,
-        "--group-runs": config.group_runs,
-        "--sampler": config.sampler,
-        "--microbatch-tokens": config.microbatch_tokens,
-        "--activation-budget-gib": config.activation_budget_gib,
-        "--reference-cache-gib": config.reference_cache_gib,
-        "--threads": config.threads,
-        "--log-level": config.log_level,
-        "--log-format": config.log_format,
-        "--traces": config.traces or None,
-    }
-    words = [
-        sys.executable,
-        "-m",
-        "gradwire_server.engine.process",
-        "--fd",
-        str(fd),
-        "--state-dir",
-        str(config.state_dir),
-    ]
-    words += ["--marks", str(marks_fd)]
-    for name, path in config.models.items():
-        words += ["--model", f"{name}={path}"]
-    for name, path in config.allowed_models.items():
-        words += ["--allow-model", f"{name}={path}"]
-    for losses in config.losses:
-        words += ["--losses", str(losses)]
-    for flag, value in flags.items():
-        if value is not None:
-            words += [flag, str(value)]
-    return [*words, "--compile"] if config.compile else words
+def command(settings: EngineSettings, fd: int, marks_fd: int) -> list[str]:
+    """The command line of an engine's process."""
+    words = [sys.executable, "-m", "gradwire_server.engine.process", "--fd", str(fd), "--marks", str(marks_fd)]
+    return [*words, "--settings", settings.model_dump_json()]
 
 
 class _Connection:
@@ -183,7 +152,7 @@ class EngineProcess:
         self._stopping = self._worked = False
         self._supervisor: asyncio.Task[None] | None = None
         self.generation = 0
-        self.vitals = Vitals(config.heartbeat_stale_s)
+        self.vitals = Vitals(config.heartbeat_timeout)
         self.hello = engine_pb2.EngineHello()
 
     @property
@@ -255,7 +224,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         marks = CrashMarks()
         with theirs:
-            words = command(self._config, theirs.fileno(), marks.fd)
+            words = command(self._config.engine, theirs.fileno(), marks.fd)
             env = ENVIRONMENT | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
             process = await asyncio.create_subprocess_exec(
                 *words,

@@ -32,6 +32,8 @@ from gradwire_server.scheduling.run_queue import RunQueue
 log = logging.getLogger(__name__)
 
 COLLECT_EVERY_S = 30.0
+PAYLOAD_MEMORY_BYTES = 256 << 20
+"""Queued payloads of all runs that are kept in memory beside the disk, so that they need not be read back."""
 
 
 class Scheduler:
@@ -55,13 +57,13 @@ class Scheduler:
     ) -> None:
         self._metrics = metrics or Metrics()
         self._journal, self._runs, self._limits, self._quota_of = journal, runs, config.limits, quota_of
-        self._result_retention_s = config.result_retention_s
+        self._result_retention_s = config.keep_results_hours * 3600
         self._queues: dict[str, RunQueue] = {}
         self._usages: dict[str, Usage] = {}
-        self._memory = PayloadMemory(config.payload_memory_bytes)
+        self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
         self._executor = Executor(engine, journal, self._metrics)
         self._auto_checkpoint = AutoCheckpoint(
-            engine, journal, runs, config.checkpoint_every_steps, config.checkpoint_every_bytes
+            engine, journal, runs, config.checkpoint_every_steps, int(config.checkpoint_every_mib * (1 << 20))
         )
         self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
         self.dispatcher = Dispatcher(engine, self._executor, self._auto_checkpoint, self.results, self._metrics)

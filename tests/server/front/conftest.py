@@ -131,7 +131,7 @@ def start(tmp_path: Path) -> Start:
     async def run(limits: dict[str, int] | None = None, **settings: Any) -> AsyncIterator[Door]:
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"},
-            limits=Limits.model_validate(limits or {}), **{"grace_s": 2} | settings,
+            limits=Limits.model_validate(limits or {}), **{"grace": 2} | settings,
         )  # fmt: skip
         engine = FakeEngine(tmp_path)
         async with AsyncExitStack() as clients, Server(config, engine) as server:

@@ -76,7 +76,7 @@ async def test_the_server_saves_every_few_steps_and_collects_what_lies_before_th
 
 
 async def test_payloads_make_a_checkpoint_due_too(start: Start) -> None:
-    async with start(checkpoint_every_bytes=10_000, checkpoint_every_steps=0) as door:
+    async with start(checkpoint_every_mib=0.01, checkpoint_every_steps=0) as door:
         client = await (await door.client()).begin()
         for seq in range(1, 8):
             await client.fb(seq, "g", bytes(3000))
@@ -226,7 +226,7 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
     monkeypatch.setattr("gradwire_server.scheduling.scheduler.COLLECT_EVERY_S", 0.1)
     later = 0.0
     monkeypatch.setattr("gradwire_server.scheduling.scheduler.time", SimpleNamespace(time=lambda: time.time() + later))
-    async with start(result_retention_s=1000) as door:
+    async with start(keep_results_hours=1000 / 3600) as door:
         client = await (await door.client()).begin()
         await client.fb(1)
         await client.results(1)

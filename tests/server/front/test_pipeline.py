@@ -133,7 +133,7 @@ async def test_what_is_in_the_pipe_and_not_begun_is_cancelled_at_once(door: Door
 
 
 async def test_a_server_that_stops_takes_back_what_the_engine_has_not_begun(start: Start) -> None:
-    async with start(grace_s=60) as door:
+    async with start(grace=60) as door:
         client = await (await door.client()).begin()
         door.engine.gate.clear()
         for seq in range(1, 11):

@@ -84,7 +84,7 @@ async def test_an_operation_is_followed_through_the_front_into_the_engine(
 async def test_an_operation_that_a_restart_interrupted_goes_on_in_its_trace(
     tmp_path: Path, tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:
-    config = ServerConfig(address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"}, grace_s=0)
+    config = ServerConfig(address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"}, grace=0)
     stuck = FakeEngine(tmp_path)
     async with Server(config, stuck) as server, grpc.aio.insecure_channel(server.address) as channel:
         client = await Client(channel).begin()

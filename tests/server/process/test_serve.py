@@ -70,7 +70,7 @@ def engine_of(server_words: str) -> int:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "gradwire_server.engine.process" in words and server_words in words:
+            if "gradwire_server.engine.process" in words and any(server_words in word for word in words):
                 return int(entry.name)
     raise LookupError(server_words)
 

@@ -281,7 +281,7 @@ async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: A
 
 
 async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) -> None:
-    async with keyed(grace_s=60) as door:
+    async with keyed(grace=60) as door:
         bob = await door.client("bob")
         door.engine.gate.clear()
         asked = pb.SampleRequest(model="tiny")

@@ -56,7 +56,7 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Paper
 
 def config(folder: Path, papers: dict[str, Papers], *, mutual: bool = False) -> ServerConfig:
     return ServerConfig(
-        address="127.0.0.1:0", state_dir=folder, models={"tiny": "x"}, grace_s=1, tls_cert=papers["server"].cert,
+        address="127.0.0.1:0", state_dir=folder, models={"tiny": "x"}, grace=1, tls_cert=papers["server"].cert,
         tls_key=papers["server"].key, tls_client_ca=papers["client"].ca if mutual else None,
     )  # fmt: skip
 

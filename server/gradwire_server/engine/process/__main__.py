@@ -1,4 +1,4 @@
-"""The engine's process: ``python -m gradwire_server.engine.process --fd N --state-dir DIR --model NAME=PATH …``.
+"""The engine's process: ``python -m gradwire_server.engine.process --fd N --marks N --settings JSON``.
 
 One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies. The
 process ends when it is told to, and at once when its parent does: a stale engine must not go on writing.
@@ -15,14 +15,13 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 from gradwire_losses.registry import load_builtin_losses, load_loss_file, load_plugin_losses
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 
+from gradwire_server.config import EngineSettings
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.pool import Dtype
 from gradwire_server.engine.operations.grouped_runs import GroupedRuns
@@ -41,8 +40,8 @@ logger = logging.getLogger("gradwire_server.engine")
 READ_AHEAD = 4
 GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
-D = TypeVar("D", int, None)
-_DTYPES: dict[str, Dtype] = {
+_DTYPES: dict[str | None, Dtype | None] = {
+    None: None,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "mixed": "mixed",
@@ -53,15 +52,16 @@ _DTYPES: dict[str, Dtype] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine until it is shut down; the exit code."""
     options = _parser().parse_args(arguments)
-    logs.configure(options.log_level, options.log_format, "engine")
+    settings: EngineSettings = options.settings
+    logs.configure(settings.log_level, settings.log_format, "engine")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     link = EngineLink(socket.socket(fileno=options.fd))
     # Also where nobody says how many: once torch has been told, MKL no longer takes fewer as it likes.
-    torch.set_num_threads(options.threads or torch.get_num_threads())
+    torch.set_num_threads(settings.threads or torch.get_num_threads())
     try:
-        tracing = Tracing.to(options.traces, "gradwire-engine") if options.traces else Tracing()
-        engine = _start(options, tracing)
+        tracing = Tracing.to(settings.traces, "gradwire-engine") if settings.traces else Tracing()
+        engine = _start(settings, tracing)
         context = engine.context
         context.crash_marks = None if options.marks is None else CrashMarks(options.marks)
         hello = engine_pb2.EngineReply(hello=engine.hello())
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests,
             lambda answer: link.send(answer.reply, answer.buffers),
             lambda request_ids: heartbeat.working(),
-            GroupedRuns(context) if _groups_runs(options.group_runs, context.pool.device) else None,
+            GroupedRuns(context) if _groups_runs(settings.group_runs, context.pool.device) else None,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
@@ -88,22 +88,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _start(options: argparse.Namespace, tracing: Tracing) -> Engine:
+def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
     load_builtin_losses()
     load_plugin_losses()
-    for file in options.losses:
+    for file in settings.losses:
         load_loss_file(file)
     return Engine(
-        dict(options.model),
-        options.state_dir,
-        allowed=dict(options.allow_model),
-        device=options.device,
-        dtype=_DTYPES[options.dtype] if options.dtype else None,
-        compiled=options.compile,
-        sampler=options.sampler,
-        microbatch_tokens=options.microbatch_tokens,
-        activation_bytes=_bytes(options.activation_budget_gib, None),
-        reference_cache_bytes=_bytes(options.reference_cache_gib, 8 * GIB),
+        settings.models,
+        settings.state_dir,
+        allowed=settings.allow_models,
+        device=settings.device or None,
+        dtype=_DTYPES[settings.dtype],
+        compiled=settings.compile,
+        sampler=settings.sampler,
+        microbatch_tokens=settings.microbatch_tokens,
+        activation_bytes=None if settings.activation_budget_gib is None else int(settings.activation_budget_gib * GIB),
+        reference_cache_bytes=int(settings.reference_cache_gib * GIB),
         tracing=tracing,
     )
 
@@ -132,37 +132,15 @@ def _groups_runs(asked: str, device: torch.device) -> bool:
     return asked == "on" or (asked == "auto" and device.type != "cpu")
 
 
-def _bytes(gib: float | None, default: D) -> int | D:
-    return default if gib is None else int(gib * GIB)
-
-
-def _model(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    return name, path or name
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire_server.engine.process", description="Started by gradwire serve."
     )
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front")
     parser.add_argument("--marks", type=int, help="the memory in which requests are marked as begun")
-    parser.add_argument("--state-dir", type=Path, required=True)
-    parser.add_argument("--model", type=_model, action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--allow-model", type=_model, action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--losses", type=Path, action="append", default=[], metavar="FILE")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype", choices=list(_DTYPES))
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--sampler", choices=["local", "vllm"], default="local")
-    parser.add_argument("--group-runs", choices=["auto", "on", "off"], default="auto")
-    parser.add_argument("--microbatch-tokens", type=int)
-    parser.add_argument("--activation-budget-gib", type=float)
-    parser.add_argument("--reference-cache-gib", type=float)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning")
-    parser.add_argument("--log-format", choices=["text", "json"], default="text")
-    parser.add_argument("--traces", metavar="URL", default="", help="OTLP endpoint of OpenTelemetry traces")
+    parser.add_argument(
+        "--settings", type=EngineSettings.model_validate_json, required=True, metavar="JSON", help="as EngineSettings"
+    )
     return parser
 
 

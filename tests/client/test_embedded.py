@@ -35,9 +35,11 @@ async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:
 
 
 INTERRUPTED = """
+import signal
 import sys
 import gradwire
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
 with gradwire.sync.connect(models=[sys.argv[1]]) as service:
     run = service.create_run("tiny", lora=2)
     try:

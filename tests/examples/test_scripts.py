@@ -140,6 +140,8 @@ def test_hicra_beside_grpo_and_random_grams(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_feedback_loop_improves_from_version_to_version(root: Path, tmp_path: Path) -> None:
     done = execute(root, root / "examples" / "feedback_loop.py", "--out", tmp_path / "out", timeout=900)
     print(done.stdout)

@@ -147,7 +147,7 @@ class _Run:
             self._trainer.load({name: array for name, array in state.items() if not name.startswith(BEST)})
             best = {name.removeprefix(BEST): array for name, array in state.items() if name.startswith(BEST)}
             if best:
-                self._best = LinearPolicy(self._trainer.world.features, self._trainer.world.modes, best)
+                self._best = LinearPolicy(self._trainer.policy.features, self._trainer.world.modes, best)
             said(f"going on after update {self._trainer.updates}")
         telling.events.write(
             "resumed" if earlier else "started", update=self._trainer.updates, seed=settings.trainer.seed

@@ -102,21 +102,22 @@ def show_weights(console: Console, policy: LinearPolicy, top: int | None) -> Non
     weights = weights - weights.mean(axis=1, keepdims=True)
     bias = policy.parameters["policy_bias"] - policy.parameters["policy_bias"].mean()
     table = _table("Push of each feature towards each mode, in logits")
-    table.add_column("feature", no_wrap=True)
+    table.add_column("feature")
     for mode in policy.modes:
-        table.add_column(mode, justify="right")
+        table.add_column(mode, justify="right", no_wrap=True)
     table.add_column("value", justify="right")
     rows = [
         (name, weights[column], float(policy.parameters["value_weight"][column]))
-        for column, name in enumerate(policy.features.request_names)
+        for column, name in enumerate(policy.features.columns)
+        if name not in policy.features.stage_names
     ]
     rows.sort(key=lambda row: -float(np.abs(row[1]).max()))
     for name, pushes, value in [*rows[:top], ("(no feature)", bias, float(policy.parameters["value_bias"]))]:
         table.add_row(name, *(_push(float(push)) for push in pushes), f"{value:+.2f}")
     console.print(table)
     console.print(
-        "A feature of 1 adds its number to the mode's logit; 0.7 doubles the odds. Features with the strongest push "
-        "come first. `value` is what it adds to the expected reward."
+        "A feature of 1 adds its number to the mode's logit; 0.7 doubles the odds; `a x b` is a product. "
+        "Features with the strongest push come first. `value` is what it adds to the expected reward."
     )
 
 

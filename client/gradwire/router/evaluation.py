@@ -97,7 +97,8 @@ class HeldOut:
         return float(self._chosen("reward", policy.act(self.x)[0]).mean())
 
     def _check(self, policy: LinearPolicy) -> None:
-        if (policy.features, policy.modes) != (self._world.features, self._world.modes):
+        world = self._world
+        if (policy.features.names, policy.modes) != (world.features.names, world.modes):
             raise ValueError(
                 "this policy is for other features or modes than the synthetic world's: "
                 "hold it against logged decisions (--log)"

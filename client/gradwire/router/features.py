@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations_with_replacement
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +17,48 @@ Features = Mapping[str, float | str] | npt.ArrayLike
 
 @dataclass(frozen=True)
 class FeatureSpace:
-    """Names of the columns of a feature vector.
+    """Names of the columns of a feature vector, and of the products that a policy sees besides.
 
     Attributes:
         names: one a column. ``"domain=math"`` is the column of one value of the category ``domain``: 1 where the
             request's domain is ``math``, else 0.
         stage_names: the last columns, which describe how far a collaboration has come. They are 0 when a request is
             routed and may then be left out.
+        products: pairs of request features. A policy has a weight for each product, too, so that it is linear in
+            products of features; see :meth:`with_interactions`.
     """
 
     names: tuple[str, ...]
     stage_names: tuple[str, ...] = ()
+    products: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             raise ValueError("two features have one name; give each its own")
         if self.stage_names and self.names[-len(self.stage_names) :] != self.stage_names:
             raise ValueError(f"the stage features {', '.join(self.stage_names)} must be the last of the names")
+        for pair in self.products:
+            for name in pair:
+                if name not in self.request_names:
+                    raise ValueError(f"the product {' x '.join(pair)} needs {name!r}, which is no feature of a request")
+
+    def with_interactions(self) -> FeatureSpace:
+        """The same features with the products of any two of a request, squares of numbers included.
+
+        The values of one category exclude each other, and have no products among themselves.
+        """
+        pairs = combinations_with_replacement(self.request_names, 2)
+        categories = [(pair, [name.partition("=")[0::2] for name in pair]) for pair in pairs]
+        kept = tuple(pair for pair, ((a, is_one), (b, _)) in categories if a != b or not is_one)
+        return FeatureSpace(self.names, self.stage_names, kept)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """What a policy has a weight for, in order: the features, then the products as ``"length x urgency"``."""
+        return (*self.names, *(" x ".join(pair) for pair in self.products))
 
     @property
     def request_names(self) -> tuple[str, ...]:
@@ -43,8 +66,20 @@ class FeatureSpace:
         return self.names[: len(self.names) - len(self.stage_names)]
 
     @cached_property
-    def _columns(self) -> dict[str, int]:
-        return {name: column for column, name in enumerate(self.names)}
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
+    @cached_property
+    def _factors(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        first, second = ([self._places[pair[side]] for pair in self.products] for side in (0, 1))
+        return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
+
+    def expand(self, x: Floats) -> Floats:
+        """``[..., features] -> [..., columns]``: the products after the features; what has them already is returned."""
+        if not self.products or x.shape[-1] != len(self.names):
+            return x
+        first, second = self._factors
+        return np.concatenate([x, x[..., first] * x[..., second]], axis=-1)
 
     @cached_property
     def _categories(self) -> dict[str, tuple[str, ...]]:
@@ -60,7 +95,7 @@ class FeatureSpace:
         return frozenset(name for name in self.request_names if "=" not in name) | frozenset(self._categories)
 
     def vector(self, features: Features) -> Floats:
-        """``[features]``: one request as numbers.
+        """``[features]``: one request as numbers, without products.
 
         Args:
             features: by name, a category as ``{"domain": "math"}``; or the numbers in the order of ``names``, with or
@@ -88,12 +123,12 @@ class FeatureSpace:
         seen = 0
         for name, value in features.items():
             if name in self._categories:
-                if f"{name}={value}" not in self._columns:
+                if f"{name}={value}" not in self._places:
                     values = ", ".join(self._categories[name])
                     raise ValueError(f"feature {name!r} is {value!r}; it can be one of {values}")
-                vector[self._columns[f"{name}={value}"]] = 1.0
-            elif name in self._columns:
-                vector[self._columns[name]] = self._number(name, value)
+                vector[self._places[f"{name}={value}"]] = 1.0
+            elif name in self._places:
+                vector[self._places[name]] = self._number(name, value)
             else:
                 raise ValueError(f"there is no feature {name!r}; this policy takes {', '.join(sorted(self._required))}")
             seen += name in self._required

@@ -46,11 +46,12 @@ def train_offline(
         every = decisions_of(log)
         log, policy = every, LinearPolicy(feature_space_of(every), sorted({each.mode for each in every}))
     data = logged_arrays(log, policy)
-    mean, deviation = data.x.mean(axis=0), data.x.std(axis=0)
+    seen = policy.features.expand(data.x)
+    mean, deviation = seen.mean(axis=0), seen.std(axis=0)
     scale = np.where(deviation > 0, deviation, 1.0)
     scores = _doubly_robust_scores(data, len(policy.modes), max_weight)
     learner = _rescaled(policy, mean, scale)
-    adam, x = Adam(learner, learning_rate, max_grad_norm=float("inf")), (data.x - mean) / scale
+    adam, x = Adam(learner, learning_rate, max_grad_norm=float("inf")), (seen - mean) / scale
     unit = float(data.rewards.std()) or 1.0
     for _ in range(steps):
         logprobs = learner.logprobs(x)
@@ -61,8 +62,8 @@ def train_offline(
         zeros = {name: np.zeros_like(learner.parameters[name]) for name in ("value_weight", "value_bias")}
         adam.step({"policy_weight": x.T @ by_logits, "policy_bias": by_logits.sum(axis=0), **zeros})
     result = _rescaled(learner, -mean / scale, 1.0 / scale)
-    earned = (np.exp(result.logprobs(data.x)) * scores).sum(axis=1)
-    weight, bias = fit_rewards(data.x, np.zeros(len(earned), np.int64), earned, 1)
+    earned = (np.exp(result.logprobs(seen)) * scores).sum(axis=1)
+    weight, bias = fit_rewards(seen, np.zeros(len(earned), np.int64), earned, 1)
     result.parameters |= {"value_weight": weight[:, 0], "value_bias": bias[0]}
     return LinearPolicy(policy.features, policy.modes, dict(result.parameters))
 
@@ -77,7 +78,7 @@ def _doubly_robust_scores(data: LoggedArrays, num_modes: int, max_weight: float)
 
 
 def _rescaled(policy: LinearPolicy, mean: Floats, scale: Floats) -> LinearPolicy:
-    """The same policy on features ``(x - mean) / scale``."""
+    """The same policy on columns ``(x - mean) / scale``."""
     changed: dict[str, npt.ArrayLike] = {}
     for head in ("policy", "value"):
         weight, bias = policy.parameters[f"{head}_weight"], policy.parameters[f"{head}_bias"]

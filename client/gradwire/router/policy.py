@@ -1,6 +1,7 @@
 """The policy: a linear head for the modes and one for the value, over the features of a request.
 
-``N`` rows, ``F`` features, ``M`` modes. Log-probabilities in nats, float64 throughout.
+``N`` rows, ``F`` features, ``C`` columns (features and their products), ``M`` modes. Log-probabilities in
+nats, float64 throughout.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class LinearPolicy:
     """Categorical over modes by a softmax of ``x W + b``; the value is ``x w + c``.
 
     Args:
-        features: the columns that it sees.
+        features: the columns that it sees. Where it has products, every ``x`` below may be with or without them.
         modes: their names, in the order of the logits.
-        parameters: ``policy_weight [F, M]``, ``policy_bias [M]``, ``value_weight [F]``, ``value_bias []``; zeros when
+        parameters: ``policy_weight [C, M]``, ``policy_bias [M]``, ``value_weight [C]``, ``value_bias []``; zeros when
             absent, which is the uniform policy.
 
     Raises:
@@ -47,9 +48,9 @@ class LinearPolicy:
         if not self.modes or len(set(self.modes)) != len(self.modes):
             raise ValueError("a policy needs at least one mode, and each only once")
         shapes = {
-            "policy_weight": (len(features), len(self.modes)),
+            "policy_weight": (len(features.columns), len(self.modes)),
             "policy_bias": (len(self.modes),),
-            "value_weight": (len(features),),
+            "value_weight": (len(features.columns),),
             "value_bias": (),
         }
         self.parameters: Parameters = {name: np.zeros(shape) for name, shape in shapes.items()}
@@ -69,7 +70,7 @@ class LinearPolicy:
 
     def logits(self, x: Floats) -> Floats:
         """``[N, F] -> [N, M]``."""
-        result: Floats = x @ self.parameters["policy_weight"] + self.parameters["policy_bias"]
+        result: Floats = self.features.expand(x) @ self.parameters["policy_weight"] + self.parameters["policy_bias"]
         return result
 
     def logprobs(self, x: Floats, legal: npt.NDArray[np.bool_] | None = None) -> Floats:
@@ -79,7 +80,7 @@ class LinearPolicy:
 
     def values(self, x: Floats) -> Floats:
         """``[N, F] -> [N]``: the reward that is expected from here to the end of the episode."""
-        result: Floats = x @ self.parameters["value_weight"] + self.parameters["value_bias"]
+        result: Floats = self.features.expand(x) @ self.parameters["value_weight"] + self.parameters["value_bias"]
         return result
 
     def act(
@@ -112,6 +113,8 @@ class LinearPolicy:
             "modes": self.modes,
         }
         arrays: dict[str, Any] = {name: np.array(given, dtype=np.str_) for name, given in names.items()}
+        if self.features.products:
+            arrays["products"] = np.array(self.features.products, dtype=np.str_)
         arrays |= self.parameters
         with whole_file(path) as file:
             np.savez(file, **arrays)
@@ -129,6 +132,8 @@ class LinearPolicy:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 names = [tuple(map(str, stored[name])) for name in ("feature_names", "stage_names", "modes")]
-                return cls(FeatureSpace(names[0], names[1]), names[2], {name: stored[name] for name in PARAMETERS})
+                pairs = stored["products"].tolist() if "products" in stored else []
+                features = FeatureSpace(names[0], names[1], tuple((first, second) for first, second in pairs))
+                return cls(features, names[2], {name: stored[name] for name in PARAMETERS})
         except (KeyError, ValueError, zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is no policy that LinearPolicy.save wrote: {error}") from None

@@ -1,7 +1,7 @@
 """PPO's objective for a linear policy, with its gradients written out, and Adam.
 
 Schulman et al. 2017, arXiv 1707.06347; the KL estimate is Schulman's ``(r - 1) - ln r``. ``B`` steps of a mini-batch,
-``D`` of them with a decision, ``F`` features, ``M`` modes; log-probabilities in nats, float64 throughout.
+``D`` of them with a decision, ``C`` columns of the policy, ``M`` modes; log-probabilities in nats, float64 throughout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MiniBatch:
     """Steps to learn from.
 
     Attributes:
-        x: ``[B, F]``.
+        x: ``[B, C]``.
         old_values, returns: ``[B]``.
         decisions: ``[D]``, rows of the steps in which a mode was chosen.
         modes, old_logprobs, advantages: ``[D]``.
@@ -129,6 +129,9 @@ class Adam:
         learning_rate: of a step.
         max_grad_norm: the gradient is scaled down to it.
         betas, eps: as in the paper.
+
+    Attributes:
+        learning_rate: may be changed between steps.
     """
 
     def __init__(
@@ -139,7 +142,8 @@ class Adam:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self._policy, self._rate, self._bound, self._betas, self._eps = policy, learning_rate, max_grad_norm, betas, eps
+        self._policy, self._bound, self._betas, self._eps = policy, max_grad_norm, betas, eps
+        self.learning_rate = learning_rate
         self._mean = {name: np.zeros_like(array) for name, array in policy.parameters.items()}
         self._square = {name: np.zeros_like(array) for name, array in policy.parameters.items()}
         self.steps = 0
@@ -150,7 +154,7 @@ class Adam:
         scale = min(1.0, self._bound / (norm + 1e-12))
         self.steps += 1
         first, second = self._betas
-        rate = self._rate * np.sqrt(1.0 - second**self.steps) / (1.0 - first**self.steps)
+        rate = self.learning_rate * np.sqrt(1.0 - second**self.steps) / (1.0 - first**self.steps)
         eps = self._eps * np.sqrt(1.0 - second**self.steps)
         for name, gradient in gradients.items():
             gradient = gradient * scale

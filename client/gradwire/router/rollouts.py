@@ -1,6 +1,6 @@
 """Whole episodes of many environments at once.
 
-``E`` environments, ``N`` episodes, ``T`` steps of all episodes one after the other.
+``E`` environments, ``N`` episodes, ``C`` columns of the policy, ``T`` steps of all episodes one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rollout:
 
     Attributes:
         episodes: what came of them.
-        x: ``[T, F]``, what the policy saw at each step.
+        x: ``[T, C]``, what the policy saw at each step.
         starts: ``[N]``, where each episode begins: its planner's step, the only one with a decision.
         modes, logprobs: ``[N]``, what was chosen there, and how likely it was.
         values: ``[T]``, of the policy's value head.
@@ -66,10 +66,11 @@ def collect(
     waves: list[tuple[Floats, Integers, Floats, Episodes]] = []
     while len(active := np.flatnonzero(taken < rollout_length)):
         x = world.draw(rng, len(active))
-        modes, logprobs = policy.act(x, rng)
+        seen = policy.features.expand(x)
+        modes, logprobs = policy.act(seen, rng)
         episodes = world.play(x, modes, rng)
         taken[active] += episodes.steps
-        waves.append((x, modes, logprobs, episodes))
+        waves.append((seen, modes, logprobs, episodes))
     return _join(world, policy, waves)
 
 

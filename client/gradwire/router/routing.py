@@ -102,7 +102,7 @@ class RouterPolicy:
         Raises:
             ValueError: for features that are missing, unknown or not finite.
         """
-        x = self.policy.features.vector(features)
+        x = self._seen(features)
         with self._lock:
             decision = self._decide(x)
         if self._log is not None:
@@ -117,7 +117,7 @@ class RouterPolicy:
         """
         if self._log is None:
             raise ValueError("a dry run only records: give log=, the file for its records")
-        x = self.policy.features.vector(features)
+        x = self._seen(features)
         with self._lock:
             decision = self._decide(x)
         self._write("dry_run", features, decision)
@@ -137,7 +137,7 @@ class RouterPolicy:
         Raises:
             ValueError: for an unknown mode, a reward that is not finite, and a propensity outside (0, 1].
         """
-        x = self.policy.features.vector(features)
+        x = self._seen(features)
         if mode not in self.policy.modes:
             raise ValueError(f"there is no mode {mode!r}; this policy has {', '.join(self.policy.modes)}")
         if not math.isfinite(reward):
@@ -159,6 +159,11 @@ class RouterPolicy:
         """Write the policy as it is now."""
         with self._lock:
             self.policy.save(path)
+
+    def _seen(self, features: Features) -> Floats:
+        """``[columns]``: what the policy's weights are applied to."""
+        space = self.policy.features
+        return space.expand(space.vector(features))
 
     def _predict(self, x: Floats) -> tuple[list[float], float]:
         """Probabilities of all modes and the value; plain floats, which for a handful are faster than arrays."""

@@ -62,7 +62,11 @@ class Trainer(Section):
     seed: Annotated[int, Field(ge=0)] = Field(
         default=0, description="two runs with one seed give the same files; --seed"
     )
+    interactions: bool = Field(default=True, description="the policy also sees the products of two features")
     learning_rate: Positive = Field(default=0.05, description="of Adam")
+    anneal_learning_rate: bool = Field(
+        default=True, description="it falls linearly towards 0 over the updates; not under the autopilot"
+    )
     epochs: PositiveInt = Field(default=4, description="passes over the steps of a rollout")
     mini_batch_size: PositiveInt = Field(default=2048, description="steps of an optimizer step")
     gamma: Share = Field(default=1.0, description="discount of a step")
@@ -75,7 +79,7 @@ class Trainer(Section):
     entropy_coef: NonNegative = Field(default=0.002, description="weight of the entropy, which keeps exploring")
     max_grad_norm: Positive = Field(default=0.5, description="the gradient is scaled down to it")
     target_kl: Positive | None = Field(
-        default=0.03, description="an update ends early beyond 1.5 times this; null: never"
+        default=None, description="an update ends early beyond 1.5 times this; null: never"
     )
     normalize_advantages: bool = Field(default=True, description="to mean 0 and variance 1 in each mini-batch")
     reward_weights: Weights = Weights()

@@ -50,7 +50,8 @@ class PPOTrainer:
         self._settings, self._span = settings, span
         trainer, rollout = settings.trainer, settings.rollout
         self.world = World(rollout.episode_length, trainer.reward_weights.weights())
-        self.policy = LinearPolicy(self.world.features, self.world.modes)
+        features = self.world.features
+        self.policy = LinearPolicy(features.with_interactions() if trainer.interactions else features, self.world.modes)
         self._adam = Adam(self.policy, trainer.learning_rate, trainer.max_grad_norm)
         self._objective = Objective(
             trainer.clip_epsilon, trainer.value_clip_epsilon, trainer.value_coef, trainer.entropy_coef
@@ -153,6 +154,7 @@ class PPOTrainer:
         )
         spread = float(returns.var())
         explained = 1.0 - float((returns - rollout.values).var()) / spread if spread > 0 else 0.0
+        self._adam.learning_rate = self._learning_rate()
         sums = dict.fromkeys(LEARNED, 0.0)
         taken, stopped = 0, False
         for batch in self._mini_batches(rollout, advantages, returns):
@@ -170,6 +172,13 @@ class PPOTrainer:
             "optimizer_steps": float(taken),
             "stopped_early": float(stopped),
         }
+
+    def _learning_rate(self) -> float:
+        """Of this update; constant under the autopilot, which does not know how many updates there will be."""
+        trainer = self._settings.trainer
+        if not trainer.anneal_learning_rate or self._settings.autopilot.enabled:
+            return trainer.learning_rate
+        return trainer.learning_rate * max(0.0, 1.0 - (self.updates - 1) / trainer.updates)
 
     def _mini_batches(self, rollout: Rollout, advantages: Floats, returns: Floats) -> Iterator[MiniBatch]:
         """``epochs`` passes over the steps in a new order each, in parts of about ``mini_batch_size``."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gradwire.router import FeatureSpace, LinearPolicy
+from gradwire.router import FeatureSpace, LinearPolicy, RouterPolicy
 
 SPACE = FeatureSpace(("length", "domain=code", "domain=math", "step"), ("step",))
 
@@ -85,3 +85,35 @@ def test_files_that_are_no_policy_are_refused(tmp_path: Path) -> None:
     for name in ("text", "other", "pickled"):
         with pytest.raises(ValueError, match=r"is no policy that LinearPolicy\.save wrote"):
             LinearPolicy.load(tmp_path / f"{name}.npz")
+
+
+def test_interactions_are_the_products_of_two_features_of_a_request(tmp_path: Path) -> None:
+    space = FeatureSpace(("length", "load", "domain=code", "domain=math", "step"), ("step",)).with_interactions()
+    assert space.columns[5:] == (
+        "length x length",
+        "length x load",
+        "length x domain=code",
+        "length x domain=math",
+        "load x load",
+        "load x domain=code",
+        "load x domain=math",
+    )
+    vector = space.vector({"length": 0.5, "load": 0.2, "domain": "math"})
+    expanded = space.expand(vector)
+    assert expanded.tolist() == pytest.approx([0.5, 0.2, 0, 1, 0, 0.25, 0.1, 0, 0.5, 0.04, 0, 0.2])
+    assert (space.expand(expanded) == expanded).all()
+
+    weight = np.random.default_rng(4).normal(size=(12, 2))
+    policy = LinearPolicy(space, ("small", "large"), {"policy_weight": weight, "value_weight": weight[:, 0]})
+    assert policy.logits(vector[None])[0] == pytest.approx(expanded @ weight)
+    assert policy.values(vector[None]) == pytest.approx(expanded @ weight[:, :1])
+    policy.save(tmp_path / "policy.npz")
+    loaded = LinearPolicy.load(tmp_path / "policy.npz")
+    assert loaded.features == space
+    decision = RouterPolicy(loaded).route({"length": 0.5, "load": 0.2, "domain": "math"})
+    assert list(decision.probabilities.values()) == pytest.approx(np.exp(policy.logprobs(vector[None])[0]).tolist())
+
+
+def test_a_product_of_what_no_request_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="the product length x step needs 'step'"):
+        FeatureSpace(("length", "step"), ("step",), (("length", "step"),))

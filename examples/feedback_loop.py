@@ -38,8 +38,9 @@ HELD_OUT = 256
 AT_ONCE = 16
 TARGET_KL = 6.0
 SETTINGS = {
-    "loraR": 16, "loraDropout": 0.0, "learningRate": 5e-4, "batchSize": 32, "miniBatchSize": 16, "ppoEpochs": 2,
-    "initKlCoef": 0.05, "targetKl": TARGET_KL, "maxNewTokens": MAX_TOKENS,
+    "loraR": 16, "loraDropout": 0.0, "learningRate": 1e-3, "batchSize": 64, "miniBatchSize": 32, "ppoEpochs": 2,
+    "initKlCoef": 0.1, "targetKl": TARGET_KL, "maxNewTokens": MAX_TOKENS, "topK": 0, "topP": 1.0,
+    "rewardModelConfig": {"learningRate": 2e-3, "batchSize": 32, "numEpochs": 6},
 }  # fmt: skip
 
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
@@ -198,7 +199,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--raters", type=int, default=200)
     parser.add_argument("--ratings-each", type=int, default=4, help="by each rater in each round (4)")
-    parser.add_argument("--steps", type=int, default=50, help="of PPO in each round (50)")
+    parser.add_argument("--steps", type=int, default=30, help="of PPO in each round (30)")
     parser.add_argument("--setup-steps", type=int, default=300, help="of learning to answer like the clerk (300)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/feedback_loop"), help="emptied first")

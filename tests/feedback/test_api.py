@@ -105,6 +105,8 @@ def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
         ({"maxStep": 5}, "maxStep"),
         ({"rewardModel": "reuse"}, "none to reuse"),
         ({"baseModel": "gpt9"}, "gpt9"),
+        ({"rewardModelConfig": {"numEpochs": 0}}, "rewardModelConfig: num_epochs is 0"),
+        ({"rewardModelConfig": {"epochs": 2}}, "epochs"),
     ):
         answer = api.post("/train_policy/settings", json={"dryRun": True} | settings)
         assert answer.status_code == 422, answer.text
@@ -149,6 +151,11 @@ def test_a_dry_run_measures_and_makes_nothing(trained: FeedbackService, api: htt
     assert set(found["modelConfig"]) == set(TrainingConfig.__dataclass_fields__)
     twice = api.post("/train_policy/bot", json=QUICK | {"dryRun": True, "maxSteps": 2000}).json()
     assert twice["estimatedTimeMinutes"] > 1.5 * found["estimatedTimeMinutes"]
+    settings = {"dryRun": True, "maxSteps": 1, "rewardModelConfig": {"numEpochs": 1000}}
+    thorough = api.post("/train_policy/bot", json=QUICK | settings).json()
+    assert thorough["estimatedTimeMinutes"] > found["estimatedTimeMinutes"], "13,000 steps of the reward model"
+    refused = api.post("/train_policy/bot", json=QUICK | settings | {"rewardModel": "reuse"})
+    assert refused.status_code == 422 and "leave one of the two out" in refused.json()["detail"]
     assert len(api.get("/bot").json()) == 3
     assert not any((trained.folder / "models" / ".probes").iterdir())
 

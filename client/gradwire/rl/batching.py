@@ -64,7 +64,7 @@ class GenerationBatcher:
         max_batch: prompts of a batch, at most.
         concurrent_calls: batches under way at once, where not deterministic.
         patience_s: how long a sampler that is away is tried again.
-        straggler_s: see above.
+        straggler_s: see above; None waits as long as it takes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GenerationBatcher:
         max_batch: int = 256,
         concurrent_calls: int = 2,
         patience_s: float = 60.0,
-        straggler_s: float = 5.0,
+        straggler_s: float | None = 5.0,
     ) -> None:
         self._inference = inference
         self._seed = seed
@@ -134,7 +134,7 @@ class GenerationBatcher:
         if late:
             self._excused = self._active - {request.order[1] for request in self._waiting}
         if self._deterministic and len(self._waiting) < len(self._active) - len(self._excused):
-            if self._alarm is None:
+            if self._alarm is None and self._straggler_s is not None:
                 loop = asyncio.get_running_loop()
                 self._alarm = loop.call_later(self._straggler_s, lambda: self._dispatch(late=True))
             return

@@ -39,7 +39,7 @@ class RolloutManager:
         seed: of environments and sampling.
         deterministic: the same seed gives the same trajectories, whatever the timing, on a sampler that is itself
             deterministic; costs waiting for the slowest environment step.
-        straggler_s: but for no longer than this, after which the others go on.
+        straggler_s: but for no longer than this, after which the others go on; None: as long as it takes.
         max_batch: prompts a call of the sampler.
         patience_s: how long a sampler that is away is tried again.
         progress_bar: show a line with live statistics.
@@ -61,7 +61,7 @@ class RolloutManager:
         context_tokens: int | None = None,
         seed: int = 0,
         deterministic: bool = True,
-        straggler_s: float = 5.0,
+        straggler_s: float | None = 5.0,
         max_batch: int = 256,
         patience_s: float = 60.0,
         progress_bar: bool = False,

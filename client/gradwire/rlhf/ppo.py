@@ -69,6 +69,8 @@ class FeedbackPPO(PPOAlgorithm):
         folder: where ``metrics.jsonl`` goes.
     """
 
+    straggler_s = None  # a busy machine changes nothing: a training equals itself, killed and gone on with or not
+
     def __init__(
         self,
         service: Any,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Response
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
-from gradwire.rlhf import TrainingConfig
+from gradwire.rlhf import RewardModelConfig, TrainingConfig
 from pydantic import Field, create_model
 from starlette.concurrency import run_in_threadpool
 
@@ -38,6 +38,20 @@ router = APIRouter(prefix="/api/policies", tags=["training"], responses=PROBLEMS
 
 LARGEST_NUMBER = 1_000_000
 EVENT_POLL_S = 0.3
+REWARD_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "batch_size", "num_epochs", "learning_rate")
+
+
+def _number(kind: Any, default: Any) -> Any:
+    return (kind, Field(default=default, le=LARGEST_NUMBER))
+
+
+_reward_hints = typing.get_type_hints(RewardModelConfig)
+RewardModelIn: type[Body] = create_model(
+    "RewardModelIn",
+    __base__=Body,
+    __doc__="Settings of the reward model; see RewardModelConfig.",
+    **{name: _number(_reward_hints[name] | None, None) for name in REWARD_SETTINGS},
+)
 
 
 class TrainingOptions(Body):
@@ -51,6 +65,9 @@ class TrainingOptions(Body):
         default="retrain",
         max_length=50,
         description="`retrain` on all feedback, `reuse` that of the version started from, or name a version.",
+    )
+    reward_model_config: RewardModelIn | None = Field(  # type: ignore[valid-type]  # made from RewardModelConfig above
+        default=None, description="Settings of a retrained reward model; what is absent, it shares with the policy."
     )
 
 
@@ -98,8 +115,16 @@ async def train_policy(
     """
     options: TrainingOptions = request
     given = options.model_dump(include=set(_settings) & options.model_fields_set)
+    rewards = options.reward_model_config
     plan = await run_in_threadpool(
-        make_plan, context.database, context.settings, agent_id, given, options.start_from, options.reward_model
+        make_plan,
+        context.database,
+        context.settings,
+        agent_id,
+        given,
+        options.start_from,
+        options.reward_model,
+        {} if rewards is None else rewards.model_dump(exclude_unset=True),
     )
     await context.server.model_info(plan.config["base_model"])
     if options.dry_run:

@@ -91,7 +91,7 @@ class TrainingCard:
     def _plan(self) -> Plan:
         given = {"max_steps": int(self._steps.value or 0), "learning_rate": float(self._rate.value or 0)}
         return make_plan(
-            self._context.database, self._context.settings, self._agent_id, given, None, self._reward.value
+            self._context.database, self._context.settings, self._agent_id, given, None, self._reward.value, {}
         )
 
     async def _dry_run(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradwire
 import numpy as np
-from gradwire.rlhf import RewardModelConfig, TrainingConfig, TrainingProgress
+from gradwire.rlhf import TrainingConfig, TrainingProgress
 from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.database.connection import Database
@@ -77,7 +77,7 @@ async def estimate(
         times = await _step_times(database, server, settings, plan, feedbacks)
     reward_steps = 0
     if plan.reward_model_path is None:
-        rewards = RewardModelConfig.of(config)
+        rewards = plan.reward_config
         reward_steps = rewards.num_epochs * math.ceil(len(feedbacks) / rewards.batch_size)
     seconds = reward_steps * times.reward_model + config.max_steps * times.policy + times.export
     scores = np.array([row["score"] for row in feedbacks])
@@ -95,8 +95,9 @@ async def estimate(
 async def _step_times(
     database: Database, server: TrainingServer, settings: Settings, plan: Plan, feedbacks: Sequence[Mapping[str, Any]]
 ) -> StepTimes:
-    device = (await server.service.server_info()).device
+    device, rewards = (await server.service.server_info()).device, plan.reward_config
     relevant = [device, settings.service or "embedded", *(plan.config[name] for name in TIMED_SETTINGS)]
+    relevant += [rewards.lora_r, rewards.batch_size]
     digest = hashlib.sha256(json.dumps(relevant).encode()).hexdigest()
 
     def known() -> StepTimes | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.errors import InvalidArgumentError
 from gradwire.rlhf import RewardModelConfig, RLHFTrainer, TrainingConfig, TrainingProgress, TrainingResult
 
 from gradwire_feedback.database.connection import Database
@@ -29,12 +30,19 @@ class Plan:
         start_from: version that training goes on from; ``base`` for the base model.
         start_path: folder of that version's policy; None for the base model.
         reward_model_path: folder of a reward model to use again; None trains one.
+        reward_settings: of a reward model that is trained, in place of those that it shares with the policy.
     """
 
     config: dict[str, Any]
     start_from: str
     start_path: str | None
     reward_model_path: str | None
+    reward_settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reward_config(self) -> RewardModelConfig:
+        """All settings of the reward model."""
+        return replace(RewardModelConfig.of(TrainingConfig(**self.config)), **self.reward_settings)
 
 
 def make_plan(
@@ -44,6 +52,7 @@ def make_plan(
     given: Mapping[str, Any],
     start_from: str | None,
     reward_model: str,
+    reward_given: Mapping[str, Any],
 ) -> Plan:
     """Checks a request for training.
 
@@ -51,6 +60,7 @@ def make_plan(
         given: settings of the request; others have their defaults.
         start_from: version, ``base``, or None for the newest.
         reward_model: ``retrain``, ``reuse``, or a version.
+        reward_given: settings of a reward model that is trained; others are the policy's.
 
     Raises:
         UnprocessableError: for too little feedback, or a reward model that there is not.
@@ -76,7 +86,18 @@ def make_plan(
             reward_model_path = parent.reward_model_path
         else:
             reward_model_path = deployments.policy_of(session, agent_id, reward_model).reward_model_path
-    return Plan(asdict(config), start, parent.model_path if parent else None, reward_model_path)
+    reward_settings = {name: value for name, value in reward_given.items() if value is not None}
+    if reward_settings and reward_model_path is not None:
+        raise UnprocessableError(
+            f"rewardModelConfig: these settings train a reward model, and rewardModel {reward_model!r} trains none: "
+            "leave one of the two out"
+        )
+    plan = Plan(asdict(config), start, parent.model_path if parent else None, reward_model_path, reward_settings)
+    try:
+        plan.reward_config  # noqa: B018 - making the settings checks them
+    except InvalidArgumentError as error:
+        raise UnprocessableError(f"rewardModelConfig: {error}") from error
+    return plan
 
 
 def check_server_settings(config: TrainingConfig) -> None:
@@ -105,10 +126,9 @@ async def train(
         gradwire.GradwireError: of the training server.
     """
     config = TrainingConfig(**plan.config)
-    rewards = RewardModelConfig.of(config)
     policy = config if plan.start_path is None else replace(config, base_model=plan.start_path)
     async with server.connection() as service:
-        trainer = RLHFTrainer(policy, reward_config=rewards, service=service)
+        trainer = RLHFTrainer(policy, reward_config=plan.reward_config, service=service)
         return await trainer.train_async(
             feedbacks, folder, plan.reward_model_path, on_progress=on_progress, progress_bar=False
         )

@@ -102,6 +102,21 @@ async def test_what_goes_wrong_in_one_episode_costs_that_one(rule_inference: Cal
     assert rollouts.statistics.metrics()["rollouts/timeout"] == 1
 
 
+@pytest.mark.parametrize(("straggler_s", "calls"), [(None, 1), (0.05, 2)])
+async def test_the_slowest_is_waited_for_as_long_as_is_said(
+    straggler_s: float | None, calls: int, rule_inference: Callable[..., Any]
+) -> None:
+    class SlowStart(Countdown):
+        async def reset(self, task: Task, seed: int) -> State:
+            await asyncio.sleep(0.5 * task.data["slow"])
+            return super().reset(task, seed)
+
+    manager = RolloutManager(rule_inference(digits), SlowStart(), straggler_s=straggler_s)
+    rollouts = await manager.collect([Task("1", data={"slow": slow}) for slow in (False, True, False)])
+    assert rollouts.statistics.completed == 3
+    assert rollouts.statistics.sampler.calls == calls
+
+
 METHODS = (
     "reset", "step", "is_terminal", "build_prompt", "parse_action", "observation", "state_key", "update_state",
 )  # fmt: skip

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from gradwire import InvalidArgumentError, UnknownModelError
 from gradwire.rlhf import RewardModel, RewardModelConfig, RLHFTrainer, TrainingConfig, TrainingProgress, TrainingResult
+from safetensors.numpy import load_file
 from support.server import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -134,16 +136,15 @@ RLHFTrainer(TrainingConfig(**config), reward_config=RewardModelConfig(**reward))
 
 
 @pytest.mark.timeout(600)
-def test_killed_in_either_stage_it_goes_on_where_it_was(
+def test_killed_in_either_stage_it_equals_one_that_was_not(
     ratings: list[dict[str, Any]], tiny_model_path: Path, tmp_path: Path
 ) -> None:
     """With the server of its own, which dies with it."""
     shared = {"base_model": str(tiny_model_path), "batch_size": 16}
     config = shared | {"max_steps": 6, "max_new_tokens": 8, "learning_rate": 1e-3}
     reward = shared | {"num_epochs": 2, "learning_rate": 3e-3}
-    output = tmp_path / "killed"
 
-    def start() -> subprocess.Popen[str]:
+    def start(output: Path) -> subprocess.Popen[str]:
         program = subprocess.Popen(
             [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -153,8 +154,9 @@ def test_killed_in_either_stage_it_goes_on_where_it_was(
         program.stdin.close()
         return program
 
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
     for stage, step in (("reward_model", 7), ("policy", 3)):
-        program = start()
+        program = start(killed)
         assert program.stdout is not None
         for line in program.stdout:
             if line.split() == [stage, str(step)]:
@@ -162,16 +164,26 @@ def test_killed_in_either_stage_it_goes_on_where_it_was(
         program.send_signal(signal.SIGKILL)
         assert program.wait(60) == -signal.SIGKILL
         program.stdout.close()
-    last = start()
-    assert last.stdout is not None
-    rest = [line.strip() for line in last.stdout]
-    last.stdout.close()
-    assert last.wait(300) == 0
+    rest, never_killed = (finish(start(output)) for output in (killed, whole))
     assert "reward_model 1" not in rest, "stage one was done when the second kill came"
     assert "policy 1" not in rest and rest[-2:] == ["export 0", "export 1"]
-    result = TrainingResult.load(output)
-    assert result.training_steps == 6
+    assert never_killed[0] == "reward_model 1"
+    result, expected = TrainingResult.load(killed), TrainingResult.load(whole)
+    paths = {"model_path": expected.model_path, "reward_model_path": expected.reward_model_path}
+    assert replace(result, **paths) == expected, "bit by bit"
     curves = result.reward_history, result.kl_history, result.loss_history, result.value_error_history
     assert [len(curve) for curve in curves] == [6] * 4 and np.isfinite(curves).all()
+    for folder in ("policy", "reward_model"):
+        ours, theirs = (load_file(output / folder / "model.safetensors") for output in (killed, whole))
+        assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
     AutoModelForCausalLM.from_pretrained(result.model_path)
-    assert not (output / ".gradwire" / "server").exists()
+    assert not (killed / ".gradwire" / "server").exists()
+
+
+def finish(program: subprocess.Popen[str]) -> list[str]:
+    """What it printed, once it has ended well."""
+    assert program.stdout is not None
+    printed = [line.strip() for line in program.stdout]
+    program.stdout.close()
+    assert program.wait(300) == 0
+    return printed

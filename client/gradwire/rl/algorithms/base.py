@@ -64,6 +64,7 @@ class Algorithm(ABC):
         needs_head: the head that the run has to have.
         replays: whether the loss can learn from trajectories of earlier policies.
         corrects: whether the loss can weigh stale samples by truncated importance.
+        straggler_s: seconds that the other episodes wait for the slowest step of the environment; None: to its end.
         history: the metrics of each iteration of this object.
         version: optimizer steps that the run has taken, those that are only submitted included.
     """
@@ -71,6 +72,7 @@ class Algorithm(ABC):
     needs_head: str | None = None
     replays: bool = False
     corrects: bool = False
+    straggler_s: float | None = 5.0
 
     def __init__(
         self,
@@ -345,6 +347,7 @@ class Algorithm(ABC):
             timeout_s=config.rollout_timeout_s,
             context_tokens=config.context_tokens,
             seed=config.seed,
+            straggler_s=self.straggler_s,
         )
 
     async def _trained_logprobs(self, rows: Sequence[Row], kwargs: Mapping[str, Any]) -> list[FloatArray] | None:

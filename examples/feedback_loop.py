@@ -161,14 +161,16 @@ def loop(args: argparse.Namespace, folder: Path) -> list[tuple[str, Path]]:
     crowd, rng = raters(args.raters, args.seed), random.Random(args.seed)
     versions = [("start", folder)]
     with feedback_service(folder, args.out, AGENT) as service:
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             rated(service, crowd, rng.sample(practice, args.raters * args.ratings_each), rng)
+            if number:
+                console.print(f"A/B: {service.comparison()['verdict']}")
             made = trained(service, args.steps)
             before = "base" if len(versions) == 1 else versions[-1][0]
             versions.append((made["version"], Path(made["modelPath"])))
             service.deploy({before: 0.5, made["version"]: 0.5})
         rated(service, crowd, rng.sample(practice, args.raters * args.ratings_each), rng)
-        console.print(f"A/B of {before} and {made['version']}: {service.comparison()['verdict']}")
+        console.print(f"A/B: {service.comparison()['verdict']}")
     return versions
 
 

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from pathlib import Path
 
+import pytest
 from gradwire.rlhf import TrainingResult
 from support.feedback import QUICK, FeedbackService, scores
 
@@ -46,6 +47,7 @@ def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, t
         assert service.end() == 0
 
 
+@pytest.mark.slow
 def test_a_service_that_stops_in_a_job_goes_on_with_it(tiny_model_path: Path, tmp_path: Path) -> None:
     service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
     with service.client() as api:

@@ -160,6 +160,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
         assert "event: end" in list(stream.iter_lines())
     expect(page.get_by_text("The last training made v40.1.")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_label("v40.1 %", exact=True)).to_be_visible(timeout=PATIENCE_MS)  # the card was made anew
     for version, share in (("base", "0"), ("v40", "50"), ("v40.1", "50")):
         page.get_by_label(f"{version} %", exact=True).fill(share)
     page.get_by_role("button", name="Deploy", exact=True).click()

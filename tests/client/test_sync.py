@@ -34,6 +34,7 @@ def address(script: Script) -> Iterator[str]:
 
 
 def test_a_script_without_a_loop(script: Script, address: str) -> None:
+    before = set(threading.enumerate())
     with gradwire.sync.connect(address) as service:
         assert [model.name for model in service.list_models()] == ["tiny"]
         run = service.create_run("tiny")
@@ -47,7 +48,7 @@ def test_a_script_without_a_loop(script: Script, address: str) -> None:
         assert again.optim_step().result(60).step == 22
         with pytest.raises(gradwire.UnknownModelError):
             service.create_run("gpt-9")
-    assert not any(thread.name == "gradwire" for thread in threading.enumerate())
+    assert not any(thread.name == "gradwire" for thread in set(threading.enumerate()) - before)
     service.close()
     with pytest.raises(gradwire.ServiceClosedError):
         service.list_models()

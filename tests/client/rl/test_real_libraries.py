@@ -209,7 +209,10 @@ def codec(tiny_model_path: Path) -> TokenizerCodec:
     return TokenizerCodec(AutoTokenizer.from_pretrained(tiny_model_path))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("fastapi") is None, reason="transformers serve needs fastapi")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("fastapi", "uvicorn", "pydantic", "openai")),
+    reason="transformers serve needs what transformers[serving] brings: fastapi, uvicorn, pydantic, openai",
+)
 async def test_transformers_serve(
     transformers_serve: str, tiny_model_path: Path, codec: TokenizerCodec, greedy: Callable[[Any], list[int]]
 ) -> None:

@@ -30,6 +30,7 @@ from gradwire.rl.primitives import (
     Trajectory,
     VLLMBackend,
     register_tool,
+    tools,
 )
 from gradwire.rl.primitives.algorithms import AlgorithmConfig, PPOAlgorithm
 from gradwire.rl.primitives.backprop import settings_of
@@ -269,7 +270,9 @@ async def test_any_object_with_compute_rewards() -> None:
         ComputedRewards(len)
 
 
-def test_tools_by_name(policy: Any) -> None:
+def test_tools_by_name(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "_tools", {"calculator": tools._tools["calculator"]})  # not what other tests registered
+
     def answer(text: str, number: int) -> str:
         if "\ntool: " in text:
             return "found: " + text.rsplit("\ntool: ", 1)[1].split("\n")[0]

@@ -57,7 +57,7 @@ class LineDoor:
         return await self.open(run.run_id)
 
     async def open(self, run_id: str) -> Answer:
-        self._sessions[run_id] = await self._core.open_session(ANN, run_id, takeover=True)
+        self._sessions[run_id] = await self._core.open_session(ANN, run_id, takeover=True, keep_results=True)
         return {"run_id": run_id, "step": self._core.get_run(ANN, run_id).step}
 
     async def train(self, run_id: str, rows: list[list[int]]) -> Answer:

@@ -268,14 +268,25 @@ class Core:
         return record.to_proto()
 
     async def open_session(
-        self, caller: Caller, run_id: str, writer: str = "in-process", *, takeover: bool = False
+        self,
+        caller: Caller,
+        run_id: str,
+        writer: str = "in-process",
+        *,
+        takeover: bool = False,
+        keep_results: bool = False,
     ) -> Session:
         """Open a run for a caller in this process; the session handles numbers, digests and results.
+
+        Args:
+            keep_results: Leave results on the server after they were delivered, for a caller that may be killed before
+                it has passed them on. They go after the server's retention time.
 
         Raises:
             ServiceError: As for :meth:`open_run`.
         """
-        return Session(self, caller, await self.open_run(caller, run_id, writer, takeover=takeover))
+        run = await self.open_run(caller, run_id, writer, takeover=takeover)
+        return Session(self, caller, run, keep_results=keep_results)
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming:
         """Begin to receive an operation's payload. Errors of the operation are kept and raised by :meth:`submit`."""

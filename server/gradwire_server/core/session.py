@@ -57,13 +57,14 @@ class Session:
         next_seq: Number of the next operation.
     """
 
-    def __init__(self, operations: Operations, caller: Caller, run: pb.Run) -> None:
+    def __init__(self, operations: Operations, caller: Caller, run: pb.Run, *, keep_results: bool = False) -> None:
         self.run_id, self.epoch, self.next_seq = run.run_id, run.epoch, run.accepted_seq + 1
         self._operations, self._caller = operations, caller
         self._waiting: dict[int, asyncio.Future[Output]] = {}
         self._failure_seen = 0
-        self._released = run.released_seq
+        self._released, self._keep_results = run.released_seq, keep_results
         self._reader: asyncio.Task[None] | None = None
+        self._next_read = 0
 
     def submit(self, operation: pb.Operation, columns: Mapping[str, Column] | None = None) -> asyncio.Future[Output]:
         """Submit an operation; the future resolves with its output.
@@ -128,8 +129,12 @@ class Session:
     def _expect(self, seq: int) -> asyncio.Future[Output]:
         waiting: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         self._waiting[seq] = waiting
+        if self._reader is not None and not self._reader.done() and seq < self._next_read:
+            self._reader.cancel()  # it has passed this number
+            self._reader = None
         if self._reader is None or self._reader.done():
-            self._reader = asyncio.create_task(self._read(min(self._waiting)))
+            self._next_read = min(self._waiting)
+            self._reader = asyncio.create_task(self._read(self._next_read))
         return waiting
 
     def _refused(self, seq: int, error: BaseException) -> None:
@@ -152,12 +157,17 @@ class Session:
                 for stored in results:
                     self._deliver(stored)
                 newest = results[-1].header.seq
-                if newest > self._released:
+                self._next_read = newest + 1
+                if newest > self._released and not self._keep_results:
                     self._released = newest
                     await self._operations.release_results(self._caller, self.run_id, newest, self.epoch)
         except ServiceError as error:
-            for seq in list(self._waiting):
+            released = error.code == pb.ERROR_CODE_RESULT_RELEASED  # an error of this number's future only
+            for seq in [from_seq] if released else list(self._waiting):
                 self._fail(seq, error)
+            if self._waiting:
+                self._next_read = min(self._waiting)
+                self._reader = asyncio.create_task(self._read(self._next_read))
 
     def _deliver(self, stored: StoredResult) -> None:
         result = stored.header

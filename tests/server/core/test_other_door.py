@@ -72,6 +72,7 @@ def test_a_door_without_grpc_trains_samples_and_recovers(client: LineClient) -> 
     client.ask("open", run_id=killed)
     assert client.ask("result", run_id=killed, seq=seq) == {"step": 2}
     assert client.ask("train", run_id=killed, rows=ROWS) == {"loss": losses[2], "step": 3}
+    assert client.ask("result", run_id=killed, seq=seq) == {"step": 2}  # also once the session has read past it
     client.ask("open", run_id=plain)
     tokens = [client.ask("sample", run_id=run_id, prompt=[5, 6])["tokens"] for run_id in (plain, killed)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 4

@@ -47,7 +47,8 @@ def engine_process() -> psutil.Process:
         ProcessLookupError: where there is none.
     """
     children = psutil.Process().children(recursive=True)
-    engines = [child for child in children if "gradwire_server.engine.process" in child.cmdline()]
+    running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]  # a zombie has no command line
+    engines = [child for child in running if "gradwire_server.engine.process" in child.cmdline()]
     if not engines:
         raise ProcessLookupError("this process has started no engine")
     return max(engines, key=lambda engine: engine.create_time())

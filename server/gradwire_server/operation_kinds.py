@@ -22,7 +22,6 @@ class OperationKind:
         writes_files: Whether it writes files into the state folder, so that it may start only once it is journaled.
         divisible: Whether it may be retried in smaller pieces when memory runs out.
         swaps_generators: Whether it reads or replaces the state of the run's random generators itself.
-        groupable: Whether operations of this kind from several runs may be computed together.
         gives_checkpoint: Whether its result names a new checkpoint of the run.
         keeps_graph: Whether it leaves state in memory that no checkpoint contains.
         ends_accumulation: Whether the next gradient accumulation starts from zero, whatever the operation's result.
@@ -34,7 +33,6 @@ class OperationKind:
     writes_files: bool = False
     divisible: bool = False
     swaps_generators: bool = False
-    groupable: bool = False
     gives_checkpoint: bool = False
     keeps_graph: bool = False
     ends_accumulation: bool = False
@@ -43,7 +41,7 @@ class OperationKind:
 KINDS: Mapping[str, OperationKind] = {
     kind.name: kind
     for kind in (
-        OperationKind("forward_backward", changes_state=True, divisible=True, groupable=True),
+        OperationKind("forward_backward", changes_state=True, divisible=True),
         OperationKind("forward", divisible=True),
         OperationKind("kept_forward", changes_state=True, divisible=True, keeps_graph=True),
         OperationKind("backward", changes_state=True),

@@ -18,7 +18,13 @@ import pytest
 from support.tiny import tiny_model
 
 BLOCKED_SECONDS = 15.0  # wall time, so a machine that is busy with other things adds to it
-RESPONSIVE = ("tests/client/", "tests/server/front/")
+RESPONSIVE = (
+    "tests/client/",
+    "tests/server/core/",
+    "tests/server/scheduling/",
+    "tests/server/journal/",
+    "tests/server/doors/",
+)
 
 
 @pytest.fixture(scope="session")

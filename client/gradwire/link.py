@@ -42,7 +42,7 @@ from gradwire.errors import (
     StorageFullError,
 )
 from gradwire.futures import Future
-from gradwire.queue import Decode, Entry, Request, RunQueue
+from gradwire.queue import Decode, Entry, OperationQueue, Request
 from gradwire.transport import SubmitStream, Transport
 
 ACK_INTERVAL_S = 0.1
@@ -75,7 +75,7 @@ class RunLink:
 
     def __init__(
         self,
-        queue: RunQueue,
+        queue: OperationQueue,
         transport: Transport,
         *,
         takeover: bool = True,

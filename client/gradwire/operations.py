@@ -18,7 +18,7 @@ from gradwire.files import download
 from gradwire.futures import Future
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
-from gradwire.queue import Request, RunQueue
+from gradwire.queue import OperationQueue, Request
 from gradwire.requests import Batch, OnNonFinite, Output, message
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult
 from gradwire.sampling import Prompts, sample_call
@@ -35,7 +35,7 @@ class Operations:
     were submitted after that failure had been raised.
     """
 
-    def __init__(self, transport: Transport, queue: RunQueue, link: RunLink, losses: LossCatalogue) -> None:
+    def __init__(self, transport: Transport, queue: OperationQueue, link: RunLink, losses: LossCatalogue) -> None:
         self._transport = transport
         self._queue = queue
         self._link = link

@@ -2,7 +2,7 @@
 
 A failure is *seen* once it was raised to the user. An operation submitted before the failure of an earlier one was
 seen fails with it, through the next ``optim_step``. The server decides that for what it was sent;
-:class:`RunQueue` decides it for what was refused on this side, before it had a number.
+:class:`OperationQueue` decides it for what was refused on this side, before it had a number.
 
 What moves the operations is :class:`gradwire.link.RunLink`.
 """
@@ -99,7 +99,7 @@ class Entry:
     traceparent: str = ""
 
 
-class RunQueue:
+class OperationQueue:
     """Operations of one run.
 
     Args:

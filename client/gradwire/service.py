@@ -15,7 +15,7 @@ from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
-from gradwire.queue import RunQueue
+from gradwire.queue import OperationQueue
 from gradwire.requests import message
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
@@ -169,7 +169,7 @@ class ServiceClient:
             takeover: fences the run's current writer; False raises RunBusyError where there is one.
         """
         limits = self._info.limits
-        queue = RunQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
+        queue = OperationQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
         window = min(WINDOW, limits.get("max_window", WINDOW))
         max_in_flight = max(limits.get("max_queued_operations", 2 * MAX_IN_FLIGHT) // 2, 1)
         link = RunLink(

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.front import start as start  # the server over an engine without a model
 from support.stage import Stage, wait_for
-
-from tests.server.front.conftest import start as start  # the server over an engine without a model
 
 COUNT = 100
 """Operations of the short forms, which are compared with one and the same calm run."""

@@ -19,10 +19,10 @@ from gradwire_server.journal.journal import Journal, RunMarks
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.scheduling.replay import behind
 from gradwire_server.server import Server
+from support.fake_engine import FakeEngine
+from support.front import Client, Door, Start
 
-from tests.server.front.conftest import Client, Door, Start
-from tests.server.front.fakes import FakeEngine
-from tests.server.front.test_journal import append, new_run, operation
+from tests.server.journal.test_journal import append, new_run, operation
 
 pytestmark = pytest.mark.anyio
 

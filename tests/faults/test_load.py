@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support import load_server
-
-from tests.server.front.conftest import Client
+from support.front import Client
 
 pytestmark = pytest.mark.anyio
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support import program
+from support.front import Client, Door
 from support.rough_link import rough_link
 from support.stage import Stage
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_kills import compare
-from tests.server.front.conftest import Client, Door
 
 pytestmark = pytest.mark.anyio
 

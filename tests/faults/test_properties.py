@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.server.front.test_journal import append, new_run, operation
+from tests.server.journal.test_journal import append, new_run, operation
 
 T = TypeVar("T")
 MARKS = RunMarks(step=0, failure_seq=0, failure="")

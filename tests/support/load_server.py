@@ -19,7 +19,7 @@ from gradwire_server.server import Server
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.server.front.fakes import FakeEngine
+from support.fake_engine import FakeEngine
 
 LOSS = pb.LossInfo(
     name="nothing",

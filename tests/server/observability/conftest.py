@@ -1,7 +1,7 @@
-"""The front's own fixtures: a real grpc.aio server over a fake engine."""
+"""A real grpc.aio server over an engine without a model."""
 
 from __future__ import annotations
 
-from tests.server.front.conftest import door, one_loop, start
+from support.front import door, one_loop, start
 
 __all__ = ["door", "one_loop", "start"]

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.observability import logs
-
-from tests.server.front.conftest import Start
+from support.front import Start
 
 Begin = Callable[..., io.StringIO]
 log = logging.getLogger("gradwire_server.something")

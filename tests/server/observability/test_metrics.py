@@ -17,9 +17,8 @@ from gradwire_server.observability.metrics import CATALOGUE, MAX_RUNS, Backlog, 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
+from support.front import Start
 from support.scripted import until
-
-from tests.server.front.conftest import Start
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
 PPO = pb.LossInfo(name="ppo", metrics={"approx_kl": "…", "clip_fraction": "…", "entropy": "…", "reward_mean": "…"})

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
-
-from tests.server.front.conftest import Client
+from support.front import Client
 
 pytestmark = pytest.mark.anyio
 

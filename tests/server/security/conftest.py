@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import KeyFile, Quota
+from support.front import Client, Door, Start, one_loop, start
 from support.keyed import Keyed
-
-from tests.server.front.conftest import Client, Door, Start, one_loop, start
 
 __all__ = ["one_loop", "start"]
 

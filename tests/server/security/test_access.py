@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support.access import KEYS, PLACES, SECURITY, expected, rpcs, with_tables
+from support.front import Client
 from support.keyed import code_of, outcome
-
-from tests.server.front.conftest import Client
 
 pytestmark = pytest.mark.anyio
 

@@ -24,9 +24,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.access.keys import KeyFile
+from support.front import Client, one_loop
 from support.keyed import Keyed, code_of, error_of, outcome
-
-from tests.server.front.conftest import Client, one_loop
 
 __all__ = ["one_loop"]
 pytestmark = pytest.mark.anyio

@@ -16,12 +16,11 @@ from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
 from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, FairQueue
 from gradwire_server.server import Server
+from support.fake_engine import FakeEngine
+from support.front import Client, Start
 from support.keyed import Keyed, code_of, outcome
 from support.scripted import until
 from typer.testing import CliRunner
-
-from tests.server.front.conftest import Client, Start
-from tests.server.front.fakes import FakeEngine
 
 pytestmark = pytest.mark.anyio
 LIST = pb.ListRunsRequest()

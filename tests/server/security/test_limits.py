@@ -13,9 +13,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.config import Limits
+from support.front import Start
 from support.keyed import code_of, outcome
-
-from tests.server.front.conftest import Start
 
 pytestmark = pytest.mark.anyio
 
@@ -76,9 +75,9 @@ CALLS: list[tuple[str, int, str, Any]] = [
 ]  # fmt: skip
 ELSEWHERE = {
     "max_message_bytes": "test_a_message_too_large_is_refused_by_number",
-    "max_queued_operations": "tests/server/front/test_operations.py",
+    "max_queued_operations": "tests/server/scheduling/test_operations.py",
     "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",
-    "max_window": "tests/server/front/test_operations.py",
+    "max_window": "tests/server/scheduling/test_operations.py",
     "max_window_bytes": "test_the_bytes_that_wait_for_a_number_are_bounded",
     "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",
     "max_checkpoint_bytes": "test_the_checkpoints_of_a_run_are_bounded",

@@ -14,10 +14,9 @@ from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
 from gradwire_server.server import Server
 from pydantic import ValidationError
+from support.fake_engine import FakeEngine
+from support.front import one_loop
 from typer.testing import CliRunner
-
-from tests.server.front.conftest import one_loop
-from tests.server.front.fakes import FakeEngine
 
 __all__ = ["one_loop"]
 pytestmark = pytest.mark.anyio

@@ -13,9 +13,8 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.errors import ServiceError
+from support.front import Client, Door, Start, error_of
 from support.scripted import until
-
-from tests.server.front.conftest import Client, Door, Start, error_of
 
 pytestmark = pytest.mark.anyio
 

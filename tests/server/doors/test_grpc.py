@@ -22,9 +22,8 @@ from gradwire_server.engine_client.process import EngineProcess
 from gradwire_server.errors import ServiceError
 from gradwire_server.server import Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from tests.server.front.conftest import Client, Door, Start, error_of
-from tests.server.front.fakes import FakeEngine
+from support.fake_engine import FakeEngine
+from support.front import Client, Door, Start, error_of
 
 pytestmark = pytest.mark.anyio
 

@@ -12,9 +12,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal.journal import Journal, StoredResult
 from gradwire_server.scheduling.fairness import SMALL_AHEAD
 from gradwire_server.scheduling.run_queue import RECENT_BYTES
+from support.front import Client, Door, Start, error_of
 from support.scripted import until
-
-from tests.server.front.conftest import Client, Door, Start, error_of
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from support.front import Client, Door, Start, describe
 from support.scripted import until
-
-from tests.server.front.conftest import Client, Door, Start, describe
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.config import Limits, ServerConfig
 from gradwire_server.server import Server
 
-from tests.server.front.fakes import FakeEngine
+from support.fake_engine import FakeEngine
 
 
 @pytest.fixture(scope="session", autouse=True)

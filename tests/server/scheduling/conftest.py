@@ -1,0 +1,7 @@
+"""A real grpc.aio server over an engine without a model."""
+
+from __future__ import annotations
+
+from support.front import door, one_loop, start
+
+__all__ = ["door", "one_loop", "start"]

@@ -1,16 +1,16 @@
-"""Any batch a user holds to the columns that travel: checked against the loss's declared fields, padding cut.
+"""Convert a user's batch to the columns sent on the wire: check it against the declared fields and cut its padding.
 
 A batch is columns (a mapping from field to values: see :mod:`gradwire.columns`) or rows (a list of mappings). The same
 content gives the same bytes in every form.
 
-Padding never travels. Where an ids field declares a padding mask and the batch has it, its zeros at either end of
-a row are cut from the ids and from every field aligned with them that has the padded length in that row; a field
-that is shorter already (one entry a scored token, say) is left as it is. The mask is then dropped. A mask that a loss
-declares as a field of its own says what is scored: of such a one only the zeros after the last 1 are cut, as nothing
-depends on them; those before are context, and stay. Where there is no padding mask, rows of one length may be padded
-all the same: the server, which knows the model's padding token, is told and cuts its runs at the ends.
+Padding is never sent. Where an ids field declares a padding mask and the batch has that mask, its zeros at either end
+of a row are cut from the ids and from every aligned field that has the padded length in that row; a field that is
+already shorter (for example one entry per scored token) is left as it is. The mask is then dropped. A mask that a loss
+declares as a field of its own selects the scored tokens: only its zeros after the last 1 are cut, because nothing
+depends on those tokens; the zeros before are context and stay. Without a padding mask, rows of equal length may still
+be padded: the request marks them, and the server, which knows the model's padding token, cuts the padding at both ends.
 
-What is checked here: names, dtypes, shapes, masks. Ranges and vocabulary are the server's to check.
+This module checks names, dtypes, shapes and masks. The server checks ranges and vocabulary.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SCORING_FIELDS = (
 
 
 def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str, Column]:
-    """The columns of a batch, padding cut, in the order in which they travel.
+    """Convert a batch to columns without padding, in the order in which they are sent.
 
     Args:
-        owner: who declares the fields, for messages.
-        fields: the declared fields.
-        batch: columns or rows: see the module.
+        owner: The loss or operation that declares the fields; used in messages.
+        fields: The declared fields.
+        batch: Columns or rows (see the module docstring).
 
     Raises:
-        InvalidBatchError: with the field, the row and the rule.
+        InvalidBatchError: The batch breaks a rule; names the field, the row and the rule.
     """
     given = _by_name(batch)
     declared = {field.name: field for field in fields}
@@ -85,9 +85,9 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
 
 
 def maybe_padded(fields: Sequence[LossField], batch: Any, columns: Mapping[str, Column]) -> list[str]:
-    """The ids fields of a batch whose padding no mask settles, for the server to cut by the model's padding token.
+    """List the ids fields that may be padded but have no mask; the server cuts them by the model's padding token.
 
-    Rows of different lengths hold none, unless a mask says which of their tokens are scored.
+    Rows of different lengths have no padding, unless a mask selects the scored tokens.
     """
     given = _by_name(batch)
     found = []
@@ -109,7 +109,7 @@ def _by_name(batch: Any) -> dict[str, Any]:
         return {str(name): value for name, value in batch.items()}
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         raise InvalidBatchError(
-            f"a batch is a mapping from field to values, or a list of such mappings, one a row; this is a "
+            f"a batch is a mapping from field to values, or a list of such mappings, one per row; got a "
             f"{type(batch).__name__}",
             rule="columns or rows",
         )
@@ -125,7 +125,7 @@ def _by_name(batch: Any) -> dict[str, Any]:
         for name in {*row} ^ {*batch[0]}:
             here, there = (0, index) if name in batch[0] else (index, 0)
             raise InvalidBatchError(
-                f"row {here} of the batch has the field {name!r} and row {there} has not",
+                f"row {here} of the batch has the field {name!r} but row {there} does not",
                 field=str(name),
                 row=index,
                 rule="every row has the same fields",
@@ -140,7 +140,7 @@ def _check_rows(order: list[str], columns: Mapping[str, Column]) -> None:
     for name, column in columns.items():
         if column.num_rows != columns[first].num_rows:
             raise InvalidBatchError(
-                f"{name} has {column.num_rows} rows where {first} has {columns[first].num_rows}",
+                f"{name} has {column.num_rows} rows but {first} has {columns[first].num_rows}",
                 field=name,
                 rule="equal row counts",
             )
@@ -150,7 +150,7 @@ def _cut_padding(mask_name: str, ids_field: LossField, fields: Sequence[LossFiel
     mask, ids = columns[mask_name], columns.get(ids_field.name)
     place = Place(LossField(mask_name, "bool", ids_field.shapes))
     if ids is None:
-        raise place.error(f"masks {ids_field.name}, which the batch has not", f"with {ids_field.name}")
+        raise place.error(f"masks {ids_field.name}, which the batch does not have", f"with {ids_field.name}")
     travels = any(field.name == mask_name for field in fields)
     _check_same_lengths(place, mask, ids, ids_field.name)
     padded = mask.levels[-1]
@@ -162,7 +162,7 @@ def _cut_padding(mask_name: str, ids_field: LossField, fields: Sequence[LossFiel
             keep[start + (0 if travels else real[0]) : start + real[-1] + 1] = True
             if not travels and real[-1] - real[0] + 1 != len(real):
                 raise place.error(
-                    "a padding mask has its zeros at the ends of a row, this one has some between; "
+                    "a padding mask may have zeros only at the ends of a row, and this one has some in between; "
                     "to leave tokens out of the loss use a loss mask",
                     "zeros only at the ends",
                     row_of(mask.levels[:-1], sequence),
@@ -176,7 +176,7 @@ def _cut_padding(mask_name: str, ids_field: LossField, fields: Sequence[LossFiel
 
 
 def _cut(column: Column, padded: Array, keep: Array) -> Column:
-    """The column without the padding, in those sequences that have the padded length."""
+    """Cut the padding from the sequences that have the padded length."""
     if not column.levels or len(column.levels[-1]) != len(padded):
         return column
     lengths = column.levels[-1].astype(np.int64)
@@ -195,14 +195,14 @@ def _cut(column: Column, padded: Array, keep: Array) -> Column:
 
 def _check_same_lengths(place: Place, mask: Column, ids: Column, ids_name: str) -> None:
     if len(mask.levels) != len(ids.levels):
-        raise place.error(f"has other dimensions than {ids_name}", f"the shape of {ids_name}")
+        raise place.error(f"does not have the dimensions of {ids_name}", f"the shape of {ids_name}")
     for depth, (ours, theirs) in enumerate(zip(mask.levels, ids.levels, strict=True)):
         if len(ours) == len(theirs) and np.array_equal(ours, theirs):
             continue
         unit = int((ours != theirs).argmax()) if len(ours) == len(theirs) else 0
         row = row_of(mask.levels[:depth], unit)
         raise place.error(
-            f"has {ours[unit]} entries where {ids_name} has {theirs[unit]}", f"the shape of {ids_name}", row
+            f"has {ours[unit]} entries but {ids_name} has {theirs[unit]}", f"the shape of {ids_name}", row
         )
 
 

@@ -1,6 +1,6 @@
-"""One field of a batch, as the caller holds it, to the column that travels: shapes, dtypes and lengths.
+"""Convert one batch field from the caller's form to the column sent on the wire: shapes, dtypes and lengths.
 
-Values are nested lists, lists of arrays, or one array; of numpy, torch or anything that gives a numpy array.
+Values are nested lists, lists of arrays, or one array: numpy, torch, or anything that converts to a numpy array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
 
 @dataclass(frozen=True)
 class Place:
-    """The column that is being made, for messages."""
+    """The field being converted, for messages."""
 
     field: LossField
 
@@ -33,10 +33,10 @@ class Place:
 
 
 def to_column(field: LossField, value: Any) -> Column:
-    """The column of a declared field.
+    """Build the column of a declared field.
 
     Raises:
-        InvalidBatchError: where the shape or dtype is not one that the field declares.
+        InvalidBatchError: The shape or dtype is not one that the field declares.
     """
     place, value = Place(field), _plain(value)
     rank = _rank(value)
@@ -57,9 +57,10 @@ def to_column(field: LossField, value: Any) -> Column:
 
 
 def token_rows(field: str, rows: Any) -> Column:
-    """A column of token ids from rows of ids; a single flat row is one row."""
+    """Build a column of token ids from rows of ids; a single flat row counts as one row."""
     described = LossField(field, "int", ("[rows, tokens]",))
-    if isinstance(rows, list) and rows and all(map(_is_id_row, rows)):  # many rows, as rollouts send them: at once
+    # Many rows (rollouts): convert them in one call.
+    if isinstance(rows, list) and rows and all(map(_is_id_row, rows)):
         levels = (np.array([len(row) for row in rows], np.uint32),)
         return Column(_joined(Place(described), [np.concatenate(rows)], [0], levels), levels)
     value = _plain(rows)
@@ -73,14 +74,14 @@ def _is_id_row(row: Any) -> bool:
 
 
 def row_of(levels: tuple[Array, ...], entry: int) -> int:
-    """The row of the batch that an entry below these levels belongs to."""
+    """Map each entry below these levels to its row of the batch."""
     for lengths in reversed(levels):
         entry = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), entry, side="right"))
     return entry
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and array-likes as numpy arrays; arrays of objects and other sequences as lists."""
+    """Convert tensors and array-likes to numpy arrays; object arrays and other sequences to lists."""
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
         value = value.detach().cpu()
         try:
@@ -95,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rank(value: Any) -> int:
-    """Dimensions of an array or of nested sequences, as far as its first element that is not empty tells."""
+    """Count the dimensions of an array or of nested sequences, down to the first non-empty element."""
     value = _plain(value)
     if isinstance(value, np.ndarray):
         return value.ndim
@@ -105,7 +106,7 @@ def _rank(value: Any) -> int:
 
 
 def _length(value: Any) -> int | None:
-    """Of a sequence; None for a single value, 0-dimensional arrays included."""
+    """Length of a sequence; None for a single value, including 0-dimensional arrays."""
     if isinstance(value, str | bytes | Mapping):
         return None
     try:
@@ -123,7 +124,7 @@ def _cut_array(value: Array, ragged: int) -> tuple[list[Array], tuple[Array, ...
 
 
 def _cut_nested(place: Place, value: list[Any], ragged: int) -> tuple[list[Array], tuple[Array, ...], list[int]]:
-    """The innermost sequences as arrays, the lengths of each level, and the row that each array belongs to."""
+    """Split nested values into the innermost arrays, the lengths per level, and the row of each array."""
     if ragged == 0:
         return [_leaf(place, value, None)], (), [0]
     units, rows, levels = value, list(range(len(value))), []
@@ -133,7 +134,7 @@ def _cut_nested(place: Place, value: list[Any], ragged: int) -> tuple[list[Array
             length = _length(unit)
             if length is None:
                 raise place.error(
-                    f"holds a {type(unit).__name__} where a sequence belongs",
+                    f"holds a {type(unit).__name__} where a sequence is expected",
                     f"shape {shapes_of(place.field)}",
                     rows[index],
                 )
@@ -156,7 +157,7 @@ def _leaf(place: Place, value: Any, row: int | None) -> Array:
 
 
 def _joined(place: Place, parts: list[Array], rows: list[int], levels: tuple[Array, ...]) -> Array:
-    """The values of all parts in the dtype in which they travel: int32 where that is enough, float32, bool."""
+    """Join all parts in the dtype sent on the wire: int32 where it fits (else int64), float32, bool."""
     dtype = place.field.dtype
     filled = [(part, row) for part, row in zip(parts, rows, strict=True) if part.size]
     wrong = [(part, row) for part, row in filled if part.dtype.kind not in KINDS[dtype]]
@@ -170,7 +171,8 @@ def _joined(place: Place, parts: list[Array], rows: list[int], levels: tuple[Arr
         raise place.error(f"rows have different dense shapes: {sorted(dense)}", f"shape {shapes_of(place.field)}")
     values = np.concatenate([part for part, _ in filled]) if filled else np.zeros(0, np.int64)
     if dtype == "float":
-        with np.errstate(over="ignore"):  # what is infinite in float32 is the server's to refuse, by row and rule
+        # A value that is infinite in float32 is refused by the server, which names the row and the rule.
+        with np.errstate(over="ignore"):
             return values.astype(np.float32)
     if dtype == "bool":
         odd = (values != 0) & (values != 1)
@@ -197,8 +199,8 @@ def _described(value: Any, rank: int) -> str:
     if rank == 0:
         return "a single value"
     if rank == 1 and any(isinstance(each, str) for each in value):
-        return "text; token ids come of a tokenizer, or of `await service.encode(model, texts)`"
-    return f"{rank} dimensions" if rank > 1 else "1 dimension; a batch of one row is a list with one row in it"
+        return "text; get token ids from a tokenizer or from `await service.encode(model, texts)`"
+    return f"{rank} dimensions" if rank > 1 else "1 dimension; a batch of one row is a list that holds one row"
 
 
 def _dimensions(shape: str) -> tuple[str, ...]:
@@ -206,5 +208,5 @@ def _dimensions(shape: str) -> tuple[str, ...]:
 
 
 def shapes_of(field: LossField) -> str:
-    """The accepted shapes, for messages."""
+    """Describe the accepted shapes, for messages."""
     return " or ".join(field.shapes)

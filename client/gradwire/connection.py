@@ -1,4 +1,4 @@
-"""The door: ``connect`` to a server, or start one."""
+"""Connect to a server, or start an embedded one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Connection:
-    """A service that is being connected: ``await`` it, or enter it with ``async with``."""
+    """A pending connection: ``await`` it, or enter it with ``async with``, to get the service."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
@@ -56,26 +56,26 @@ def connect(
     start_timeout: float = 300.0,
     reconnect_timeout: float = 600.0,
 ) -> Connection:
-    """Connects to a server, or starts one: ``service = await connect(...)`` or ``async with connect(...) as service``.
+    """Connect to a server, or start one: ``service = await connect(...)`` or ``async with connect(...) as service``.
 
     Args:
-        address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS. None starts a server on this machine, with ``models``,
-            and ends it with the service.
-        api_key: by default the environment's ``GRADWIRE_API_KEY``.
-        models: for a server of one's own: names or paths of models, as of ``gradwire serve --model``.
-        state_dir: for a server of one's own: where it keeps runs and checkpoints; None: a temporary folder.
-        server_args: for a server of one's own: further arguments of ``gradwire serve``.
-        ca_cert: PEM file with the authority that signed the server's certificate; speaks TLS.
+        address: ``HOST:PORT``, or ``https://HOST:PORT`` for TLS. None starts an embedded server on this machine that
+            serves ``models`` and stops when the service is closed.
+        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``.
+        models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
+        state_dir: Embedded server only: folder for runs and checkpoints; None uses a temporary folder.
+        server_args: Embedded server only: further arguments of ``gradwire serve``.
+        ca_cert: PEM file with the authority that signed the server's certificate; turns TLS on.
         client_cert: PEM file with this client's certificate, for mTLS.
-        client_key: PEM file with its key.
-        connect_timeout: seconds to try for a first answer.
-        start_timeout: seconds that a server of one's own may take until it listens.
-        reconnect_timeout: seconds for which operations wait while the server is away.
+        client_key: PEM file with the private key of ``client_cert``.
+        connect_timeout: Seconds to wait for the first answer.
+        start_timeout: Seconds to wait until an embedded server listens.
+        reconnect_timeout: Seconds that operations wait for a server that became unreachable.
 
     Raises:
-        ConnectionLostError: when nothing answers at the address.
-        ServerStartError: when the embedded server does not start.
-        UnauthenticatedError: when the key is missing or wrong.
+        ConnectionLostError: Nothing answers at the address.
+        ServerStartError: The embedded server did not start.
+        UnauthenticatedError: The key is missing or wrong.
     """
     return Connection(dict(locals()))
 
@@ -94,7 +94,7 @@ async def open_service(
     start_timeout: float,
     reconnect_timeout: float,
 ) -> ServiceClient:
-    """See :func:`connect`."""
+    """Open the service that :func:`connect` describes."""
     tls = checked_tls(ca_cert, client_cert, client_key)
     models = [models] if isinstance(models, str | os.PathLike) else list(models)
     embedded = None
@@ -109,7 +109,8 @@ async def open_service(
         embedded = EmbeddedServer([os.fspath(each) for each in models], folder, server_args)
     elif models or state_dir or server_args:
         raise InvalidArgumentError(
-            "models, state_dir and server_args are for a server that connect() starts; this one has an address",
+            "models, state_dir and server_args apply only to a server that connect() starts; remove them or the "
+            "address",
             field="address",
             rule="no address",
         )
@@ -132,7 +133,8 @@ async def open_service(
         )
         if answer.protocol > PROTOCOL:
             raise UnsupportedError(
-                f"the server speaks protocol {answer.protocol}, this client {PROTOCOL}: upgrade the package gradwire"
+                f"the server speaks protocol {answer.protocol}, this client speaks {PROTOCOL}: upgrade the package "
+                "gradwire"
             )
         service = ServiceClient(transport, ServerInfo.from_message(answer), embedded)
         await service.list_losses()

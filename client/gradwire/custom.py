@@ -1,8 +1,8 @@
-"""Losses written on the client: scores come here, their gradients go back.
+"""Losses written on the client: receive scores from the server, send their gradients back.
 
-The user's function takes scores and gives a loss. With torch in the caller's process the scores are leaves of its
-autograd, which gives the gradients; else the function gives them itself. torch is never imported here: it is used
-where the caller has imported it.
+The user's function maps scores to a loss. If the caller's process has imported torch, the scores are autograd leaves
+and autograd computes the gradients; otherwise the function returns the gradients itself. This module never imports
+torch; it uses the module that the caller imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CustomLoss = Callable[[Any, dict[str, Any]], Any]
 
 
 def framework_in_use(framework: Framework | None) -> Framework:
-    """The framework of the scores: as asked for, else torch where the caller has imported it."""
+    """Resolve the framework of the scores: the requested one, else torch if the caller imported it, else numpy."""
     if framework is None:
         return "torch" if "torch" in sys.modules else "numpy"
     if framework not in ("torch", "numpy"):
@@ -37,13 +37,13 @@ def framework_in_use(framework: Framework | None) -> Framework:
 
 @dataclass
 class CustomCall:
-    """One ``forward_backward_custom``: from the scores to the gradients, and to the result.
+    """One ``forward_backward_custom`` call: from the scores to the gradients and the result.
 
     Attributes:
-        batch: as the user gave it.
+        batch: The batch as the user passed it.
         function: ``(batch, scores)`` -> loss, (loss, metrics), (loss, gradients) or (loss, gradients, metrics).
-        weight: what the loss averages over.
-        framework: of the scores.
+        weight: The number of rows or tokens that the loss averages over.
+        framework: ``"torch"`` or ``"numpy"``: the type of the scores.
     """
 
     batch: Any
@@ -55,7 +55,7 @@ class CustomCall:
     metrics: Mapping[str, float] | None = None
 
     def compute(self, result: pb.OperationResult, columns: Columns) -> Request:
-        """Runs the user's function on the scores."""
+        """Run the user's function on the scores."""
         self.forward = LossResult.from_wire(result, columns)
         torch = sys.modules["torch"] if self.framework == "torch" else None
         leaves: dict[str, Any] = {}
@@ -74,7 +74,9 @@ class CustomCall:
             flat = {name: _flat(name, columns[name], (grads or {}).get(name)) for name in leaves}
             for name in grads or {}:
                 if name not in leaves:
-                    raise ValueError(f"a gradient for {name!r}, which was not asked for; scores are {list(leaves)}")
+                    raise ValueError(
+                        f"got a gradient for {name!r}, which is not one of the requested scores {list(leaves)}"
+                    )
         self.loss = float(loss.detach()) if hasattr(loss, "detach") else float(loss)
         self.metrics = {name: float(value) for name, value in (metrics or {}).items()}
         operation = pb.Operation(backward=pb.Backward(forward_seq=result.seq, weight=self.weight, loss=self.loss))
@@ -85,7 +87,7 @@ class CustomCall:
         return Request.of(operation, gradients)
 
     def _parts(self, given: Any, torch: Any) -> tuple[Any, Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        """Loss, gradients (None: autograd knows them), metrics."""
+        """Split the return value into loss, gradients (None: computed by autograd) and metrics."""
         loss, *rest = given if isinstance(given, tuple) else (given,)
         if torch is not None and isinstance(loss, torch.Tensor) and loss.requires_grad:
             if loss.numel() != 1:
@@ -96,12 +98,12 @@ class CustomCall:
         if not rest or not isinstance(rest[0], Mapping) or len(rest) > 2:
             raise ValueError(
                 "return a torch loss that depends on the scores, or (loss, gradients) or (loss, gradients, metrics), "
-                'where gradients maps the name of a score, e.g. "logprobs", to an array a row'
+                'where gradients maps the name of a score, e.g. "logprobs", to one array per row'
             )
         return loss, rest[0], rest[1] if len(rest) > 1 else None
 
     def result(self, result: pb.OperationResult, columns: Columns) -> LossResult:
-        """The user's loss and metrics, with the counts and timings of both halves."""
+        """Combine the user's loss and metrics with the counts and timings of both halves."""
         backward = LossResult.from_wire(result, columns)
         forward = self.forward or backward
         return LossResult(
@@ -121,7 +123,7 @@ class CustomCall:
 
 
 def _rows(column: Column, values: Any) -> Any:
-    """A column's values (an array or a tensor) row by row; a score a sequence stays whole."""
+    """Split a column's values (array or tensor) into rows; a per-sequence score stays whole."""
     if not column.levels:
         return values
     ends = np.cumsum(column.levels[0], dtype=np.int64).tolist()
@@ -129,7 +131,7 @@ def _rows(column: Column, values: Any) -> Any:
 
 
 def _flat(name: str, column: Column, grads: Any) -> np.ndarray[Any, Any]:
-    """The gradient of one score as one array; absent is zero."""
+    """Flatten the gradient of one score to one array; a missing gradient is zero."""
     if grads is None:
         return np.zeros_like(column.values)
     if not column.levels:

@@ -1,4 +1,4 @@
-"""What a server says of itself: its runs, models and losses."""
+"""Descriptions that a server returns: itself, its runs, models and losses."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class RunInfo:
     """A run as the server knows it.
 
     Attributes:
-        run_id: its id.
-        base_model: the model it trains.
-        lora: rank, alpha, dropout and target_modules; None where all weights are trained.
+        run_id: The run's id.
+        base_model: The model that the run trains.
+        lora: ``rank``, ``alpha``, ``dropout`` and ``target_modules``; None if all weights are trained.
         head: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
-        seed: of its generators.
-        name: for people.
-        tags: for people.
-        gradient_checkpointing: whether activations are recomputed in the backward pass.
-        step: optimizer steps taken.
-        accepted_seq: operations up to this number are durable.
-        applied_seq: operations up to this number have results.
-        latest_checkpoint: path of the newest; empty where there is none.
-        created_at: Unix time, seconds.
-        num_trainable_parameters: of the adapter or the whole model, heads included.
-        forked_from: path of the checkpoint it started from; empty where it is none's fork.
-        owner: the name of the key that made it; empty on a server without keys.
-        readers: the names of the keys that it is shared with.
-        num_labels: of a classification head; 0 for any other.
-        dropout: the rate at which the model drops activations while it trains.
-        kind: ``"rl"`` or ``""``: which defaults it is trained by.
+        seed: Seed of the run's random generators.
+        name: A label for people.
+        tags: Key-value labels for people.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        step: Number of optimizer steps taken.
+        accepted_seq: Operations up to this number are durable.
+        applied_seq: Operations up to this number have results.
+        latest_checkpoint: Path of the newest checkpoint; empty if there is none.
+        created_at: Unix time in seconds.
+        num_trainable_parameters: Parameters of the adapter or of the whole model, including heads.
+        forked_from: Path of the checkpoint that the run was forked from; empty if it was not forked.
+        owner: Name of the key that created the run; empty on a server without keys.
+        readers: Names of the keys that the run is shared with.
+        num_labels: Number of classes of a classification head; 0 for any other head.
+        dropout: Dropout rate of the model during training.
+        kind: ``"rl"`` or ``""``; selects the default learning rate.
     """
 
     run_id: str
@@ -97,12 +97,12 @@ class ServerInfo:
     """The server.
 
     Attributes:
-        version: of the server's package.
-        device: e.g. ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
-        engine_ready: whether the process that computes is up.
-        uptime_s: seconds.
+        version: Version of the server's package.
+        device: For example ``"cpu"`` or ``"cuda:0 (NVIDIA H200)"``.
+        engine_ready: Whether the engine process is up.
+        uptime_s: Seconds since the server started.
         durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
-        limits: by name, e.g. ``max_payload_bytes``.
+        limits: Limits by name, for example ``max_payload_bytes``.
     """
 
     version: str
@@ -154,16 +154,16 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class LossField:
-    """A batch field of a loss: see :class:`LossInfo`.
+    """A batch field of a loss (see :class:`LossInfo`).
 
     Attributes:
-        name: as typed in a batch.
+        name: The field's key in a batch.
         dtype: ``"int"``, ``"float"`` or ``"bool"``.
-        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``.
-        required: whether a batch must have it.
-        description: one sentence.
-        aligned_with: the ids field whose tokens this one's entries belong to.
-        padding_mask: for an ids field: the mask field that says which entries are padding.
+        shapes: The accepted shapes, for example ``("[rows]", "[rows, tokens]")``.
+        required: Whether a batch must have the field.
+        description: One sentence.
+        aligned_with: The ids field to whose tokens this field's entries belong.
+        padding_mask: For an ids field: the name of the mask field that marks padding.
     """
 
     name: str
@@ -189,18 +189,18 @@ class LossField:
 
 @dataclass(frozen=True)
 class LossInfo:
-    """A loss as it declares itself.
+    """The declaration of a loss.
 
     Attributes:
-        name: what ``loss_fn`` takes.
-        summary: what it computes.
-        formula: in one line.
-        reference: the paper or source of the formula.
-        fields: the batch fields.
+        name: The value to pass as ``loss_fn``.
+        summary: What the loss computes.
+        formula: The formula in one line.
+        reference: The paper or source of the formula.
+        fields: The batch fields.
         kwargs_schema: JSON schema of ``loss_kwargs``.
-        metrics: name -> what it is.
+        metrics: Metric name -> description.
         layout: ``"rows"``, ``"pairs"`` or ``"groups"``.
-        head: the head that a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
+        head: The head that a run needs: ``""``, ``"value"``, ``"reward"`` or ``"classification"``.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A server of one's own: started with the service, ended with it."""
+"""An embedded server that starts and stops with the service."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class EmbeddedServer:
     """`gradwire serve` as a child process on loopback.
 
     Args:
-        models: names or paths, at least one.
-        state_dir: where the server keeps its state; None: a temporary folder, removed with the server.
-        server_args: further arguments of `gradwire serve`.
+        models: Names or paths of models, at least one.
+        state_dir: Folder for the server's state; None uses a temporary folder that is removed with the server.
+        server_args: Further arguments of `gradwire serve`.
     """
 
     def __init__(self, models: Sequence[str], state_dir: Path | None, server_args: Sequence[str]) -> None:
@@ -35,8 +35,9 @@ class EmbeddedServer:
         command += ["--state-dir", str(state_dir or logs / "state"), "--die-with-parent"]
         for model in models:
             command += ["--model", model]
-        # Not in a worker thread: the child dies with the thread that started it. In a process group of its own: Ctrl-C,
-        # or a notebook's interrupt, goes to the whole group, and is for the program, which may well go on.
+        # Not in a worker thread: the child is killed when the thread that started it ends. It gets its own process
+        # group because Ctrl-C (or a notebook's interrupt) signals the whole group, and the program may handle it and go
+        # on.
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [*command, *server_args],
@@ -49,10 +50,10 @@ class EmbeddedServer:
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
 
     async def listening(self, timeout_s: float) -> str:
-        """The address, once the server has announced it.
+        """Wait for the server to announce its address.
 
         Raises:
-            ServerStartError: when it ended before that or took too long, with the end of what it wrote to stderr.
+            ServerStartError: The server ended first or took too long; the message has the end of its stderr.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -61,16 +62,18 @@ class EmbeddedServer:
                 if line.startswith(ANNOUNCEMENT) and line.endswith("\n"):
                     return line.split()[-1]
             if ended is not None:
-                raise ServerStartError(f"the embedded server ended with code {ended} at its start{self._complaint()}")
+                raise ServerStartError(
+                    f"the embedded server ended with exit code {ended} during its start{self._complaint()}"
+                )
             if asyncio.get_running_loop().time() > deadline:
-                raise ServerStartError(f"the embedded server was not up after {timeout_s:g} s{self._complaint()}")
+                raise ServerStartError(f"the embedded server did not start within {timeout_s:g} s{self._complaint()}")
             await asyncio.sleep(0.03)
 
     def check_alive(self) -> None:
-        """Raises ConnectionLostError when the process has ended."""
+        """Raise ConnectionLostError if the process has ended."""
         ended = self._process.poll()
         if ended is not None:
-            raise ConnectionLostError(f"the embedded server ended with code {ended}{self._complaint()}")
+            raise ConnectionLostError(f"the embedded server ended with exit code {ended}{self._complaint()}")
 
     async def close(self) -> None:
         if self._finalizer.detach() is not None:

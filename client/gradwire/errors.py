@@ -1,9 +1,9 @@
-"""The exceptions of gradwire: one class a cause, drawn as a tree.
+"""The exceptions of gradwire, one class per cause.
 
 ::
 
     GradwireError
-    ├── InvalidRequestError             what was asked is wrong; asking again gives the same answer
+    ├── InvalidRequestError             the request is wrong; a retry fails the same way
     │   ├── InvalidArgumentError            .field, .rule
     │   ├── InvalidBatchError               .field, .row, .rule
     │   ├── NotFoundError
@@ -16,10 +16,10 @@
     │   ├── LimitExceededError
     │   ├── NothingToStepError
     │   └── UnsupportedError
-    ├── AccessError                     who asked may not
+    ├── AccessError                     the caller is not allowed to do this
     │   ├── UnauthenticatedError
     │   └── PermissionDeniedError
-    ├── OperationError                  the operation was accepted, and failed; the run is as it was before it
+    ├── OperationError                  an accepted operation failed; the run is unchanged by it
     │   ├── AbortedPredecessorError         .cause_seq; __cause__ is the first failure
     │   ├── OperationCancelledError
     │   ├── AbandonedError
@@ -27,26 +27,25 @@
     │   ├── OutOfMemoryError
     │   ├── CheckpointCorruptError
     │   └── QuarantinedError
-    ├── WriterError                     this client and the run disagree about who writes, or what was written
+    ├── WriterError                     conflict about who writes to the run, or about what was written
     │   ├── StaleEpochError
     │   ├── RunBusyError
     │   ├── SequenceReusedError
     │   ├── SequenceGapError
     │   ├── ResultReleasedError
     │   └── RewoundError
-    ├── ServerError                     the server is at fault, or in no state to answer
+    ├── ServerError                     a fault of the server, or a server that cannot answer now
     │   ├── InternalServerError             .request_id finds it in the server's log
     │   ├── EngineUnavailableError
     │   ├── PayloadCorruptError
     │   ├── ServerStartError                an embedded server did not start
     │   ├── ShuttingDownError
     │   └── StorageFullError
-    ├── ConnectionLostError             the server could not be reached for as long as the client was told to try
-    ├── ServiceClosedError              the service was closed on this side
-    └── WouldDeadlockError              Future.result() on the thread that has to produce the result
+    ├── ConnectionLostError             the server stayed unreachable past the timeout
+    ├── ServiceClosedError              this client closed the service
+    └── WouldDeadlockError              Future.result() on the thread that must produce the result
 
-Every exception of the server's is made by :func:`from_wire`, from the one map :data:`EXCEPTIONS`.
-"""
+:func:`from_wire` turns a server error into an exception, through the map :data:`EXCEPTIONS`."""
 
 from __future__ import annotations
 
@@ -59,14 +58,14 @@ DETAILS_KEY = "gradwire-error-bin"
 
 
 class GradwireError(Exception):
-    """Root of the tree.
+    """Root of the exception tree.
 
     Attributes:
-        field: the batch field or argument to blame; empty where there is none.
-        row: the row of the batch as the caller gave it, where one row is to blame.
-        rule: the rule that was broken, in short, e.g. ``"0 <= id < 32000"``.
-        seq: the operation's number in its run, where it has one.
-        request_id: what finds the failure in the server's log.
+        field: The batch field or argument at fault; empty if none.
+        row: The row of the batch, as the caller passed it, if one row is at fault.
+        rule: The broken rule in short form, e.g. ``"0 <= id < 32000"``.
+        seq: The operation's number in its run, if it has one.
+        request_id: Identifies the failure in the server's log.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class GradwireError(Exception):
 
 
 class InvalidRequestError(GradwireError):
-    """What was asked is wrong; asking again gives the same answer."""
+    """The request is wrong; a retry fails the same way."""
 
 
 class InvalidArgumentError(InvalidRequestError):
@@ -93,11 +92,11 @@ class InvalidBatchError(InvalidRequestError):
 
 
 class NotFoundError(InvalidRequestError):
-    """There is no such thing, or it is another key's: the two are not told apart."""
+    """The object does not exist or belongs to another key; the server does not tell which."""
 
 
 class UnknownLossError(NotFoundError):
-    """No loss has this name; the message names those there are."""
+    """No loss has this name; the message lists the available losses."""
 
 
 class UnknownModelError(NotFoundError):
@@ -105,11 +104,11 @@ class UnknownModelError(NotFoundError):
 
 
 class UnknownRunError(NotFoundError):
-    """There is no run of this id."""
+    """No run has this id."""
 
 
 class UnknownCheckpointError(NotFoundError):
-    """There is no checkpoint of this name."""
+    """No checkpoint has this name."""
 
 
 class UnknownOperationError(NotFoundError):
@@ -117,23 +116,23 @@ class UnknownOperationError(NotFoundError):
 
 
 class AlreadyExistsError(InvalidRequestError):
-    """The name is taken."""
+    """The name is already in use."""
 
 
 class LimitExceededError(InvalidRequestError):
-    """A limit of the server's; the message names it and the flag that moves it."""
+    """The request exceeds a limit of the server; the message names the limit and the flag that changes it."""
 
 
 class NothingToStepError(InvalidRequestError):
-    """``optim_step`` with no gradient accumulated since the last one."""
+    """``optim_step`` was called with no gradient accumulated since the last step."""
 
 
 class UnsupportedError(InvalidRequestError):
-    """The run, or the server, lacks what the operation needs."""
+    """The run or the server does not support the operation."""
 
 
 class AccessError(GradwireError):
-    """Who asked may not."""
+    """The caller is not allowed to do this."""
 
 
 class UnauthenticatedError(AccessError):
@@ -145,14 +144,14 @@ class PermissionDeniedError(AccessError):
 
 
 class OperationError(GradwireError):
-    """The operation was accepted, and failed; the run is as it was before it."""
+    """An accepted operation failed; the run is as it was before the operation."""
 
 
 class AbortedPredecessorError(OperationError):
-    """An operation before this one, in the same accumulation, failed first; ``__cause__`` is its error.
+    """An earlier operation of the same accumulation failed; ``__cause__`` is its error.
 
     Attributes:
-        cause_seq: the number of the operation that failed first; None where it was refused before it had one.
+        cause_seq: Number of the operation that failed first; None if it was refused before it got a number.
     """
 
     cause_seq: int | None = None
@@ -163,7 +162,7 @@ class OperationCancelledError(OperationError):
 
 
 class AbandonedError(OperationError):
-    """The client gave up its half of the operation."""
+    """The client withdrew its half of the operation."""
 
 
 class NonFiniteError(OperationError):
@@ -171,7 +170,7 @@ class NonFiniteError(OperationError):
 
 
 class OutOfMemoryError(OperationError):
-    """The device has not enough memory, even for the smallest micro-batch."""
+    """The device has too little memory, even for the smallest micro-batch."""
 
 
 class CheckpointCorruptError(OperationError):
@@ -179,7 +178,7 @@ class CheckpointCorruptError(OperationError):
 
 
 class QuarantinedError(OperationError):
-    """The operation killed the engine twice and is not tried again."""
+    """The operation crashed the engine twice and is not tried again."""
 
 
 class WriterError(GradwireError):
@@ -187,15 +186,15 @@ class WriterError(GradwireError):
 
 
 class StaleEpochError(WriterError):
-    """Another writer took the run over; open it again to take it back."""
+    """Another writer took over the run; reopen the run to take it back."""
 
 
 class RunBusyError(WriterError):
-    """Another writer holds the run; open it with ``takeover=True`` to fence that one."""
+    """Another writer holds the run; open it with ``takeover=True`` to replace that writer."""
 
 
 class SequenceReusedError(WriterError):
-    """The number of this operation was used for another one."""
+    """The operation's number was already used for another operation."""
 
 
 class SequenceGapError(WriterError):
@@ -203,19 +202,19 @@ class SequenceGapError(WriterError):
 
 
 class ResultReleasedError(WriterError):
-    """The result was acknowledged before, and is gone."""
+    """The result was acknowledged earlier and has been deleted."""
 
 
 class RewoundError(WriterError):
-    """The run went back to a checkpoint; operations after it did not happen."""
+    """The run was restored to a checkpoint; the operations after it are discarded."""
 
 
 class ServerError(GradwireError):
-    """The server is at fault, or in no state to answer."""
+    """A fault of the server, or a server that cannot answer now."""
 
 
 class InternalServerError(ServerError):
-    """A fault of the server; ``request_id`` finds it in its log."""
+    """An internal fault of the server; search its log for ``request_id``."""
 
 
 class EngineUnavailableError(ServerError):
@@ -223,11 +222,11 @@ class EngineUnavailableError(ServerError):
 
 
 class PayloadCorruptError(ServerError):
-    """The payload arrived with another digest than it was sent with."""
+    """The payload's digest differs between sender and receiver."""
 
 
 class ServerStartError(ServerError):
-    """An embedded server did not start; the message ends with what it wrote to stderr."""
+    """An embedded server did not start; the message ends with the server's stderr."""
 
 
 class ShuttingDownError(ServerError):
@@ -239,15 +238,15 @@ class StorageFullError(ServerError):
 
 
 class ConnectionLostError(GradwireError):
-    """The server could not be reached for as long as the client was told to try."""
+    """The server stayed unreachable for longer than the client's timeout."""
 
 
 class ServiceClosedError(GradwireError):
-    """The service was closed on this side."""
+    """The service was closed by this client."""
 
 
 class WouldDeadlockError(GradwireError):
-    """``Future.result()`` was called on the event loop's own thread, which has to produce the result."""
+    """``Future.result()`` was called on the thread of the event loop that must produce the result."""
 
 
 EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
@@ -285,7 +284,7 @@ EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
     pb.ERROR_CODE_SHUTTING_DOWN: ShuttingDownError,
 }
 
-# A gRPC status that came without details: from a proxy, from grpc itself, or from a server that is not ours.
+# A gRPC status without details comes from a proxy, from grpc itself, or from another kind of server.
 STATUSES: Mapping[grpc.StatusCode, type[GradwireError]] = {
     grpc.StatusCode.UNAVAILABLE: ConnectionLostError,
     grpc.StatusCode.DEADLINE_EXCEEDED: ConnectionLostError,
@@ -301,7 +300,7 @@ RETRYABLE = (ConnectionLostError, EngineUnavailableError, ShuttingDownError)
 
 
 def from_wire(error: pb.Error) -> GradwireError:
-    """The exception for an error of the server's. A code newer than this client is an InternalServerError."""
+    """Convert a server error to its exception; a code unknown to this client becomes InternalServerError."""
     kind = EXCEPTIONS.get(error.code, InternalServerError)
     exception = kind(
         error.message or f"the server gave no message (code {error.code})",
@@ -318,14 +317,15 @@ def from_wire(error: pb.Error) -> GradwireError:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
-    """The exception for an RPC that failed: from the details it carries, else from its status."""
+    """Convert a failed RPC to its exception, from its details if it has any, else from its status."""
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             return from_wire(pb.Error.FromString(value))
     status = error.code()
     kind = STATUSES.get(status, InternalServerError)
     details = error.details() or ""
-    if "RST_STREAM" in details or details == "Internal error from Core":  # a write came too late to learn why
+    # grpc reports this when a write fails before the reason is known.
+    if "RST_STREAM" in details or details == "Internal error from Core":
         kind = ConnectionLostError
     if kind is ConnectionLostError:
         return ConnectionLostError(f"no answer from {address}: {error.details() or status.name}")

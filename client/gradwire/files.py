@@ -1,4 +1,4 @@
-"""Files of checkpoints and exports, from the server to a local folder."""
+"""Download files of checkpoints and exports to a local folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PART = ".part"
 
 
 async def download(transport: Transport, request: pb.DownloadRequest, folder: Path) -> Path:
-    """Writes the files below ``folder``, which is made; each takes its name once it is whole.
+    """Write the files below ``folder``, which is created; each file gets its final name once it is complete.
 
     Raises:
-        ConnectionLostError: when the stream ended before the last file was whole.
+        ConnectionLostError: The stream ended before the last file was complete.
     """
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     target, missing = folder, 0
@@ -46,7 +46,9 @@ async def download(transport: Transport, request: pb.DownloadRequest, folder: Pa
             file.close()
             _part(target).unlink(missing_ok=True)
     if missing:
-        raise ConnectionLostError(f"{transport.address} ended the download {missing} bytes short of {target.name}")
+        raise ConnectionLostError(
+            f"{transport.address} ended the download {missing} bytes before the end of {target.name}"
+        )
     return folder
 
 
@@ -55,7 +57,7 @@ def _part(target: Path) -> Path:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file below the folder, whatever the server calls it."""
+    """Resolve the path of a file below the folder and refuse names that lead outside it."""
     path = PurePosixPath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name:
         raise InternalServerError(f"the server sent a file named {name!r}, which is not below the folder")

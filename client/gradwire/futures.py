@@ -1,4 +1,4 @@
-"""Futures: the results of operations that were submitted when they were called."""
+"""Futures: results of operations, which are submitted at the call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("gradwire")
 
 
 class Future(Generic[T]):
-    """A result that is on its way.
+    """The pending result of an operation.
 
-    ``await future`` gives the result or raises the operation's error, as often as it is asked. Giving up waiting
-    (a cancelled task, a timeout) does not cancel the operation; :meth:`cancel` does. :meth:`result` is for code
-    without an event loop, or for another thread than the event loop's.
+    ``await future`` returns the result or raises the operation's error; it can be awaited any number of times. A
+    cancelled task or a timeout stops the waiting, not the operation; :meth:`cancel` stops the operation. :meth:`result`
+    is for code without an event loop, and for threads other than the event loop's.
     """
 
     def __init__(
@@ -49,20 +49,21 @@ class Future(Generic[T]):
         return self._deliver()
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, waiting for it in this thread.
+        """Block this thread until the result is available, and return it.
 
         Args:
-            timeout: seconds to wait; None waits for as long as it takes.
+            timeout: Seconds to wait; None waits without limit.
 
         Raises:
-            TimeoutError: when the result did not come in time. The operation goes on.
-            WouldDeadlockError: on the thread of the event loop that has to receive the result. Use ``await`` there.
+            TimeoutError: The result did not arrive in time. The operation goes on.
+            WouldDeadlockError: Called on the thread of the event loop that must receive the result. Use ``await``
+                there.
         """
         self._wait(timeout)
         return self._deliver()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error, or None for a result, waiting as :meth:`result` does."""
+        """Return the operation's error, or None if it succeeded; waits like :meth:`result`."""
         self._wait(timeout)
         error = self._inner.exception()
         if error is not None:
@@ -70,11 +71,11 @@ class Future(Generic[T]):
         return error
 
     def done(self) -> bool:
-        """Whether there is a result or an error."""
+        """Return whether the operation has a result or an error."""
         return self._inner.done()
 
     def cancel(self) -> bool:
-        """Asks the server to drop the operation if it has not started; False when it is over already.
+        """Ask the server to drop the operation if it has not started; return False if the operation has already ended.
 
         A dropped operation raises :class:`~gradwire.errors.OperationCancelledError`.
         """
@@ -99,11 +100,11 @@ class Future(Generic[T]):
         error = self._inner.exception()
         if error is not None and not isinstance(error, AbortedPredecessorError | ServiceClosedError):
             logger.warning(
-                "%s failed and nobody asked for its result: %s: %s", self._label, type(error).__name__, error
+                "%s failed and its result was never retrieved: %s: %s", self._label, type(error).__name__, error
             )
 
     async def _settled(self) -> None:
-        """Waits for the outcome without raising it."""
+        """Wait for the outcome without raising it."""
         if self._inner.done():
             return
         loop = asyncio.get_running_loop()
@@ -123,11 +124,11 @@ class Future(Generic[T]):
         await waiter
 
     def _then(self, label: str, work: Callable[[T], Coroutine[Any, Any, A]]) -> Future[A]:
-        """A future of what ``work`` makes of the result, on the event loop that the result comes in on."""
+        """Chain a future that applies ``work`` to the result, on the event loop that receives the result."""
         loop = self._loop
-        if loop is None:  # failed before it began: so did what follows
+        if loop is None:  # failed before it started, and so did this future
             return cast("Future[A]", self)
-        self._raised = True  # what follows is the one to ask
+        self._raised = True  # the error is reported through the derived future
 
         async def follow() -> A:
             await self._settled()
@@ -140,7 +141,8 @@ class Future(Generic[T]):
 
     def _resolve(self, value: T) -> None:
         if not self._inner.done():
-            self._on_cancel = None  # with what it refers to: nothing keeps a settled future alive
+            # drop the callback and what it references, so that a settled future keeps nothing alive
+            self._on_cancel = None
             self._inner.set_result(value)
 
     def _fail(self, error: BaseException) -> None:
@@ -155,7 +157,7 @@ class Future(Generic[T]):
         here = running_loop()
         if here is not None and here is self._loop:
             raise WouldDeadlockError(
-                f"{self._label}: .result() would block the event loop that has to receive the result; use `await`"
+                f"{self._label}: .result() would block the event loop that must receive the result; use `await`"
             )
         concurrent.futures.wait([self._inner], timeout)
         if not self._inner.done():
@@ -175,7 +177,7 @@ class Future(Generic[T]):
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that this is called on, if it is."""
+    """Return the running event loop, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -183,7 +185,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def failed(label: str, error: BaseException, on_raised: Callable[[], None] | None = None) -> Future[Any]:
-    """A future that failed before it began."""
+    """Return a future that has already failed."""
     future: Future[Any] = Future(label, on_raised=on_raised)
     future._fail(error)
     return future
@@ -195,7 +197,7 @@ def start(
     work: Callable[[], Coroutine[Any, Any, T]],
     on_raised: Callable[[], None] | None = None,
 ) -> Future[T]:
-    """Runs a coroutine on the loop, from any thread; its outcome is the future's."""
+    """Run a coroutine on the loop, from any thread; its outcome settles the future."""
     future: Future[T] = Future(label, loop, on_raised=on_raised)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -205,7 +207,7 @@ def start(
         except asyncio.CancelledError:
             future._fail(ServiceClosedError(f"{label}: the service was closed before the result came"))
             raise
-        except Exception as error:  # whatever it was belongs to whoever awaits the future
+        except Exception as error:  # any error is raised where the future is awaited
             future._fail(error)
 
     def launch() -> None:
@@ -230,16 +232,16 @@ async def gather(a: Future[A], b: Future[B], c: Future[C], d: Future[D], /) -> t
 @overload
 async def gather(*futures: Future[T]) -> tuple[T, ...]: ...
 async def gather(*futures: Future[Any]) -> tuple[Any, ...]:
-    """Waits for every future, and gives their results in order.
+    """Wait for all futures and return their results in order.
 
-    When some failed, raises the first cause among them once all have settled; further independent failures are
-    named in the exception's notes.
+    If some failed, raise the first cause among them once all have settled; further independent failures are
+    listed in the exception's notes.
     """
     results, errors = [], []
     for future in futures:
         try:
             results.append(await cast("Awaitable[Any]", future))
-        except Exception as error:  # collected, and the first cause raised below
+        except Exception as error:  # collected here; the first cause is raised below
             errors.append(error)
     if not errors:
         return tuple(results)

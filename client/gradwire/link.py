@@ -1,14 +1,15 @@
-"""What moves the operations of a run: opens it, sends, resends, and brings the results back.
+"""The link of one run to the server: opens the run, sends and resends operations, receives results.
 
-One task keeps a stream of operations open and, after a break, sends again exactly what was not acknowledged. Another
-keeps a stream of results and resumes it by number. A third tells the server which results it may forget. Sender and
-receiver wait longer after each failure in a row, and give up after the transport's patience.
+One task keeps a stream of operations open and, after a broken connection, resends exactly the unacknowledged
+operations. A second task keeps a stream of results open and resumes it by number. A third tells the server which
+results it may delete. Sender and receiver back off after consecutive failures and give up after the transport's
+patience.
 
-What an answer ends is decided by its kind. One that passes (the server is away or at fault, its disk or the run's
-queue is full) ends nothing: the same is asked again. One about an operation ends that operation. One about the right to
-write ends writing: what was acknowledged still gets its result. One about results that are gone is told on the futures
-of those results. Only when results can come no more, because the run or the key is gone or the server stays away,
-everything fails.
+The kind of an error decides what ends. A transient error (the server is away or at fault, its disk or the run's queue
+is full) ends nothing: the request is repeated. An error about one operation ends that operation. An error about the
+right to write ends writing; acknowledged operations still get their results. Results that the server has deleted fail
+the futures of those results. If no more results can arrive, because the run or the key is gone or the server stays
+away, everything fails.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ OPERATION_TRIES = 3
 SENT_TOGETHER = 64
 
 AWAY = (*errors.RETRYABLE, StorageFullError)
-"""The server is in no state to answer; that passes."""
+"""Errors of a server that cannot answer now; transient."""
 PASSING = (ConnectionLostError, ServerError, LimitExceededError)
-"""What a stream may meet at one time and not at the next."""
+"""Errors that a stream may meet at one time and not at the next."""
 WRITER = (errors.WriterError, errors.AccessError, errors.UnknownRunError)
-"""Refusals of the writer: every later operation would meet them as well."""
+"""Errors that refuse the writer: every later operation would meet them as well."""
 
 logger = logging.getLogger("gradwire")
 
@@ -66,11 +67,11 @@ class RunLink:
     """Connects a queue with the server.
 
     Args:
-        queue: the operations.
-        transport: the channel.
-        takeover: whether opening the run fences another writer.
-        window: how far past the oldest number that is still missing others are sent.
-        max_in_flight: how many operations the server is given before it has answered the first of them.
+        queue: The operations.
+        transport: The channel.
+        takeover: Whether opening the run fences another writer.
+        window: How far beyond the oldest operation that is still being built others are sent.
+        max_in_flight: Number of operations sent before the server has answered the first of them.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class RunLink:
         queue.on_cancel = self._cancel
 
     async def open(self) -> None:
-        """Takes the run, if that was not done before."""
+        """Acquire the run, if this has not happened yet."""
         if self._queue.dead is not None:
             raise self._queue.dead
         if self._opening is None:
@@ -121,15 +122,15 @@ class RunLink:
             raise
 
     async def adopt(self, decode_result: Decode[Any]) -> dict[int, Future[Any]]:
-        """Futures of the operations that were in the run when it was opened and whose results nobody acknowledged.
+        """Return futures for operations that were pending, with unacknowledged results, when the run was opened.
 
         Raises:
-            InvalidArgumentError: when operations of this client went out before; their results released the others.
+            InvalidArgumentError: This client has already sent operations; their results released the earlier ones.
         """
         await self.open()
         if self._started:
             raise InvalidArgumentError(
-                "earlier_operations() comes before the first operation: results that come in release those before them"
+                "call earlier_operations() before the first operation: each result received releases the earlier ones"
             )
         self._next_result = self._released - self._queue.base + 1
         first, last = self._released + 1, self._queue.base
@@ -139,7 +140,7 @@ class RunLink:
         return futures
 
     async def close(self, error: GradwireError) -> None:
-        """Waits until what was submitted is acknowledged, for some seconds at most; fails what has no result."""
+        """Wait, for a limited time, until submitted operations are acknowledged; fail those without a result."""
         if self._started and self._queue.dead is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_PATIENCE_S):
@@ -151,7 +152,7 @@ class RunLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- what the queue calls, on the event loop
+    # ---- called by the queue, on the event loop
 
     def _submitted(self) -> None:
         self._send_work.set()
@@ -170,7 +171,7 @@ class RunLink:
         async def cancel() -> None:
             await entry.acknowledged.wait()
             request = pb.CancelRequest(run_id=self._queue.run_id, seq=self._queue.base + entry.index, epoch=self._epoch)
-            with contextlib.suppress(GradwireError):  # too late, or gone: the operation's own result tells
+            with contextlib.suppress(GradwireError):  # Too late, or deleted: the operation's own result reports it.
                 await self._transport.unary(lambda stub: stub.Cancel, request)
 
         self._spawn(cancel())
@@ -184,23 +185,23 @@ class RunLink:
         task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], give_up: Callable[[GradwireError], None]) -> None:
-        """Runs one of the tasks, and says what its end means for the operations."""
+        """Run one of the tasks and apply its end to the operations."""
         try:
             await self.open()
             await work()
         except GradwireError as error:
             if isinstance(error, ConnectionLostError):
-                error.add_note(f"once the server is back, get_training_client({self._queue.run_id!r}) goes on")
+                error.add_note(f"once the server is back, continue with get_training_client({self._queue.run_id!r})")
             give_up(error)
         except asyncio.CancelledError:
             self._die(ServiceClosedError("the service was closed before the result came"))
             raise
-        except Exception as error:  # a fault of ours must reach those who wait, not leave them waiting
+        except Exception as error:  # A bug in the link must fail the waiting operations, not leave them waiting.
             logger.exception("the link of %s stopped", self._queue.run_id)
             self._die(InternalServerError(f"the client's link of {self._queue.run_id} stopped: {error!r}"))
 
     def _writes_no_more(self, error: GradwireError) -> None:
-        if isinstance(error, RewoundError):  # what was acknowledged did not happen
+        if isinstance(error, RewoundError):  # acknowledged operations were discarded by a restore
             self._die(error)
         else:
             self._queue.fence(error)
@@ -220,7 +221,8 @@ class RunLink:
         self._released = response.run.released_seq
 
     async def _reopen(self, stale: StaleEpochError) -> None:
-        """After a break. The server may have restarted and fenced everybody, or another writer has the run."""
+        """Reopen the run after a broken connection: the server may have restarted, or another writer may hold the
+        run."""
         try:
             response = await self._lease(takeover=False)
         except RunBusyError as busy:
@@ -232,7 +234,7 @@ class RunLink:
         if accepted < base + acknowledged:
             raise RewoundError(
                 f"the server went back to operation {accepted} of {self._queue.run_id}: the "
-                f"{base + acknowledged - accepted} after it did not happen; open the run again to go on from there"
+                f"{base + acknowledged - accepted} after it were discarded; open the run again to continue from there"
             )
         self._epoch = response.epoch
 
@@ -260,7 +262,7 @@ class RunLink:
                     raise
                 self._may_reopen = False
                 await self._reopen(stale)
-            except LimitExceededError as error:  # the run's queue on the server is full, and empties as it works
+            except LimitExceededError as error:  # the run's queue on the server is full; it drains as the server works
                 logger.debug("%s: %s", self._queue.run_id, error)
                 await asyncio.sleep(FULL_INTERVAL_S)
             except (*PASSING, SequenceGapError) as error:
@@ -276,14 +278,15 @@ class RunLink:
             await pause(error)
 
     async def _send_session(self, progress: Callable[[], None]) -> None:
-        """One stream: writes what is unacknowledged and what comes, reads acknowledgements, until it breaks."""
+        """Run one stream until it breaks: write unacknowledged and new operations, read acknowledgements."""
         self._fence = None
         stream = self._transport.submit()
         reading = asyncio.create_task(self._read_acknowledgements(stream, progress))
         writing = asyncio.create_task(self._write(stream))
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():  # the writer noticed the end first; the reader learns the reason, and what it spares
+            # The writer noticed the end first; the reader learns the reason and which numbers are accepted.
+            if not reading.done():
                 await asyncio.wait((reading,), timeout=1.0 if self._fence is None else self._transport.patience_s)
             for task in (reading, writing):
                 if task.done():
@@ -295,7 +298,7 @@ class RunLink:
             stream.cancel()
 
     async def _write(self, stream: SubmitStream) -> None:
-        """Writes in order. A number whose content is still being made is left out, and written when it is there."""
+        """Write operations in order, skipping a number whose content is not ready; it is written once it is."""
         self._out_of_turn.clear()
         index = self._queue.first_unacknowledged or self._queue.last_index + 1
         missing: set[int] = set()
@@ -330,7 +333,8 @@ class RunLink:
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
-        """Until the stream ends. A fenced writer reads on: what the server took before is acknowledged yet."""
+        """Read until the stream ends. A fenced writer keeps reading: operations accepted earlier are still
+        acknowledged."""
         try:
             async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
                 async for ack in acknowledgements:
@@ -348,23 +352,24 @@ class RunLink:
         raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:
-        """The server took neither the operation nor its number."""
-        if isinstance(error, ResultReleasedError):  # but this one it took long ago
+        """Handle an operation that the server refused without taking its number."""
+        if isinstance(error, ResultReleasedError):  # but the server accepted this one on an earlier stream
             if entry is not None:
                 self._queue.acknowledge(entry)
         elif isinstance(error, (*AWAY, LimitExceededError, SequenceGapError)):
             raise error
         elif isinstance(error, WRITER):
             self._stop_writing(error)
-        elif entry is None:  # it was acknowledged on an earlier stream: its result tells
+        elif entry is None:  # it was acknowledged on an earlier stream; its result tells the outcome
             logger.debug("%s: %s", self._queue.run_id, error)
-        elif entry.cause is not None:  # not even a failure may take its number, which those behind it wait for
+        # the placeholder of a failed operation was refused as well, and later operations wait for its number
+        elif entry.cause is not None:
             self._stop_writing(error)
         else:
             entry.tries += 1
             if isinstance(error, ServerError) and entry.tries < OPERATION_TRIES:
                 raise error
-            # Those behind it wait for this number: an operation that fails takes it, and they fail with it.
+            # Later operations wait for this number: an operation that fails takes it, and they fail with it.
             entry.cause = error
             entry.request = Request.abandoned(0, f"refused: {error}")
             self._filled(entry)
@@ -387,7 +392,7 @@ class RunLink:
                 await self._broken(error, self._queue.unfinished, backoff.pause)
 
     async def _read_results(self, progress: Callable[[], None]) -> None:
-        """One stream, until it breaks, or comes to results that were released."""
+        """Read one stream until it breaks or reaches results that were released."""
         from_seq = self._queue.base + self._next_result
         try:
             async with contextlib.aclosing(self._transport.results(self._queue.run_id, from_seq)) as results:
@@ -400,7 +405,9 @@ class RunLink:
         except ResultReleasedError as error:
             run = await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self._queue.run_id))
             if run.released_seq < self._queue.base + self._next_result:
-                raise InternalServerError(f"the server kept results that it says are gone: {error}") from error
+                raise InternalServerError(
+                    f"the server reports released results that were not acknowledged: {error}"
+                ) from error
             self._queue.released(run.released_seq)
             self._next_result = run.released_seq - self._queue.base + 1
             self._send_work.set()
@@ -408,7 +415,7 @@ class RunLink:
         raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
 
     async def _acknowledge_results(self) -> None:
-        """Lets the server forget what came in. Nobody waits for that, so no answer to it ends anything."""
+        """Let the server delete received results. Nothing waits for this call, so its errors end nothing."""
         interval_s = ACK_INTERVAL_S
         while True:
             await self._results_to_ack.wait()
@@ -423,14 +430,14 @@ class RunLink:
                 logger.debug("%s: %s", self._queue.run_id, error)
                 interval_s = min(2 * interval_s, MAX_ACK_INTERVAL_S)
                 self._results_to_ack.set()
-            except GradwireError as error:  # fenced: another client says what may be forgotten; or there is no such run
+            except GradwireError as error:  # Fenced (another client acknowledges now), or the run is gone.
                 logger.debug("%s: %s", self._queue.run_id, error)
 
 
 def _writer() -> str:
-    """Who writes, for another writer's error message; no two are the same."""
+    """Name this writer for another writer's error message; unique per client."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # this uid has no name, as in some containers
+    except (KeyError, OSError):  # the uid has no name, as in some containers
         user = "unknown"
     return f"{user}@{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(4)}"

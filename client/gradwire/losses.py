@@ -1,4 +1,4 @@
-"""The losses that a server has, and what is checked of a call against what they declare."""
+"""The server's losses, and the checks of a call against their declarations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.results import Checkpoint
 
 
 class LossCatalogue:
-    """Losses by name; refreshed whenever the server is asked for its list."""
+    """Losses by name; refreshed whenever the server's list is fetched."""
 
     def __init__(self) -> None:
         self._losses: dict[str, LossInfo] = {}
@@ -25,10 +25,10 @@ class LossCatalogue:
         self._losses = {loss.name: loss for loss in losses}
 
     def get(self, name: str | None) -> LossInfo:
-        """The loss of this name.
+        """Return the loss of this name.
 
         Raises:
-            UnknownLossError: whose message names those there are.
+            UnknownLossError: No such loss; the message lists the available ones.
         """
         if not isinstance(name, str):
             raise InvalidArgumentError(f"loss_fn is the name of a loss, not a {type(name).__name__}", field="loss_fn")
@@ -43,10 +43,10 @@ class LossCatalogue:
 
 
 def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
-    """``loss_kwargs`` as JSON, its names checked against the loss's schema; values are the server's to check.
+    """Encode ``loss_kwargs`` as JSON after checking the names against the loss's schema; the server checks values.
 
     Raises:
-        InvalidArgumentError: for a name that is unknown or missing, or a value that JSON cannot carry.
+        InvalidArgumentError: A name is unknown or missing, or a value cannot be encoded as JSON.
     """
     if not isinstance(loss_kwargs, Mapping | None):
         raise InvalidArgumentError(
@@ -77,7 +77,7 @@ def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
 
 
 def model_path(model: str | Checkpoint | None) -> str:
-    """What names a model on the wire: a model's name, ``"base"``, ``"ema"``, or a checkpoint's path."""
+    """Return the wire name of a model: a model's name, ``"base"``, ``"ema"``, or a checkpoint's path."""
     return model.path if isinstance(model, Checkpoint) else model or ""
 
 

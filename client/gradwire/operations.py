@@ -1,4 +1,4 @@
-"""What one run is asked to do, in program order."""
+"""The operations of a run, submitted in program order."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Array = npt.NDArray[Any]
 
 
 class Operations:
-    """What one run is asked to do. Every method submits at once, in program order, and returns a future.
+    """The operations of one run. Every method submits at once, in program order, and returns a future.
 
-    An operation that fails leaves the run as it was before it, and fails those submitted behind it, through the next
-    ``optim_step``, with an :class:`~gradwire.errors.AbortedPredecessorError` that names the first cause; unless they
-    were submitted after that failure had been raised.
+    A failed operation leaves the run unchanged. Operations that were submitted behind it before its error was raised,
+    up to and including the next ``optim_step``, fail with an :class:`~gradwire.errors.AbortedPredecessorError` that
+    names the first cause.
     """
 
     def __init__(self, transport: Transport, queue: OperationQueue, link: RunLink, losses: LossCatalogue) -> None:
@@ -43,7 +43,7 @@ class Operations:
 
     @property
     def run_id(self) -> str:
-        """The run's id: what ``get_training_client`` takes, now or tomorrow."""
+        """The run's id, accepted by ``get_training_client`` from this or any other process."""
         return self._queue.run_id
 
     def forward_backward(
@@ -54,33 +54,32 @@ class Operations:
         outputs: Sequence[Output] = (),
         on_nonfinite: OnNonFinite = "error",
     ) -> Future[LossResult]:
-        """Computes a loss of the batch, and adds its gradients to those since the last ``optim_step``.
+        """Compute a loss of the batch and add its gradients to those accumulated since the last ``optim_step``.
 
         Args:
-            batch_data: columns (a mapping from field to values) or rows (a list of mappings), with the fields that the
-                loss declares: their dtypes and shapes are in ``list_losses`` and docs/losses.md. Most losses take
-                ``input_ids`` int ``[rows, tokens]``, ragged, or padded with an ``attention_mask`` of 0 and 1. What a
-                token has (``loss_mask``, ``old_log_probs`` in nats, ``rewards``) is ``[rows, tokens]``, entry t being
-                token t's. Lists, numpy arrays or torch tensors.
-            loss_fn: the name of a loss, e.g. ``"causal_lm"``.
-            loss_kwargs: its arguments; the loss's defaults for those left out.
-            outputs: what the result shall hold beside loss and metrics, none by default: see :meth:`forward`.
-            on_nonfinite: whether a loss or gradient that is not finite is an error, which names the row, or
-                (``"skip"``) leaves the batch out with a warning: it then counts for nothing, and its loss is NaN.
+            batch_data: Columns (a mapping from field to values) or rows (a list of mappings), with the fields that the
+                loss declares; ``list_losses`` and docs/losses.md give their dtypes and shapes. Most losses take
+                ``input_ids`` int ``[rows, tokens]``, ragged, or padded with an ``attention_mask`` of 0 and 1. Per-token
+                fields (``loss_mask``, ``old_log_probs`` in nats, ``rewards``) are ``[rows, tokens]``; entry t belongs
+                to token t. Lists, numpy arrays or torch tensors.
+            loss_fn: The name of a loss, e.g. ``"causal_lm"``.
+            loss_kwargs: Arguments of the loss; omitted ones have the loss's defaults.
+            outputs: Per-token outputs to return beside loss and metrics; none by default. See :meth:`forward`.
+            on_nonfinite: ``"error"``: a loss or gradient that is not finite fails the operation and names the row.
+                ``"skip"``: it leaves the batch out with a warning; the batch adds no gradient and its loss is NaN.
 
         Returns:
-            A future of the loss, the metrics, the outputs, the counts of tokens and the seconds it took.
+            A future of the loss, the metrics, the outputs, the token counts and the timings in seconds.
 
         Errors of the future:
-            InvalidBatchError: the batch breaks a rule; names the field, the row and the rule.
-            InvalidArgumentError: an argument of the loss is unknown, missing or out of range.
-            UnknownLossError: the server has no such loss.
-            UnknownModelError, UnknownCheckpointError: the reference model is not there.
-            UnsupportedError: the run lacks the head that the loss reads.
-            LimitExceededError: the batch is larger than the server takes.
-            NonFiniteError: the loss or its gradient is NaN or infinite.
-            OutOfMemoryError: not even one example at a time fits the device.
-        """
+            InvalidBatchError: The batch breaks a rule; names the field, the row and the rule.
+            InvalidArgumentError: An argument of the loss is unknown, missing or out of range.
+            UnknownLossError: The server has no such loss.
+            UnknownModelError, UnknownCheckpointError: The reference model does not exist.
+            UnsupportedError: The run lacks the head that the loss reads.
+            LimitExceededError: The batch is larger than the server accepts.
+            NonFiniteError: The loss or its gradient is NaN or infinite.
+            OutOfMemoryError: A single example does not fit the device's memory."""
 
         def build() -> Request:
             return requests.forward_backward(self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite)
@@ -96,19 +95,20 @@ class Operations:
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
     ) -> Future[LossResult]:
-        """Scores the batch, without gradients.
+        """Score the batch without gradients.
 
         Args:
-            batch_data: as for :meth:`forward_backward`; without a loss ``input_ids``, and optionally
+            batch_data: As for :meth:`forward_backward`; without a loss ``input_ids``, and optionally
                 ``attention_mask`` and ``loss_mask``, all ``[rows, tokens]``.
-            loss_fn: a loss to compute as well.
-            loss_kwargs: its arguments.
-            outputs: what the result shall hold, each a list with one float32 array a row over the row's scored tokens
-                (all but the first, or what a mask leaves): ``"logprobs"`` and ``"entropy"`` in nats, ``"values"`` of a
-                value head, and what else the server names when asked for one it has not. ``"rewards"`` of a reward
-                head is one array ``[rows]``.
-            model: score with ``"base"``, ``"ema"``, a checkpoint or a model of the server's instead of the run.
-            temperature: without a loss: what divides the logits.
+            loss_fn: A loss to compute as well.
+            loss_kwargs: Arguments of the loss.
+            outputs: The outputs to return. Each is a list with one float32 array per row over the row's scored tokens
+                (all but the first, or those that a mask selects): ``"logprobs"`` and ``"entropy"`` in nats,
+                ``"values"`` of a value head, and others, which the error for an unknown name lists. ``"rewards"`` of a
+                reward head is one array ``[rows]``.
+            model: The model to score with instead of the run: ``"base"``, ``"ema"``, a checkpoint, or a model of the
+                server.
+            temperature: Divides the logits; only without a loss.
 
         Errors of the future: those of :meth:`forward_backward`.
         """
@@ -116,9 +116,7 @@ class Operations:
         def build() -> Request:
             if loss_fn is None:
                 if loss_kwargs:
-                    raise InvalidArgumentError(
-                        "loss_kwargs belong to a loss_fn", field="loss_kwargs", rule="with loss_fn"
-                    )
+                    raise InvalidArgumentError("loss_kwargs need a loss_fn", field="loss_kwargs", rule="with loss_fn")
                 return requests.forward_scores(batch_data, outputs, model, temperature)
             if temperature != 1:
                 raise InvalidArgumentError(
@@ -139,24 +137,24 @@ class Operations:
         temperature: float = 1.0,
         framework: Framework | None = None,
     ) -> Future[LossResult]:
-        """Computes a loss of your own, here, on scores from the server, and sends their gradients back.
+        """Compute your own loss locally on scores from the server, and send its gradients back.
 
-        ``fn(batch_data, scores)`` runs in a worker thread. ``scores`` maps each name to a list of arrays, one a row,
-        over the row's scored tokens (``"rewards"``: one array ``[rows]``). Where your process has imported torch they
-        are tensors that require gradients, and ``fn`` returns the loss or ``(loss, metrics)``. Otherwise they are
-        numpy arrays, and ``fn`` returns ``(loss, gradients)`` or ``(loss, gradients, metrics)``, gradients being
-        shaped as the scores. What ``fn`` raises is raised by the future. It costs the model one forward and one
-        backward while the batch fits the activation budget; beyond, ``result.recomputed``, a second forward.
+        ``fn(batch_data, scores)`` runs in a worker thread. ``scores`` maps each name to a list of arrays, one per row,
+        over the row's scored tokens (``"rewards"``: one array ``[rows]``). If your process has imported torch they are
+        tensors that require gradients, and ``fn`` returns the loss or ``(loss, metrics)``. Otherwise they are numpy
+        arrays, and ``fn`` returns ``(loss, gradients)`` or ``(loss, gradients, metrics)``, where gradients have the
+        shapes of the scores. The future raises any exception of ``fn``. The model runs one forward and one backward
+        while the batch fits the activation budget; a larger batch (``result.recomputed``) costs a second forward.
 
         Args:
             batch_data: ``input_ids``, and optionally ``attention_mask`` and ``loss_mask``.
-            fn: the loss.
-            scores: what the function gets: any of the :data:`Output` names; candidate_logprobs are those of the batch's
-                ``candidates [rows, tokens, candidates]``.
-            weight: what the loss averages over, e.g. its number of rows or tokens: batches of an accumulation count
-                in proportion.
-            temperature: divides the logits.
-            framework: ``"torch"`` or ``"numpy"``; by default torch where it is imported.
+            fn: The loss function.
+            scores: The scores to pass to ``fn``: any of the :data:`Output` names. ``candidate_logprobs`` needs the
+                batch field ``candidates [rows, tokens, candidates]``.
+            weight: The number of rows or tokens that the loss averages over. The batches of an accumulation are
+                weighted in proportion to it.
+            temperature: Divides the logits.
+            framework: ``"torch"`` or ``"numpy"``; by default torch if it is imported.
         """
         call = CustomCall(batch_data, fn, weight, "numpy")
 
@@ -178,28 +176,28 @@ class Operations:
         max_grad_norm: float = 1.0,
         on_nonfinite: OnNonFinite = "error",
     ) -> Future[OptimStepResult]:
-        """One AdamW step with the gradients since the last one.
+        """Take one AdamW step with the gradients accumulated since the last one.
 
-        A step ends its accumulation whatever becomes of it: after one that fails, is aborted or is cancelled, the
-        gradients before it are gone, and the next accumulation starts from zero.
+        A step always ends its accumulation: if it fails, is aborted or is cancelled, the accumulated gradients are
+        discarded and the next accumulation starts from zero.
 
         Args:
-            learning_rate: step size, 0 or more; by default 1e-5 for a run made for RL (``head="value"`` or
+            learning_rate: Step size, 0 or more; by default 1e-5 for a run made for RL (``head="value"`` or
                 ``kind="rl"``), else 1e-4.
-            betas: decay of the first and second moment, each ``0 <= beta < 1``.
-            eps: added to the root of the second moment.
-            weight_decay: decoupled, as in Loshchilov & Hutter 2019.
-            max_grad_norm: the gradient is scaled down to this Euclidean norm; 0 leaves it.
-            on_nonfinite: whether a gradient that is not finite is an error or skips the step.
+            betas: Decay of the first and second moment, each ``0 <= beta < 1``.
+            eps: Added to the root of the second moment.
+            weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019).
+            max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping.
+            on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
 
         Returns:
-            A future of the gradient's norm before clipping, the learning rate, the number of steps so far, and the
-            number of operations that were accumulated.
+            A future of the gradient norm before clipping, the learning rate, the number of steps so far, and the
+            number of accumulated operations.
 
         Errors of the future:
-            NothingToStepError: there was no ``forward_backward`` since the last step.
-            InvalidArgumentError: a value out of range.
-            NonFiniteError: the gradient is NaN or infinite; weights and moments are as they were.
+            NothingToStepError: There was no ``forward_backward`` since the last step.
+            InvalidArgumentError: A value is out of range.
+            NonFiniteError: The gradient is NaN or infinite; weights and moments are unchanged.
         """
 
         def build() -> Request:
@@ -221,10 +219,10 @@ class Operations:
         return self._queue.submit("optim_step", build, OptimStepResult.from_wire)
 
     def zero_grad(self) -> Future[None]:
-        """Drops the gradients since the last ``optim_step``, so that the next accumulation starts from zero.
+        """Discard the gradients accumulated since the last ``optim_step``.
 
-        For a batch that turned out wrong after its ``forward_backward``. It is not needed between steps, nor after a
-        step that failed.
+        Use it to drop a batch after its ``forward_backward``. It is not needed between steps, nor after a
+        failed step.
         """
         return self._queue.submit("zero_grad", lambda: Request.of(pb.Operation(zero_grad=pb.ZeroGrad())), _no_result)
 
@@ -241,19 +239,19 @@ class Operations:
         seed: int | None = None,
         ignore_eos: bool = False,
     ) -> Future[SampleResult]:
-        """Continues prompts with the weights as they are at this place in the program.
+        """Generate continuations of prompts with the run's weights at this point of the program.
 
         Args:
-            prompts: texts, or rows of token ids; a single one is a list of one.
-            n: samples a prompt.
-            max_tokens: the most tokens a sample.
-            temperature: divides the logits; 0 takes the most probable token.
-            top_k: samples among this many; 0 among all.
-            top_p: samples among the most probable tokens of this total probability; 1 among all.
-            stop: strings; a text ends before the first one found.
-            stop_token_ids: in addition to the model's own end tokens.
-            seed: the same again gives the same samples; None draws from the run's own generator.
-            ignore_eos: goes on past the model's end tokens.
+            prompts: Texts, or rows of token ids; a single text or row is a list of one.
+            n: Samples per prompt.
+            max_tokens: Maximum number of tokens per sample.
+            temperature: Divides the logits; 0 always takes the most probable token.
+            top_k: Sample from this many most probable tokens; 0 samples from all.
+            top_p: Sample from the most probable tokens with this total probability; 1 samples from all.
+            stop: Stop strings; the text ends before the first one found.
+            stop_token_ids: Stop tokens in addition to the model's own end tokens.
+            seed: The same seed gives the same samples; None draws from the run's own generator.
+            ignore_eos: Continue past the model's end tokens.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
@@ -282,25 +280,28 @@ class Operations:
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
     ) -> Future[list[Array]]:
-        """Log-probabilities of the scored tokens of each row, in nats: all but the first, or what a mask leaves.
+        """Compute the log-probabilities of each row's scored tokens, in nats.
+
+        Scored are all tokens but the first, or those that a mask selects.
 
         Args:
-            batch_data: a batch of ``input_ids`` with optional masks, or plainly rows of token ids.
-            model: score with another model: see ``forward``.
-            temperature: divides the logits.
+            batch_data: A batch of ``input_ids`` with optional masks, or plain rows of token ids.
+            model: Another model to score with (see ``forward``).
+            temperature: Divides the logits.
         """
         return self._scores("compute_logprobs", "logprobs", batch_data, model, temperature)
 
     def compute_values(self, batch_data: Batch | Sequence[Any]) -> Future[list[Array]]:
-        """The value head's output for each scored token of each row. The run needs ``head="value"``."""
+        """Compute the value head's output for each scored token of each row. The run needs ``head="value"``."""
         return self._scores("compute_values", "values", batch_data)
 
     def compute_rewards(self, batch_data: Batch | Sequence[Any]) -> Future[Array]:
-        """The reward head's output ``[rows]``, read at each row's last token. The run needs ``head="reward"``."""
+        """Compute the reward head's output ``[rows]``, read at each row's last token. The run needs
+        ``head="reward"``."""
         return self._scores("compute_rewards", "rewards", batch_data)
 
     def update_reference(self, ema: float = 0.99) -> Future[None]:
-        """Moves the reference ``"ema"`` towards the run: ``ema * reference + (1 - ema) * policy``."""
+        """Move the reference ``"ema"`` towards the run: ``ema * reference + (1 - ema) * policy``."""
 
         def build() -> Request:
             return Request.of(pb.Operation(update_reference=message(pb.UpdateReference, ema=ema)))
@@ -308,12 +309,12 @@ class Operations:
         return self._queue.submit("update_reference", build, _no_result)
 
     def save_checkpoint(self, name: str = "", note: str = "", overwrite: bool = False) -> Future[Checkpoint]:
-        """Saves weights, optimizer, generators and place in the queue.
+        """Save weights, optimizer state, random generators and the position in the queue.
 
         Args:
-            name: letters, digits, ``._-``; empty: ``step-N``.
-            note: for people.
-            overwrite: replaces one of the same name instead of raising AlreadyExistsError.
+            name: Letters, digits and ``._-``; empty: ``step-N``.
+            note: A note for people.
+            overwrite: Replace a checkpoint of the same name instead of raising AlreadyExistsError.
         """
 
         def build() -> Request:
@@ -323,11 +324,11 @@ class Operations:
         return self._queue.submit("save_checkpoint", build, Checkpoint.from_wire)
 
     def load_checkpoint(self, checkpoint: str | Checkpoint, weights_only: bool = False) -> Future[None]:
-        """Goes on from a checkpoint: ``"NAME"`` of this run, or ``"RUN_ID/NAME"``.
+        """Restore a checkpoint: ``"NAME"`` of this run, or ``"RUN_ID/NAME"``.
 
         Args:
-            checkpoint: which.
-            weights_only: keeps optimizer and generators as they are.
+            checkpoint: The checkpoint to restore.
+            weights_only: Keep the optimizer state and the random generators as they are.
         """
 
         def build() -> Request:
@@ -339,10 +340,10 @@ class Operations:
     def export(
         self, path: str | os.PathLike[str], format: Literal["auto", "hf", "peft", "merged"] = "auto"
     ) -> Future[Path]:
-        """Writes the weights as they are at this place in the program to a local folder.
+        """Write the run's weights at this point of the program to a local folder.
 
         Args:
-            path: the folder; made where it is missing.
+            path: The folder; created if missing.
             format: ``"hf"`` for ``transformers``, ``"peft"`` for the adapter alone, ``"merged"`` for the adapter
                 merged into its base; ``"auto"``: ``"peft"`` for a LoRA run, else ``"hf"``.
         """

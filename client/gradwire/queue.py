@@ -1,10 +1,10 @@
-"""The operations of one run, in program order: numbered at the call, from any thread, kept until they have results.
+"""The operations of one run in program order: numbered at the call, from any thread, and kept until they have results.
 
-A failure is *seen* once it was raised to the user. An operation submitted before the failure of an earlier one was
-seen fails with it, through the next ``optim_step``. The server decides that for what it was sent;
-:class:`OperationQueue` decides it for what was refused on this side, before it had a number.
+A failure counts as *seen* once it was raised to the user. An operation that was submitted before the failure of an
+earlier one was seen fails as well, up to and including the next ``optim_step``. The server decides this for operations
+that reached it; :class:`OperationQueue` decides it for operations that the client refused before they had a number.
 
-What moves the operations is :class:`gradwire.link.RunLink`.
+:class:`gradwire.link.RunLink` sends the operations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEPT_FAILURES = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What one operation asks: its message, and its tensors as bytes already."""
+    """The message of one operation, and its tensors as bytes."""
 
     operation: pb.Operation
     specs: tuple[pb.TensorSpec, ...] = ()
@@ -49,13 +49,13 @@ class Request:
 
     @staticmethod
     def of(operation: pb.Operation, columns: Mapping[str, Column] | None = None) -> Request:
-        """The tensors are copied: what the caller does to its arrays afterwards changes nothing."""
+        """Build a request; tensors are copied, so that later changes to the caller's arrays have no effect."""
         specs, buffers = encode(columns or {})
         return Request(operation, tuple(specs), b"".join(buffers), digest(buffers))
 
     @staticmethod
     def abandoned(forward_seq: int, why: str) -> Request:
-        """An operation that takes a number and fails."""
+        """Build the request of an operation that takes a number and fails."""
         return Request.of(pb.Operation(backward=pb.Backward(forward_seq=forward_seq, abandoned=why[:1000])))
 
 
@@ -75,16 +75,16 @@ class Entry:
     """An operation from its call until its result.
 
     Attributes:
-        index: its place among this client's operations, from 1. Its number in the run is that plus the base.
-        label: what it is, for messages.
-        request: None while it is being made from an earlier operation's result, and once the server has it.
-        failure_seen: the newest failure that had been raised to the user at the call; 0 before any was.
-        on_result: takes the result; called on the event loop.
-        on_error: takes the error.
-        cause: why this side knows that it fails, whatever the server says of it.
-        acknowledged: set once the server has it.
-        tries: how often it was refused.
-        traceparent: of the span that follows it.
+        index: Position among this client's operations, from 1. The number in the run is the index plus the base.
+        label: The operation's name, for messages.
+        request: None while it is being built from an earlier operation's result, and once the server has it.
+        failure_seen: Index of the newest failure that had been raised to the user at the call; 0 if none.
+        on_result: Called with the result, on the event loop.
+        on_error: Called with the error, on the event loop.
+        cause: The client's reason for the failure, reported in place of the server's.
+        acknowledged: True once the server has it.
+        tries: How often the server refused it.
+        traceparent: Trace context of the operation's span.
     """
 
     index: int
@@ -100,12 +100,12 @@ class Entry:
 
 
 class OperationQueue:
-    """Operations of one run.
+    """Queue of one run's operations.
 
     Args:
-        run_id: the run.
-        loop: the event loop that results come in on.
-        max_payload_bytes: operations with more are refused on this side; None asks the server.
+        run_id: The run.
+        loop: The event loop that receives results.
+        max_payload_bytes: Larger operations are refused on the client; None asks the server for its limit.
     """
 
     def __init__(self, run_id: str, loop: asyncio.AbstractEventLoop, *, max_payload_bytes: int | None = None) -> None:
@@ -130,12 +130,12 @@ class OperationQueue:
     # ---- calls, from any thread
 
     def submit(self, label: str, build: Callable[[], Request], decode_result: Decode[T]) -> Future[T]:
-        """Appends an operation. What ``build`` refuses fails in the future and takes no number.
+        """Append an operation. If ``build`` raises, the future fails and no number is taken.
 
         Args:
-            label: the kind of operation; ``"optim_step"`` ends an accumulation.
-            build: makes the request.
-            decode_result: makes the future's value from the result.
+            label: The kind of operation; ``"optim_step"`` ends an accumulation.
+            build: Builds the request.
+            decode_result: Converts the result to the future's value.
         """
         built = self._build(build)
         with self._lock:
@@ -151,7 +151,8 @@ class OperationQueue:
         return future
 
     def _end_accumulation(self) -> None:
-        """In place of a step that fails on this side: a step ends its accumulation whatever becomes of it."""
+        """Append a ``zero_grad`` in place of a step that the client refused, because a step always ends its
+        accumulation."""
         request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
         index, failure_seen = self.last_index + 1, self._failure_seen
         self._append(Entry(index, "zero_grad", request, failure_seen, lambda *_: None, lambda error: None))
@@ -163,14 +164,14 @@ class OperationQueue:
         compute: Callable[[pb.OperationResult, Columns], Request],
         decode_result: Decode[T],
     ) -> Future[T]:
-        """Appends an operation and, at once, the number of a second one that is made from its result.
+        """Append an operation and reserve the next number for a second one that is built from its result.
 
         Args:
-            label: for messages.
-            build: makes the first request.
-            compute: makes the second from the first's result, in a worker thread. What it raises is raised to the
-                user, and the second operation is given up.
-            decode_result: makes the future's value from the second's result.
+            label: The operation's name, for messages.
+            build: Builds the first request.
+            compute: Builds the second request from the first result, in a worker thread. Its exception is raised to the
+                user, and the second operation is abandoned.
+            decode_result: Converts the second result to the future's value.
         """
         built = self._build(build)
         with self._lock:
@@ -191,7 +192,7 @@ class OperationQueue:
             async def work(result: pb.OperationResult, columns: Columns) -> None:
                 try:
                     fill(await asyncio.to_thread(compute, result, columns))
-                except Exception as error:  # the user's own code: what it raises is theirs to see
+                except Exception as error:  # the user's own code: its exception is raised to the user
                     give_up(error)
 
             def start(result: pb.OperationResult, columns: Columns) -> None:
@@ -206,7 +207,7 @@ class OperationQueue:
         return future
 
     def adopt(self, seq: int, decode_result: Decode[T]) -> Future[T]:
-        """A future of an operation that another client submitted, before this one opened the run."""
+        """Return a future of an operation that another client submitted before this one opened the run."""
         with self._lock:
             entry, future = self._entry(f"operation {seq}", seq - self.base, None, decode_result)
             self._unfinished[entry.index] = entry
@@ -223,14 +224,15 @@ class OperationQueue:
         limit = self._max_payload_bytes
         if limit is not None and len(request.payload) > limit:
             return LimitExceededError(
-                f"the batch takes {len(request.payload)} bytes, an operation may take {limit} (the server's limit "
-                "max_payload_bytes); split it and step once, which gives the same update",
+                f"the batch takes {len(request.payload)} bytes, but an operation may take at most {limit} (the "
+                "server's limit "
+                "max_payload_bytes); split the batch and call optim_step once, which gives the same update",
                 rule=f"<= {limit} bytes",
             )
         return request
 
     def _admit(self, label: str, built: Request | GradwireError) -> Request | Future[Any]:
-        """The request, or the future of an operation that fails before it has a number."""
+        """Return the request, or the future of an operation that fails before it has a number."""
         if self.dead is not None:
             return failed(label, self.dead)
         if self._local_failure is not None and self._local_failure.seen:
@@ -261,7 +263,7 @@ class OperationQueue:
             span.end()
             try:
                 future._resolve(decode_result(result, columns))
-            except Exception as error:  # a result that cannot be read must not stop those behind it
+            except Exception as error:  # an unreadable result must not block the results behind it
                 future._fail(InternalServerError(f"the server's result of {label} cannot be read: {error!r}"))
 
         def on_error(error: BaseException) -> None:
@@ -282,14 +284,14 @@ class OperationQueue:
             return
         try:
             self.loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop was closed under the service
+        except RuntimeError:  # the loop was closed before the service
             self.die(ServiceClosedError("the event loop of this service is closed"))
 
-    # ---- for the link, on the event loop
+    # ---- calls from the link, on the event loop
 
     @property
     def unfinished(self) -> bool:
-        """Whether an operation waits for its result."""
+        """Whether an operation is waiting for its result."""
         return bool(self._unfinished)
 
     @property
@@ -299,7 +301,7 @@ class OperationQueue:
 
     @property
     def unsent(self) -> list[Entry]:
-        """The operations that are ready and not acknowledged."""
+        """Yield the operations that are ready and not acknowledged."""
         with self._lock:
             return [entry for entry in self._unacknowledged.values() if entry.request is not None]
 
@@ -307,7 +309,7 @@ class OperationQueue:
         return self._unacknowledged.get(index)
 
     def acknowledge(self, entry: Entry) -> None:
-        """The server has it: its payload is not needed any more."""
+        """Mark an operation as stored by the server and drop its payload."""
         with self._lock:
             self._unacknowledged.pop(entry.index, None)
         entry.request = None
@@ -325,25 +327,27 @@ class OperationQueue:
             tensors=request.specs,
             payload_bytes=len(request.payload),
             payload_digest=request.digest,
-            # Failures before this client opened the run were another writer's to see.
+            # Failures before this client opened the run were raised to an earlier writer.
             failure_seen=max(self.base, entry.failure_seen),
             traceparent=entry.traceparent,
         )
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:
-        """Resolves the operation that a result belongs to."""
+        """Resolve the operation that a result belongs to."""
         self._settle(result.seq - self.base, lambda entry: self._resolve(entry, result, payload))
 
     def released(self, up_to_seq: int) -> None:
-        """Fails what waits for results up to this number: the server keeps them no longer."""
+        """Fail the operations that wait for results up to this number, which the server has deleted."""
         with self._lock:
             waiting = [index for index in self._unfinished if self.base + index <= up_to_seq]
         for index in sorted(waiting):
             self._settle(index, self._too_late)
 
     def _settle(self, index: int, outcome: Callable[[Entry], None]) -> None:
-        """Tells an operation what became of its number, once the number is known to be its own: after a takeover the
-        operation of this number may be another client's."""
+        """Resolve an entry once its number is known to be its own.
+
+        After a takeover, the operation with this number may be another client's.
+        """
         with self._lock:
             entry = self._unfinished.get(index)
             if entry is None:
@@ -357,8 +361,8 @@ class OperationQueue:
     def _too_late(self, entry: Entry) -> None:
         seq = self.base + entry.index
         error = ResultReleasedError(
-            f"operation {seq} of {self.run_id} was carried out; its result was fetched by an earlier client, or waited "
-            "longer than the server keeps one. Do not submit it again"
+            f"operation {seq} of {self.run_id} was executed; its result was fetched by an earlier client, or expired "
+            "on the server. Do not submit it again"
         )
         error.seq = seq
         entry.on_error(error)
@@ -393,9 +397,9 @@ class OperationQueue:
         return error
 
     def fence(self, error: GradwireError) -> None:
-        """Every operation that the server has not acknowledged, and every later one, fails with this.
+        """Fail every unacknowledged operation, and every later one, with this error.
 
-        Those that it has acknowledged are carried out, and wait for their results.
+        Acknowledged operations are still executed and wait for their results.
         """
         with self._lock:
             self.dead = self.dead or error
@@ -406,7 +410,7 @@ class OperationQueue:
         self._fail(entries, error)
 
     def die(self, error: GradwireError) -> None:
-        """Every operation without a result, and every later one, fails with this."""
+        """Fail every operation without a result, and every later one, with this error."""
         with self._lock:
             self.dead = self.dead or error
             entries, self._unfinished, self._unacknowledged = list(self._unfinished.values()), {}, {}

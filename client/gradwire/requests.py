@@ -1,4 +1,4 @@
-"""What a call asks, as it travels: the arguments checked, the message and its columns made."""
+"""Build requests from the arguments of calls: check the arguments, build the message and its columns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward_backward(
     outputs: Sequence[Output],
     on_nonfinite: OnNonFinite,
 ) -> Request:
-    """A loss and its gradients."""
+    """Build the request for a loss and its gradients."""
     loss = losses.get(loss_fn)
     kwargs = kwargs_json(loss, loss_kwargs)
     columns = to_columns(loss.name, loss.fields, batch)
@@ -63,7 +63,7 @@ def forward_loss(
     outputs: Sequence[Output],
     model: str | Checkpoint | None,
 ) -> Request:
-    """A loss without gradients."""
+    """Build the request for a loss without gradients."""
     loss = losses.get(loss_fn)
     kwargs = kwargs_json(loss, loss_kwargs)
     columns = to_columns(loss.name, loss.fields, batch)
@@ -81,7 +81,7 @@ def forward_loss(
 def forward_scores(
     batch: Batch, outputs: Sequence[Output], model: str | Checkpoint | None, temperature: float
 ) -> Request:
-    """What tokens score, without a loss."""
+    """Build the request for token scores without a loss."""
     _check_temperature(temperature)
     columns = to_columns("forward", SCORING_FIELDS, batch)
     call = message(
@@ -95,7 +95,7 @@ def forward_scores(
 
 
 def kept_forward(batch: Batch, scores: Sequence[Output], weight: float, temperature: float) -> Request:
-    """The first half of a loss of the caller's own; what the second half is to say is checked already."""
+    """Build the first half of a client-side loss; checks the arguments of the second half as well."""
     _check_temperature(temperature)
     message(pb.Backward, weight=weight)
     columns = to_columns("forward_backward_custom", SCORING_FIELDS, batch)
@@ -105,17 +105,17 @@ def kept_forward(batch: Batch, scores: Sequence[Output], weight: float, temperat
 
 
 def as_rows(batch: Batch | Sequence[Any]) -> Batch:
-    """A batch as it is; plain rows of token ids as a batch of them."""
+    """Return a batch unchanged; wrap plain rows of token ids into a batch."""
     if isinstance(batch, Mapping) or (isinstance(batch, Sequence) and batch and isinstance(batch[0], Mapping)):
         return batch
     return {"input_ids": batch}
 
 
 def message(kind: Callable[..., M], /, **values: Any) -> M:
-    """A message of these values.
+    """Build a protobuf message from values.
 
     Raises:
-        InvalidArgumentError: with the argument that does not fit it.
+        InvalidArgumentError: A value does not fit its field; names the argument.
     """
     try:
         return kind(**values)
@@ -139,9 +139,9 @@ def skips(on_nonfinite: str) -> bool:
 
 
 def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:  # which the wire would take for its default
+    if not temperature > 0:  # the wire would take 0 for its default
         raise InvalidArgumentError(
-            f"temperature is {temperature}; it divides the logits, and is positive", field="temperature", rule="> 0"
+            f"temperature is {temperature}; it divides the logits and must be positive", field="temperature", rule="> 0"
         )
 
 

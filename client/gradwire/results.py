@@ -1,4 +1,4 @@
-"""What operations give back."""
+"""Results of operations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Timings:
     """Seconds that an operation took on the server.
 
     Attributes:
-        queue_s: from accepted to started.
-        engine_s: computing; of what was computed together with other runs, this operation's share by tokens.
+        queue_s: From acceptance to start.
+        engine_s: Compute time. If runs were computed together, this operation's share by number of tokens.
     """
 
     queue_s: float
@@ -31,21 +31,21 @@ class Timings:
 
 @dataclass(frozen=True)
 class LossResult:
-    """What a forward, with or without gradients, gave. ``result["name"]`` is ``result.metrics["name"]``.
+    """The result of a forward, with or without gradients. ``result["name"]`` is ``result.metrics["name"]``.
 
     Attributes:
-        loss: the loss of this batch, in the loss's unit (``causal_lm``: nats a token); None where none was asked for.
-        metrics: by name, ``"loss"`` first and then in alphabetical order; ``list_losses`` says what each is.
-        outputs: what was asked for with ``outputs``: for each sequence an array over its scored tokens, float32; for
+        loss: The loss of this batch in the loss's unit (``causal_lm``: nats per token); None if no loss was requested.
+        metrics: Metrics by name, ``"loss"`` first, then alphabetical; ``list_losses`` describes each.
+        outputs: The requested ``outputs``: per sequence a float32 array over its scored tokens; for
             ``"rewards"`` one array ``[sequences]``.
-        num_sequences: sequences that went through the model.
-        num_tokens: tokens that went through the model.
-        num_loss_tokens: tokens that were scored.
-        timings: seconds in the queue and in the engine.
-        num_microbatches: in how many parts the engine computed the batch.
-        recomputed: whether the batch exceeded the activation budget, so that part of it was computed twice.
-        warnings: sentences for a person.
-        grouped_runs: with how many runs, this one among them, it went through the base model at once; 0: alone.
+        num_sequences: Sequences that went through the model.
+        num_tokens: Tokens that went through the model.
+        num_loss_tokens: Scored tokens.
+        timings: Seconds in the queue and in the engine.
+        num_microbatches: Number of micro-batches that the engine computed.
+        recomputed: Whether the batch exceeded the activation budget, so that its forward was computed twice.
+        warnings: Warnings for people, one sentence each.
+        grouped_runs: Number of runs, this one included, that shared one pass through the base model; 0: not grouped.
     """
 
     loss: float | None
@@ -85,15 +85,15 @@ class LossResult:
 
 @dataclass(frozen=True)
 class OptimStepResult:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     Attributes:
-        grad_norm: Euclidean norm of the whole gradient, before clipping.
-        learning_rate: the one that was used.
-        step: optimizer steps of this run so far, this one included.
-        skipped: whether the gradient was not finite and the step was skipped, as asked.
-        timings: seconds in the queue and in the engine.
-        num_accumulated: how many operations it took the gradients of.
+        grad_norm: Euclidean norm of the whole gradient before clipping.
+        learning_rate: The learning rate of this step.
+        step: Number of optimizer steps of this run so far, including this one.
+        skipped: Whether the step was skipped because the gradient was not finite (``on_nonfinite="skip"``).
+        timings: Seconds in the queue and in the engine.
+        num_accumulated: Number of operations whose gradients were accumulated.
     """
 
     grad_norm: float
@@ -117,10 +117,10 @@ class Sample:
     """One continuation of a prompt.
 
     Attributes:
-        token_ids: ``[tokens]`` int, the end token included where there is one.
-        logprobs: ``[tokens]`` float32, in nats: what ``compute_logprobs`` gives at the sampling temperature (at 1 where
-            that is 0); ``top_k`` and ``top_p`` do not enter.
-        text: decoded by the server; None where the model has no tokenizer.
+        token_ids: ``[tokens]`` int, including the end token if there is one.
+        logprobs: ``[tokens]`` float32, in nats: equal to ``compute_logprobs`` at the sampling temperature (at 1 if
+            that is 0); ``top_k`` and ``top_p`` have no effect on them.
+        text: The decoded text; None if the model has no tokenizer.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
     """
 
@@ -163,16 +163,16 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved state of a run. ``path`` is accepted wherever a model or a checkpoint is asked for.
+    """A saved state of a run. ``path`` is accepted wherever a model or a checkpoint is expected.
 
     Attributes:
         path: ``"RUN_ID/NAME"``.
-        name: its name in the run.
-        step: optimizer steps it contains.
-        seq: operations it contains.
-        size_bytes: on the server's disk.
-        created_at: Unix time, seconds.
-        note: as given when it was saved.
+        name: Name in the run.
+        step: Number of optimizer steps it contains.
+        seq: Number of the last operation it contains.
+        size_bytes: Size on the server's disk.
+        created_at: Unix time in seconds.
+        note: The note given when it was saved.
     """
 
     path: str

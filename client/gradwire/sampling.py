@@ -1,4 +1,4 @@
-"""Sampling: what a prompt is, and samples outside any run's queue."""
+"""Sampling: forms of prompts, and samples outside a run's queue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sample_call(
     seed: int | None,
     ignore_eos: bool,
 ) -> tuple[pb.SampleCall, dict[str, Column]]:
-    """The message, and the prompts' ids as a column where they were given as ids."""
+    """Build the message, and a column with the prompts' ids if they were given as ids."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if _are_texts(prompts) else []
     columns = {} if texts else {"prompt_ids": token_rows("prompt_ids", prompts)}
     call = message(
@@ -52,8 +52,8 @@ def sample_call(
         ignore_eos=ignore_eos,
     )
     for name, value in (("n", n), ("top_p", top_p)):
-        if not value > 0:  # which the wire would take for its default
-            raise InvalidArgumentError(f"sample: {name} is {value}, and {name} > 0 must hold", field=name, rule="> 0")
+        if not value > 0:  # the wire would take 0 for its default
+            raise InvalidArgumentError(f"sample: {name} is {value}; it must be greater than 0", field=name, rule="> 0")
     return call, columns
 
 
@@ -65,13 +65,13 @@ def _are_texts(prompts: Sequence[Any]) -> bool:
     kinds = {isinstance(prompt, str) for prompt in prompts}
     if kinds == {True, False}:
         raise InvalidArgumentError(
-            "prompts are texts or rows of token ids, not some of each", field="prompts", rule="one kind"
+            "prompts are either all texts or all rows of token ids", field="prompts", rule="one kind"
         )
     return kinds == {True}
 
 
 def token_ids(ids: Sequence[int]) -> pb.TokenIds:
-    """Ids as they travel outside of tensors."""
+    """Check token ids that are sent outside tensors."""
     try:
         return pb.TokenIds(ids=ids)
     except (TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ def token_ids(ids: Sequence[int]) -> pb.TokenIds:
 class SamplingClient:
     """Samples from a model or a checkpoint, outside any run's queue.
 
-    Made by :meth:`gradwire.ServiceClient.sampling_client`.
+    Created by :meth:`gradwire.ServiceClient.sampling_client`.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, model: str | Checkpoint) -> None:
@@ -102,7 +102,7 @@ class SamplingClient:
         seed: int | None = None,
         ignore_eos: bool = False,
     ) -> Future[SampleResult]:
-        """Continues prompts: see :meth:`gradwire.TrainingClient.sample`."""
+        """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`."""
 
         label = f"sample from {self.model}"
         try:

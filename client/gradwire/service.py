@@ -31,7 +31,7 @@ Lora = int | Mapping[str, Any]
 
 
 class ServiceClient:
-    """A connection to a server. Made by :func:`connect`; ends with :meth:`close` or its ``async with`` block."""
+    """A connection to a server. Created by :func:`connect`; ends with :meth:`close` or its ``async with`` block."""
 
     def __init__(self, transport: Transport, info: ServerInfo, embedded: EmbeddedServer | None = None) -> None:
         self._transport = transport
@@ -47,25 +47,25 @@ class ServiceClient:
         return self._transport.address
 
     async def server_info(self) -> ServerInfo:
-        """Version, device, readiness and limits of the server."""
+        """Fetch version, device, readiness and limits of the server."""
         return ServerInfo.from_message(
             await self._transport.unary(lambda stub: stub.GetServerInfo, pb.GetServerInfoRequest())
         )
 
     async def list_models(self) -> list[ModelInfo]:
-        """The models that runs can be created on."""
+        """List the models that runs can be created on."""
         answer = await self._transport.unary(lambda stub: stub.ListModels, pb.ListModelsRequest())
         return [ModelInfo.from_message(model) for model in answer.models]
 
     async def list_losses(self) -> list[LossInfo]:
-        """The losses, with their batch fields, arguments and metrics."""
+        """List the losses with their batch fields, arguments and metrics."""
         answer = await self._transport.unary(lambda stub: stub.ListLosses, pb.ListLossesRequest())
         losses = [LossInfo.from_message(loss) for loss in answer.losses]
         self._losses.update(losses)
         return losses
 
     async def list_runs(self) -> list[RunInfo]:
-        """Your runs."""
+        """List the runs that your key owns or may read."""
         runs: list[RunInfo] = []
         token = ""
         while True:
@@ -89,28 +89,28 @@ class ServiceClient:
         dropout: float = 0.0,
         kind: Literal["", "rl"] = "",
     ) -> TrainingClient:
-        """A new run: weights, optimizer state and a queue of its own.
+        """Create a run with its own weights, optimizer state and queue.
 
         Args:
-            base_model: one of ``list_models``.
-            lora: None trains all weights; a rank, or a mapping of ``rank``, ``alpha`` (default twice the rank),
-                ``dropout`` (the run's) and ``target_modules`` (every linear layer but the output head), trains an
-                adapter.
-            head: ``"value"``: a scalar a token; ``"reward"``: a scalar a sequence; ``"classification"``: logits of
-                ``num_labels`` classes a sequence or token.
-            seed: of the adapter, the head, dropout and sampling.
-            name: for people.
-            gradient_checkpointing: computes activations again in the backward pass instead of keeping them.
-            tags: for people.
-            num_labels: of a classification head, 2 or more.
-            dropout: the rate at which the model and the adapter drop activations while they train; whatever the model's
-                own configuration says, it is 0 by default. A row's masks depend on the run's seed, its place among the
-                run's steps, and the row: not on how a batch is cut up. Rows then go through the model one by one.
+            base_model: One of ``list_models``.
+            lora: None trains all weights. A rank, or a mapping of ``rank``, ``alpha`` (default: twice the rank),
+                ``dropout`` (default: the run's) and ``target_modules`` (default: every linear layer but the output
+                head), trains an adapter.
+            head: ``"value"``: one scalar per token; ``"reward"``: one scalar per sequence; ``"classification"``: logits
+                of ``num_labels`` classes per sequence or token.
+            seed: Seed of the adapter, the head, dropout and sampling.
+            name: A label for people.
+            gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+            tags: Key-value labels for people.
+            num_labels: Number of classes of a classification head, 2 or more.
+            dropout: Dropout rate of the model and the adapter during training; 0 by default, whatever the model's
+                own configuration says. A row's dropout masks depend on the run's seed, the row's place among the
+                run's steps, and the row itself, not on how a batch is split. Rows then go through the model one by one.
             kind: ``"rl"``: ``optim_step`` has a learning rate of 1e-5 by default, as with ``head="value"``.
 
         Raises:
-            UnknownModelError: when the server does not hold the model.
-            InvalidArgumentError: for a value out of range.
+            UnknownModelError: The server does not hold the model.
+            InvalidArgumentError: A value is out of range.
         """
         config = message(
             pb.RunConfig,
@@ -138,15 +138,15 @@ class ServiceClient:
         with_optimizer: bool = False,
         num_labels: int = 0,
     ) -> TrainingClient:
-        """A new run that starts from a checkpoint's weights.
+        """Create a run from a checkpoint's weights.
 
         Args:
             checkpoint: ``"RUN_ID/NAME"``.
-            head: None keeps the checkpoint's head; else a fresh one of this kind, ``""`` for none.
-            seed: as for ``create_run``.
-            name: for people.
-            with_optimizer: also takes the moments and the step count.
-            num_labels: with ``head="classification"``.
+            head: None keeps the checkpoint's head; a name creates a fresh head of that kind, ``""`` removes the head.
+            seed: As for ``create_run``.
+            name: A label for people.
+            with_optimizer: Also copy the optimizer's moments and the step count.
+            num_labels: Number of classes, with ``head="classification"``.
         """
         request = message(
             pb.ForkRunRequest,
@@ -162,11 +162,13 @@ class ServiceClient:
         return self.get_training_client(run.run_id)
 
     def get_training_client(self, run_id: str, takeover: bool = True) -> TrainingClient:
-        """An existing run, which goes on where it is. Opened with the first operation, or by awaiting the client.
+        """Return a client of an existing run, which continues where it stands.
+
+        The first operation, or awaiting the client, opens the run.
 
         Args:
-            run_id: as of ``TrainingClient.run_id``.
-            takeover: fences the run's current writer; False raises RunBusyError where there is one.
+            run_id: As in ``TrainingClient.run_id``.
+            takeover: Replace the run's current writer; False raises RunBusyError if there is one.
         """
         limits = self._info.limits
         queue = OperationQueue(run_id, self._loop, max_payload_bytes=limits.get("max_payload_bytes"))
@@ -179,30 +181,30 @@ class ServiceClient:
         return TrainingClient(self._transport, queue, link, self._losses)
 
     async def delete_run(self, run_id: str) -> None:
-        """Deletes a run with its checkpoints."""
+        """Delete a run with its checkpoints."""
         await self._transport.unary(lambda stub: stub.DeleteRun, pb.DeleteRunRequest(run_id=run_id))
 
     def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
-        """Samples from a model of the server's, or from a checkpoint."""
+        """Return a client that samples from a model of the server, or from a checkpoint."""
         return SamplingClient(self._transport, self._loop, model)
 
     async def encode(self, model: str, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Texts as rows of token ids, by the model's own tokenizer."""
+        """Convert texts to rows of token ids with the model's own tokenizer."""
         request = message(pb.EncodeRequest, model=model, texts=_texts(texts), add_special_tokens=add_special_tokens)
         answer = await self._transport.unary(lambda stub: stub.Encode, request)
         return [list(sequence.ids) for sequence in answer.sequences]
 
     async def decode(self, model: str, ids: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
-        """Rows of token ids as texts, by the model's own tokenizer."""
+        """Convert rows of token ids to texts with the model's own tokenizer."""
         request = pb.DecodeRequest(
             model=model, sequences=[token_ids(row) for row in ids], skip_special_tokens=skip_special_tokens
         )
         return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
 
     async def close(self) -> None:
-        """Ends the connection, and the server if it was started for it.
+        """Close the connection, and stop the server if it was embedded.
 
-        What was submitted still reaches the server; a result that has not come is lost to this process, and its
+        Submitted operations still reach the server. A result that has not arrived is lost to this process: its
         future raises ServiceClosedError.
         """
         closed = ServiceClosedError("the service was closed before the result came")
@@ -239,5 +241,5 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
 
 def _texts(texts: Sequence[str]) -> list[str]:
     if isinstance(texts, str):
-        raise InvalidArgumentError("texts is a list of texts", field="texts", rule="a list")
+        raise InvalidArgumentError("texts must be a list of strings", field="texts", rule="a list")
     return list(texts)

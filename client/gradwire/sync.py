@@ -1,8 +1,8 @@
-"""The same client for scripts without an event loop.
+"""The client for scripts without an event loop.
 
-Methods that one would await return their results; operations return the same futures, for ``future.result()``. The
-event loop runs in a thread of its own, and nothing is written twice: each method here drives the one of the same
-name in :mod:`gradwire.service` and :mod:`gradwire.training`.
+Coroutine methods of the async client return their results here; operations return the same futures, for
+``future.result()``. The event loop runs in its own thread; each method calls the one of the same
+name in :mod:`gradwire.service` or :mod:`gradwire.training`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """The coroutine's result; interrupting the wait cancels it."""
+        """Run a coroutine and return its result; an interrupt cancels it."""
         if self._loop.is_closed():
             work.close()
             raise ServiceClosedError("the service is closed")
@@ -58,7 +58,7 @@ class LoopThread:
 def _blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[Any, P], R]:
-    """The method of the same name of ``self._client``, waited for."""
+    """Wrap the method of the same name of ``self._client`` in a blocking call."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,7 +71,7 @@ def _blocking(
 def _opening(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, training.TrainingClient]],
 ) -> Callable[Concatenate[Any, P], TrainingClient]:
-    """As :func:`_blocking`, for a method that gives a training client."""
+    """Like :func:`_blocking`, for a method that returns a training client."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> TrainingClient:
@@ -82,7 +82,7 @@ def _opening(
 
 
 class TrainingClient(Operations):
-    """One run: operations return futures; everything else waits."""
+    """One run: operations return futures; all other methods block."""
 
     def __init__(self, client: training.TrainingClient, loop_thread: LoopThread) -> None:
         super().__init__(client._transport, client._queue, client._link, client._losses)
@@ -99,7 +99,7 @@ class TrainingClient(Operations):
 
 
 class ServiceClient:
-    """A connection to a server: as :class:`gradwire.ServiceClient`, waiting."""
+    """A connection to a server: a blocking :class:`gradwire.ServiceClient`."""
 
     def __init__(self, client: service.ServiceClient, loop_thread: LoopThread) -> None:
         self._client = client
@@ -121,15 +121,15 @@ class ServiceClient:
     fork_run = _opening(service.ServiceClient.fork_run)
 
     def get_training_client(self, run_id: str, takeover: bool = True) -> TrainingClient:
-        """As :meth:`gradwire.ServiceClient.get_training_client`."""
+        """Return a client of an existing run: see :meth:`gradwire.ServiceClient.get_training_client`."""
         return TrainingClient(self._client.get_training_client(run_id, takeover), self._loop_thread)
 
     def sampling_client(self, model: str | Checkpoint) -> SamplingClient:
-        """As :meth:`gradwire.ServiceClient.sampling_client`."""
+        """Return a client that samples: see :meth:`gradwire.ServiceClient.sampling_client`."""
         return self._client.sampling_client(model)
 
     def close(self) -> None:
-        """As :meth:`gradwire.ServiceClient.close`; ends the thread as well."""
+        """Close the connection: see :meth:`gradwire.ServiceClient.close`. Ends the thread as well."""
         if self._loop_thread.closed:
             return
         try:
@@ -160,7 +160,7 @@ def connect(
     start_timeout: float = 300.0,
     reconnect_timeout: float = 600.0,
 ) -> ServiceClient:
-    """As :func:`gradwire.connect`, for ``with`` or with :meth:`ServiceClient.close`."""
+    """Connect like :func:`gradwire.connect`; use ``with``, or call :meth:`ServiceClient.close`."""
     settings = dict(locals())
     loop_thread = LoopThread()
     try:

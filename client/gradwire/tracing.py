@@ -1,6 +1,6 @@
-"""Spans of operations from the call to the result, where OpenTelemetry is installed and the program has set it up.
+"""Trace spans of operations from the call to the result, if OpenTelemetry is installed and the program configured it.
 
-Their context travels with the operation, so that the server's spans join the trace. Install ``gradwire[otel]``.
+The trace context is sent with the operation, so that the server's spans join the trace. Install ``gradwire[otel]``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OperationSpan:
     """The span of one operation.
 
     Attributes:
-        traceparent: its W3C trace context; empty when nobody records it.
+        traceparent: The W3C trace context; empty if the span is not recorded.
     """
 
     def __init__(self, span: Span | None = None) -> None:
@@ -35,7 +35,7 @@ class OperationSpan:
             self.traceparent = carrier.get("traceparent", "")
 
     def end(self, error: BaseException | None = None) -> None:
-        """The operation has its result, or will have none."""
+        """End the span: the operation has its result, or will never have one."""
         if self._span is None:
             return
         if error is not None:
@@ -44,7 +44,7 @@ class OperationSpan:
 
 
 def start(label: str, run_id: str) -> OperationSpan:
-    """A span inside the caller's current one."""
+    """Start a span inside the caller's current one."""
     if not _INSTALLED:
         return OperationSpan()
     span = trace.get_tracer("gradwire").start_span(f"gradwire.client.{label}", attributes={"gradwire.run": run_id})

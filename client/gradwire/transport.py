@@ -1,6 +1,6 @@
-"""The channel: calls of the service, with retries where they are safe, and no ``grpc.RpcError`` beyond this file.
+"""The channel: calls of the service, retried where a repeat is safe; no ``grpc.RpcError`` leaves this file.
 
-Left out on purpose: gRPC's own retries, which skip messages over about 256 KiB and cannot know an operation's
+Left out on purpose: gRPC's own retries, which skip messages over about 256 KiB and do not know an operation's
 number; compression, which costs more than it saves on tensors.
 """
 
@@ -19,7 +19,7 @@ import grpc
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 
-if TYPE_CHECKING:  # the stub files know it, the generated module has one class for both
+if TYPE_CHECKING:  # the stub files have this class; the generated module has one class for sync and async
     from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub
 
 from gradwire import errors
@@ -27,9 +27,9 @@ from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentE
 
 CHUNK_BYTES = 1 << 20
 TOGETHER_BYTES = 256 << 10
-"""Operations up to this size, taken together, go in one message."""
+"""Operations up to this total size are sent in one message."""
 SILENT_ATTEMPTS = 6
-"""After so many in a row, about three seconds, whoever waits is told."""
+"""After this many failures in a row (about three seconds) a warning is logged."""
 CLOSE_LINGER_S = 0.02
 CLOSE_LATE_TIMES = 10
 MAX_CLOSE_LINGER_S = 1.0
@@ -52,7 +52,7 @@ class AsyncCall(Protocol[F]):
 
 @dataclass(frozen=True)
 class Tls:
-    """Certificates, as PEM files. ``ca_cert`` None: the system's own roots. A client certificate is for mTLS."""
+    """Certificates as PEM files. ``ca_cert`` None uses the system's roots. The client certificate is for mTLS."""
 
     ca_cert: Path | None = None
     client_cert: Path | None = None
@@ -66,10 +66,10 @@ class Tls:
 
 
 class Backoff:
-    """Waits between attempts: longer each time, and in vain only for so long.
+    """Waits between attempts that grow with each failure, up to a time limit.
 
     Args:
-        patience_s: how long attempts may fail in a row before their error is final.
+        patience_s: How long attempts may fail in a row before the error is final.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -77,12 +77,12 @@ class Backoff:
         self.progress()
 
     def progress(self) -> None:
-        """Something came through: the next failure is a first one."""
+        """Reset after a success: the next failure counts as the first."""
         self._attempt = 0
         self._since: float | None = None
 
     async def pause(self, error: GradwireError) -> None:
-        """Waits before the next attempt; raises ``error`` when there shall be none."""
+        """Wait before the next attempt, or raise ``error`` if the time is up."""
         now = asyncio.get_running_loop().time()
         self._since = self._since if self._since is not None else now
         if now - self._since >= self._patience_s:
@@ -98,10 +98,10 @@ class Transport:
 
     Args:
         address: ``HOST:PORT``; ``https://HOST:PORT`` for TLS with the system's roots.
-        api_key: sent with every call.
-        tls: certificates; None speaks in the clear unless the address says otherwise.
-        patience_s: how long a call that may be repeated is tried while the server is away.
-        check_alive: asked before each new attempt; raises when trying on is pointless.
+        api_key: Sent with every call.
+        tls: Certificates; None means plain text unless the address is ``https://``.
+        patience_s: How long a repeatable call is retried while the server is away.
+        check_alive: Called before each new attempt; raises if another attempt is pointless.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Transport:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 1_000),
             ("grpc.max_reconnect_backoff_ms", 500),
-            # Channels to one address would share a connection otherwise, and with it one stream limit.
+            # Otherwise channels to one address share a connection, and with it one limit on streams.
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if tls is None:
@@ -143,12 +143,12 @@ class Transport:
     async def close(self) -> None:
         self._closed = True
         await self._channel.close()
-        # grpc.aio says of a cancelled call that it is over before its core has said so, and has no way to wait for
-        # that: an event that comes when this loop is closed would be logged as an error in the program's next loop.
+        # grpc.aio reports a cancelled call as done before its core has, and offers no way to wait for the core: an
+        # event that arrives after this loop is closed would be logged as an error in the program's next loop.
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.sleep(CLOSE_LINGER_S)
-        late_s = loop.time() - began - CLOSE_LINGER_S  # on a busy machine, and then the core's threads are late as well
+        late_s = loop.time() - began - CLOSE_LINGER_S  # on a busy machine the core's threads are late as well
         await asyncio.sleep(min(CLOSE_LATE_TIMES * late_s, MAX_CLOSE_LINGER_S))
 
     def backoff(self) -> Backoff:
@@ -162,7 +162,7 @@ class Transport:
         timeout_s: float | None = 60.0,
         patience_s: float | None = None,
     ) -> R:
-        """One call, repeated while the server is away. Every unary method of the service may be repeated."""
+        """Make one call and repeat it while the server is away. Every unary method of the service may be repeated."""
         backoff = Backoff(self.patience_s if patience_s is None else patience_s)
         while True:
             try:
@@ -197,16 +197,16 @@ class Transport:
             raise errors.from_rpc(error, self.address) from None
 
     def submit(self) -> SubmitStream:
-        """A new stream of operations, and of their acknowledgements."""
+        """Open a stream of operations and their acknowledgements."""
         return SubmitStream(self._stub.Submit(metadata=self._metadata), self.address)
 
     def results(self, run_id: str, from_seq: int) -> AsyncGenerator[tuple[pb.OperationResult, bytes]]:
-        """Results with their payloads, from this number on, until the stream breaks."""
+        """Yield results with their payloads, from this number on, until the stream breaks."""
         request = pb.ResultsRequest(run_id=run_id, from_seq=from_seq, batched=True)
         return _results(self._stub.Results(request, metadata=self._metadata), self.address)
 
     async def sample(self, request: pb.SampleRequest) -> tuple[pb.OperationResult, bytes]:
-        """Samples outside any run's queue."""
+        """Sample outside any run's queue."""
         async with contextlib.aclosing(
             _results(self._stub.Sample(request, metadata=self._metadata), self.address)
         ) as results:
@@ -215,30 +215,30 @@ class Transport:
         raise ConnectionLostError(f"{self.address} ended the stream without a result")
 
     def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
-        """The frames of a checkpoint's or an export's files, in order."""
+        """Yield the frames of a checkpoint's or export's files, in order."""
         return _frames(self._stub.Download(request, metadata=self._metadata), self.address)
 
 
 class SubmitStream:
-    """Operations out, acknowledgements in."""
+    """Stream of outgoing operations and incoming acknowledgements."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.SubmitAck], address: str) -> None:
         self._call = call
         self._address = address
 
     async def send(self, operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> None:
-        """Writes operations, small ones together; returns when they left, not when they arrived."""
+        """Write operations, grouping small ones; returns when they are sent, not when they arrive."""
         try:
             for frame in _submit_frames(operations):
                 await self._call.write(frame)
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc(error, self._address) from None
         except asyncio.InvalidStateError:
-            # The call is over; the reader of the acknowledgements learns why.
+            # The call has ended; the reader of the acknowledgements learns why.
             raise ConnectionLostError(f"{self._address} ended the stream of operations") from None
 
     async def acknowledgements(self) -> AsyncGenerator[pb.SubmitAck]:
-        """Until the server ends the stream, or the connection breaks."""
+        """Yield acknowledgements until the server ends the stream or the connection breaks."""
         async with contextlib.aclosing(_frames(self._call, self._address)) as frames:
             async for frame in frames:
                 yield frame
@@ -246,11 +246,11 @@ class SubmitStream:
                     yield ack
 
     async def end(self) -> None:
-        """No more operations: the server answers those it has, and ends the stream."""
+        """End the outgoing side: the server answers the operations it has, and closes the stream."""
         try:
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the call is over; the reader of the acknowledgements learns why
+            return  # the call has ended; the reader of the acknowledgements learns why
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -276,7 +276,7 @@ def _submit_frames(operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> It
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Whoever waited may be gone, cancelled a second time meanwhile: an error that nobody fetches is no fault."""
+    """Retrieve a task's exception, so that asyncio does not report it when the waiting caller is gone."""
     if not task.cancelled():
         task.exception()
 
@@ -306,10 +306,11 @@ async def _results(call: AsyncCall[pb.ResultFrame], address: str) -> AsyncGenera
 
 
 def checked_tls(ca_cert: Any, client_cert: Any, client_key: Any) -> Tls | None:
-    """TLS settings from what a user gave; None when nothing was."""
+    """Build TLS settings from the user's arguments; None if none was given."""
     if (client_cert is None) != (client_key is None):
         raise InvalidArgumentError(
-            "client_cert and client_key belong together", field="client_key" if client_key is None else "client_cert"
+            "client_cert and client_key must be given together",
+            field="client_key" if client_key is None else "client_cert",
         )
     if ca_cert is None and client_cert is None:
         return None

@@ -161,7 +161,7 @@ async def test_a_result_that_was_released_is_told_on_its_own_future_only(
     await services[1]._transport.unary(lambda stub: stub.AckResults, request)
     earlier = await new.earlier_operations()
     for seq in (1, 2, 3, 4):
-        with pytest.raises(gradwire.ResultReleasedError, match=f"operation {seq} .*was carried out") as caught:
+        with pytest.raises(gradwire.ResultReleasedError, match=f"operation {seq} .*was executed") as caught:
             await earlier[seq]
         assert caught.value.seq == seq
     assert (await earlier[5]).num_loss_tokens == 3 and (await earlier[6]).step == 3

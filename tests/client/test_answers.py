@@ -117,7 +117,7 @@ async def test_one_that_was_accepted_long_ago_is_not_refused_when_it_comes_again
     async with scripted_server(Script(), service=Collected) as (address, _), gradwire.connect(address) as service:
         run = await service.create_run("tiny")
         first, second = run.optim_step(), run.optim_step()
-        with pytest.raises(gradwire.ResultReleasedError, match="operation 1 of run-a was carried out"):
+        with pytest.raises(gradwire.ResultReleasedError, match="operation 1 of run-a was executed"):
             await first
         assert (await second).step == 2
 

@@ -1,11 +1,12 @@
-"""The RL toolkit: environments, rollouts, rewards and ready algorithms on top of a run.
+"""The RL toolkit: environments, rollouts, rewards and ready-made algorithms on top of a run.
 
-Parts that know little of each other, each replaceable:
+The parts are loosely coupled and can be replaced one by one:
 
-* ``environments``: interaction. ``inference``: what generates. ``rollouts``: many episodes at once.
-* ``rewards``: scores after collection. ``advantages``, ``hicra``: credit, as pure functions and for steps of agents.
-* ``algorithms``: PPO, GRPO, REINFORCE and GiGPO over all of these.
-* ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: what a long training wants besides.
+* ``environments``: interaction. ``inference``: text generation. ``rollouts``: many episodes at once.
+* ``rewards``: scores after collection. ``advantages``, ``hicra``: credit assignment, as pure functions and per agent
+step.
+* ``algorithms``: PPO, GRPO, REINFORCE and GiGPO built from these parts.
+* ``curricula``, ``replay``, ``loggers``, ``recording``, ``viewer``: tools for long training runs.
 """
 
 from gradwire.rl.algorithms import (

@@ -1,8 +1,8 @@
 """Advantage estimators in numpy: pure functions of rewards and values.
 
-The twins of ``gradwire_losses.advantages`` (torch, on the server), with the same names and meaning. Ragged
-throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number a
-sequence, cut into groups by ``group_sizes [B]``. Results are float64.
+They have the names and meaning of ``gradwire_losses.advantages`` (torch, on the server). Data is ragged: ``[T]`` holds
+the entries of all sequences one after the other, split by ``row_lengths [S]``; ``[S]`` holds one number per sequence,
+split into groups by ``group_sizes [B]``. Results are float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _floats(numbers: Numbers) -> Floats:
 def _lengths(lengths: Lengths, total: int, what: str) -> npt.NDArray[np.int64]:
     result = np.asarray(lengths, dtype=np.int64)
     if int(result.sum()) != total:
-        raise ValueError(f"{what} sum to {int(result.sum())} where there are {total} entries")
+        raise ValueError(f"{what} sum to {int(result.sum())} but there are {total} entries")
     return result
 
 
@@ -52,16 +52,16 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
     Args:
-        rewards: ``[T]``, for emitting each token.
-        values: ``[T]``, of the state that each was emitted in.
+        rewards: ``[T]``, reward for emitting each token.
+        values: ``[T]``, value of the state in which each token was emitted.
         row_lengths: ``[S]``.
-        gamma: discount of a step.
-        gae_lambda: 1 gives discounted returns less values, 0 one-step errors.
-        bootstrap_values: ``[S]``, the value of the state after each sequence's last token: of one that was cut off
-            (truncated) what is still to come, of one that ended (terminated) 0, which is the default for all.
+        gamma: Discount per step.
+        gae_lambda: 1 gives discounted returns minus values, 0 gives one-step errors.
+        bootstrap_values: ``[S]``, value of the state after each sequence's last token: the expected remaining return of
+            a truncated sequence, 0 for a terminated one; 0 for all by default.
         mask: ``[T]`` bool, False for tokens that the policy did not write (observations, tool results). Time does
-            not pass at them: the step after the last token before one is the first token after it. Their rewards
-            and values are ignored, their advantage and return are 0.
+            not advance at them: the last policy token before them is followed by the first policy token after them.
+            Their rewards and values are ignored; their advantage and return are 0.
 
     Returns:
         Advantages and returns (advantages + values), both ``[T]``.
@@ -83,7 +83,7 @@ def gae(
 
 
 def rewards_to_go(rewards: Numbers, row_lengths: Lengths, gamma: float = 1.0) -> Floats:
-    """``[T]``: of each token, the discounted sum of the rewards from it to the end of its sequence."""
+    """``[T]``: for each token, the discounted sum of the rewards from it to the end of its sequence."""
     rewards = _floats(rewards)
     return gae(rewards, np.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]
 
@@ -98,14 +98,14 @@ def at_last_token(numbers: Numbers, row_lengths: Lengths) -> Floats:
 
 
 def over_tokens(numbers: Numbers, row_lengths: Lengths) -> Floats:
-    """``[S] -> [T]``: each sequence's number at every one of its tokens."""
+    """``[S] -> [T]``: each sequence's number at each of its tokens."""
     return np.repeat(_floats(numbers), np.asarray(row_lengths, dtype=np.int64))
 
 
 def group_spread(rewards: Numbers, group_sizes: Lengths) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation and whether rewards differ at all.
+    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation, and whether the rewards differ.
 
-    The deviation of a group of one, and of one whose rewards are all equal, is 0 exactly.
+    The deviation of a group of one, or of a group of equal rewards, is exactly 0.
     """
     rewards = _floats(rewards)
     sizes = _lengths(group_sizes, len(rewards), "group_sizes")
@@ -120,11 +120,10 @@ def group_spread(rewards: Numbers, group_sizes: Lengths) -> tuple[Floats, Floats
 
 
 def group_advantages(rewards: Numbers, group_sizes: Lengths, *, scale: bool = True) -> Floats:
-    """``[S]``: each reward less its group's mean, over the group's standard deviation + 1e-4 when ``scale``.
+    """``[S]``: each reward minus its group's mean, divided by the group's standard deviation + 1e-4 when ``scale``.
 
-    A group of one, and one whose rewards are all equal, gives zeros. Shao et al. 2024, arXiv 2402.03300; without
-    ``scale``, Liu et al. 2025, arXiv 2503.20783.
-    """
+    A group of one, or a group of equal rewards, gives zeros. Shao et al. 2024, arXiv 2402.03300; without ``scale``, Liu
+    et al. 2025, arXiv 2503.20783."""
     rewards = _floats(rewards)
     mean, std, differ = group_spread(rewards, group_sizes)
     groups = _segments(np.asarray(group_sizes, dtype=np.int64))
@@ -143,7 +142,7 @@ def whiten(values: Numbers, *, shift_mean: bool = True) -> Floats:
 
 
 def rloo_advantages(rewards: Numbers, group_sizes: Lengths) -> Floats:
-    """``[S]``: each reward less the mean of the *others* of its group (leave one out); 0 for a group of one.
+    """``[S]``: each reward minus the mean of the *other* rewards of its group (leave one out); 0 for a group of one.
 
     Ahmadian et al. 2024, arXiv 2402.14740.
     """
@@ -155,16 +154,16 @@ def rloo_advantages(rewards: Numbers, group_sizes: Lengths) -> Floats:
 
 
 def amplify_planning(advantages: Numbers, planning: npt.ArrayLike, alpha: float = 0.2) -> Floats:
-    """``A + alpha |A|`` where ``planning`` is true, A elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
+    """``A + alpha |A|`` where ``planning`` is true, ``A`` elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
 
-    Both arguments have one shape. The group losses do this themselves where the batch has a ``planning_mask``.
+    Both arguments have the same shape. The group losses apply this if the batch has a ``planning_mask``.
     """
     advantages = _floats(advantages)
     return np.where(np.asarray(planning, dtype=bool), advantages + alpha * np.abs(advantages), advantages)
 
 
 def reinforce_plus_plus_advantages(rewards: Numbers, row_lengths: Lengths, *, gamma: float = 1.0) -> Floats:
-    """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
+    """``[T]``: rewards to go, whitened over all tokens of the batch. Each token's KL penalty is part of its reward.
 
     Hu et al. 2025, arXiv 2501.03262.
     """
@@ -172,7 +171,7 @@ def reinforce_plus_plus_advantages(rewards: Numbers, row_lengths: Lengths, *, ga
 
 
 def reinforce_plus_plus_baseline_advantages(rewards: Numbers, group_sizes: Lengths, row_lengths: Lengths) -> Floats:
-    """``[T]``: each sequence's reward ``[S]`` less its group's mean, whitened over all tokens of the batch.
+    """``[T]``: each sequence's reward ``[S]`` minus its group's mean, whitened over all tokens of the batch.
 
     The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
     """
@@ -180,14 +179,17 @@ def reinforce_plus_plus_baseline_advantages(rewards: Numbers, group_sizes: Lengt
 
 
 def remax_advantages(rewards: Numbers, greedy_rewards: Numbers) -> Floats:
-    """``[S]``: each reward less that of the greedy response to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
+    """``[S]``: each reward minus the reward of the greedy response to the same prompt.
+
+    Li et al. 2023, arXiv 2310.10505.
+    """
     return _floats(rewards) - _floats(greedy_rewards)
 
 
 def opo_advantages(rewards: Numbers, row_lengths: Lengths, group_sizes: Lengths) -> Floats:
-    """``[S]``: each reward less its group's mean weighted by length, the baseline of least variance.
+    """``[S]``: each reward minus its group's length-weighted mean, the baseline of least variance.
 
-    Hao et al. 2025, arXiv 2505.23585. A group of one, and one whose rewards are all equal, gives zeros.
+    Hao et al. 2025, arXiv 2505.23585. A group of one, or a group of equal rewards, gives zeros.
     """
     rewards, lengths = _floats(rewards), _floats(row_lengths)
     sizes = _lengths(group_sizes, len(rewards), "group_sizes")
@@ -212,17 +214,18 @@ def vtrace(
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
 
     Args:
-        logprobs, behavior_logprobs: ``[T]``, of each token under the policy and under the one that wrote it.
-        rewards, values, row_lengths, gamma, bootstrap_values: as in :func:`gae`.
-        rho_clip: ceiling of the ratio that weighs each temporal difference.
-        c_clip: ceiling of the ratio that passes a difference on to earlier tokens.
+        logprobs, behavior_logprobs: ``[T]``, log-probability of each token under the policy and under the policy that
+            wrote it.
+        rewards, values, row_lengths, gamma, bootstrap_values: As in :func:`gae`.
+        rho_clip: Upper bound of the ratio that weights each temporal difference.
+        c_clip: Upper bound of the ratio that propagates a difference to earlier tokens.
 
     Returns:
         Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
     """
     rewards, values = _floats(rewards), _floats(values)
     lengths = _lengths(row_lengths, len(rewards), "row_lengths")
-    # The ceilings make an overflow of exp harmless; bounding the exponent keeps it quiet.
+    # The upper bounds make an overflow of exp harmless; clamping the exponent avoids its warning.
     ratio = np.exp(np.minimum(_floats(logprobs) - _floats(behavior_logprobs), 60.0))
     rho, c = np.minimum(ratio, rho_clip), np.minimum(ratio, c_clip)
     starts = np.cumsum(lengths) - lengths
@@ -241,9 +244,9 @@ def vtrace(
 
 
 def subgroup_advantages(numbers: Numbers, keys: npt.ArrayLike, *, scale: bool = True) -> Floats:
-    """``[M], [M] -> [M]``: as :func:`group_advantages`, groups being the entries of equal key, in any order.
+    """``[M], [M] -> [M]``: like :func:`group_advantages`; a group is the set of entries with equal keys, in any order.
 
-    With returns of steps for numbers, and for keys what tells apart group and anchor state, the step level of GiGPO
+    With the returns of steps, and keys that identify group and anchor state, this is the step level of GiGPO
     (Feng et al. 2025, arXiv 2505.10978).
     """
     numbers = _floats(numbers)
@@ -255,7 +258,8 @@ def subgroup_advantages(numbers: Numbers, keys: npt.ArrayLike, *, scale: bool = 
 
 
 def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable]) -> list[npt.NDArray[np.int64]]:
-    """The steps (indices) that share group and anchor state, in order of first appearance: GiGPO's step groups."""
+    """Group the indices of steps that share group and anchor state, in order of first appearance: GiGPO's step
+    groups."""
     groups: dict[tuple[Hashable, Hashable], list[int]] = {}
     for index, key in enumerate(zip(group_ids, anchor_states, strict=True)):
         groups.setdefault(key, []).append(index)
@@ -265,15 +269,15 @@ def gigpo_step_groups(group_ids: Sequence[Hashable], anchor_states: Sequence[Has
 def gigpo_step_advantages(
     returns: Numbers, group_ids: Sequence[Hashable], anchor_states: Sequence[Hashable], *, scale: bool = True
 ) -> Floats:
-    """``[steps]``, ``A_S``: each step's return against those of the steps at the same anchor state of its group.
+    """``[steps]``, ``A_S``: each step's return relative to the steps of its group at the same anchor state.
 
     Args:
-        returns: ``[steps]``, discounted, from each step to the end of its episode (``G_t``).
-        group_ids: ``[steps]``, the group of episodes that each step belongs to.
-        anchor_states: ``[steps]``, what tells the states apart that steps were taken in.
-        scale: divide by the standard deviation of the step group + 1e-4.
+        returns: ``[steps]``, discounted return from each step to the end of its episode (``G_t``).
+        group_ids: ``[steps]``, the group of episodes of each step.
+        anchor_states: ``[steps]``, key of the state in which each step was taken.
+        scale: Divide by the standard deviation of the step group + 1e-4.
 
-    A step alone at its state gives 0. Feng et al. 2025, arXiv 2505.10978.
+    A step that is alone at its state gets 0. Feng et al. 2025, arXiv 2505.10978.
     """
     keys = np.zeros(len(_floats(returns)), np.int64)
     for key, members in enumerate(gigpo_step_groups(group_ids, anchor_states)):
@@ -295,14 +299,14 @@ def gigpo_advantages(
     """``[steps]``: ``A_E + omega A_S`` of each step (Feng et al. 2025, arXiv 2505.10978).
 
     Args:
-        episode_rewards: ``[S]``, of each whole episode.
-        group_sizes: ``[B]``, episodes that started from one state.
-        step_rewards: ``[steps]``, of all episodes' steps, one episode after the other.
-        step_counts: ``[S]``, steps of each episode.
+        episode_rewards: ``[S]``, reward of each whole episode.
+        group_sizes: ``[B]``, number of episodes that started from one state.
+        step_rewards: ``[steps]``, rewards of all episodes' steps, one episode after the other.
+        step_counts: ``[S]``, number of steps of each episode.
         anchor_states: ``[steps]``, see :func:`gigpo_step_advantages`.
-        gamma: discount of a step.
-        omega: weight of the step level.
-        scale: divide both levels by their groups' standard deviations.
+        gamma: Discount per step.
+        omega: Weight of the step level.
+        scale: Divide both levels by their groups' standard deviations.
     """
     counts = np.asarray(step_counts, dtype=np.int64)
     episode = group_advantages(episode_rewards, group_sizes, scale=scale)

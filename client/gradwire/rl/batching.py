@@ -1,4 +1,4 @@
-"""One sampler for many episodes: requests that wait are sent together."""
+"""Batch the generation requests of concurrent episodes for one sampler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("gradwire.rl")
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed of 63 bits from numbers and names: the same everywhere, and unrelated for related parts."""
+    """Derive a 63-bit seed from numbers and names: reproducible, and unrelated for different inputs."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -32,14 +32,14 @@ class _Request:
 
 @dataclass
 class SamplerStatistics:
-    """What the sampler did.
+    """Counters of a batcher.
 
     Attributes:
-        calls: batches sent.
-        requests: prompts in them.
-        tokens: sampled.
-        busy_s: seconds with at least one batch under way.
-        retries: batches sent again because the sampler was away.
+        calls: Batches sent.
+        requests: Prompts in those batches.
+        tokens: Tokens sampled.
+        busy_s: Seconds with at least one batch in flight.
+        retries: Batches sent again because the sampler was away.
     """
 
     calls: int = 0
@@ -52,19 +52,20 @@ class SamplerStatistics:
 class GenerationBatcher:
     """Collects the requests of episodes and sends them in batches.
 
-    Deterministic: a batch goes out when every episode under way (:meth:`enter`, :meth:`leave`) waits for one, in an
-    order of turns and numbers, with a seed of its own, so that a seed gives the same episodes whatever the timing.
-    An environment that keeps the others waiting for longer than ``straggler_s`` is not waited for until it is back;
-    then timing does play a part. Not deterministic: whatever waits goes out as soon as the sampler is free.
+    Deterministic mode: a batch is sent when every active episode (:meth:`enter`, :meth:`leave`) is waiting for one.
+    Batches are ordered by turn and episode number and have their own seeds, so that a seed gives the same episodes
+    whatever the timing. Episodes whose environment takes longer than ``straggler_s`` are no longer waited for until
+    they ask again; then the result depends on timing. Otherwise, waiting requests are sent as soon as the sampler is
+    free.
 
     Args:
-        inference: the sampler.
-        seed: of the batches' seeds.
-        deterministic: see above.
-        max_batch: prompts of a batch, at most.
-        concurrent_calls: batches under way at once, where not deterministic.
-        patience_s: how long a sampler that is away is tried again.
-        straggler_s: see above; None waits as long as it takes.
+        inference: The sampler.
+        seed: Seed from which the batches' seeds are derived.
+        deterministic: See above.
+        max_batch: Maximum number of prompts per batch.
+        concurrent_calls: Batches in flight at once, if not deterministic.
+        patience_s: How long an unreachable sampler is retried.
+        straggler_s: See above; None waits without limit.
     """
 
     def __init__(
@@ -95,18 +96,18 @@ class GenerationBatcher:
         self.statistics = SamplerStatistics()
 
     def enter(self, index: int) -> None:
-        """The episode of this number begins."""
+        """Register the episode of this number as active."""
         self._active.add(index)
 
     def leave(self, index: int) -> None:
-        """It is over."""
+        """Unregister the episode of this number."""
         self._active.discard(index)
         self._excused.discard(index)
         self._dispatch()
 
     async def generate(self, index: int, prompt: IntArray, params: SamplingParams) -> Generation:
-        """A response for the episode of this number."""
-        # Those that were served less often go first, so that a full batch leaves nobody behind for long.
+        """Generate a response for the episode of this number."""
+        # Requests that were served least often go first, so that a full batch leaves no episode behind for long.
         self._excused.discard(index)
         turn = self._turns[index] = self._turns.get(index, 0) + 1
         request = _Request((turn, index), prompt, params, asyncio.get_running_loop().create_future())
@@ -157,7 +158,7 @@ class GenerationBatcher:
         self._tasks.discard(task)
         if not self._tasks:
             self.statistics.busy_s += time.monotonic() - self._busy_since
-        # The episodes that were answered come first: each asks again or leaves, and that dispatches too.
+        # The answered episodes come first: each asks again or leaves, and either dispatches the next batch.
         asyncio.get_running_loop().call_soon(self._dispatch)
 
     async def _send(self, batch: Sequence[_Request], params: SamplingParams) -> None:
@@ -168,7 +169,7 @@ class GenerationBatcher:
         statistics.requests += len(batch)
         try:
             answers = await self._patiently([request.prompt for request in batch], params)
-        except Exception as error:  # the sampler's failure is that of the episodes that waited for it
+        except Exception as error:  # a failure of the sampler is the failure of all episodes that waited for it
             for request in batch:
                 if not request.answer.done():
                     request.answer.set_exception(error)

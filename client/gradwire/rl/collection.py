@@ -1,4 +1,4 @@
-"""One collection of episodes: places, groups, and when there are enough."""
+"""One collection of episodes: slots, groups, and the stopping rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradwire.rl.worker import RLRolloutWorker
 
 @dataclass(frozen=True)
 class Planned:
-    """An episode to come; ``seed`` is its environment's."""
+    """A planned episode; ``seed`` is the seed of its environment."""
 
     task: Task
     group: int
@@ -33,15 +33,15 @@ class Collection:
     """One call of :meth:`RolloutManager.collect`.
 
     Args:
-        plan: all episodes, group by group.
-        group_size: episodes a group.
-        environment: of all, or what makes those of a group.
-        worker: makes what runs the episodes of an environment.
-        shared: the batcher is not this collection's alone.
-        num_parallel: episodes under way at once.
-        wave: episodes after whose last the next may begin.
-        enough: trajectories, in whole groups, that end the collection.
-        show: a progress bar.
+        plan: All episodes, group by group.
+        group_size: Episodes per group.
+        environment: The environment of all episodes, or a builder that makes the environments of a group.
+        worker: Makes the worker that runs the episodes of an environment.
+        shared: Whether the batcher also serves other collections.
+        num_parallel: Episodes in progress at once.
+        wave: The next wave of this many episodes starts when all of the last have ended.
+        enough: Number of trajectories, in whole groups, that end the collection.
+        show: Show a progress bar.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Collection:
         return self._result()
 
     async def _wave(self, indices: Iterator[int], places: int) -> bool:
-        """Runs these episodes; False when enough trajectories are there before they all ended."""
+        """Run these episodes; return False if enough trajectories arrived before all had ended."""
         enough = asyncio.Event()
-        # All places are taken before any episode runs, lest the first believe itself alone.
+        # All episodes register before any runs; otherwise the first would not wait for the others.
         first = [next(indices) for _ in range(places)]
         for index in first:
             self._batcher.enter(self._place_of(index))
@@ -107,7 +107,7 @@ class Collection:
             await self._episode(index)
             if self._enough is not None and self._complete >= self._enough:
                 enough.set()
-            # The next one enters before the last one leaves: the place is never empty between them.
+            # The next episode enters before the last one leaves: the slot is never empty in between.
             following = next(indices, None)
             if following is not None:
                 self._batcher.enter(self._place_of(following))
@@ -120,7 +120,7 @@ class Collection:
         place = self._place_of(index)
         try:
             environment = await self._environment_of(planned)
-        except Exception as error:  # the user's builder may raise anything, and that costs the group
+        except Exception as error:  # the user's builder may raise anything; only this group fails
             trajectory = Trajectory(planned.task, group, planned.member, planned.seed, status="failed")
             trajectory.error, trajectory.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
         else:
@@ -140,7 +140,7 @@ class Collection:
         self._progress.update(len(self._done), self._live())
 
     def _place_of(self, index: int) -> int:
-        """The batcher's number for an episode: not another one's, whoever else collects."""
+        """Return a batcher number that no other collection uses."""
         return self._plan[index].group * self._size + self._plan[index].member
 
     async def _environment_of(self, planned: Planned) -> BaseEnvironment:
@@ -168,6 +168,6 @@ class Collection:
         kept = [self._done[i] for i in sorted(self._done) if self._members[self._plan[i].group] == self._size]
         seconds = time.monotonic() - self._started
         sampler = self._batcher.statistics
-        if self._shared:  # which counts all that share it
+        if self._shared:  # counts the retries of all collections that share it
             sampler = SamplerStatistics(tokens=sum(each.num_tokens for each in kept))
         return summarised(kept, len(self._plan) - len(kept), seconds, sampler)

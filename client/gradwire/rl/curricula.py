@@ -1,4 +1,4 @@
-"""Which tasks come next."""
+"""Curricula: the choice of the next tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tasks = Iterable[AnyTask]
 
 
 def as_tasks(tasks: Tasks) -> list[Task]:
-    """The tasks; an empty set is an error, and so is one prompt in place of a list."""
+    """Convert to a list of tasks; an empty set, or a single prompt instead of a list, is an error."""
     if isinstance(tasks, str | Mapping):
         raise TypeError(f"tasks is one {type(tasks).__name__}; give a list of prompts, rows or tasks")
     result = [Task.of(task) for task in tasks]
@@ -25,7 +25,7 @@ def as_tasks(tasks: Tasks) -> list[Task]:
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """Chooses tasks, and learns from what became of them. ``state`` is JSON, for checkpoints."""
+    """Chooses tasks and adapts to the results. ``state`` is JSON-serialisable, for checkpoints."""
 
     def select(self, iteration: int, count: int) -> list[Task]: ...
 
@@ -37,7 +37,7 @@ class Curriculum(Protocol):
 
 
 class ShuffledCurriculum:
-    """All tasks in a new order each epoch; which come in an iteration depends on its number and the seed alone."""
+    """All tasks in a new order each epoch; the tasks of an iteration depend only on its number and the seed."""
 
     def __init__(self, tasks: Tasks, *, seed: int = 0) -> None:
         self.tasks = as_tasks(tasks)
@@ -52,23 +52,23 @@ class ShuffledCurriculum:
         return result
 
     def update(self, trajectories: Sequence[Trajectory]) -> None:
-        """It does not mind."""
+        """Ignore the results."""
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to it."""
+        """Do nothing: there is no state."""
 
 
 class StagedCurriculum:
-    """Stage after stage: the next when the last ``window`` trajectories' mean reward reaches ``threshold``.
+    """Moves to the next stage when the mean reward of the last ``window`` trajectories reaches ``threshold``.
 
     Args:
-        stages: task sets, the easiest first.
-        threshold: of the mean reward.
-        window: trajectories that it is the mean of.
-        seed: of the order within a stage.
+        stages: Task sets, the easiest first.
+        threshold: Mean reward that ends a stage.
+        window: Number of trajectories averaged.
+        seed: Seed of the order within a stage.
     """
 
     def __init__(self, stages: Sequence[Tasks], *, threshold: float = 0.8, window: int = 64, seed: int = 0) -> None:
@@ -97,13 +97,13 @@ class StagedCurriculum:
 
 
 class SuccessCurriculum:
-    """Prefers tasks that are sometimes solved: weight ``p (1 - p) + floor``, ``p`` a running mean of the task's reward.
+    """Prefers tasks that are sometimes solved: weight ``p (1 - p) + floor``, ``p`` a running mean of the reward.
 
     Args:
-        tasks: the set; rewards are taken as shares of success, from 0 to 1.
-        floor: weight of tasks that are always or never solved.
-        decay: of the running mean; a new task starts at 1/2.
-        seed: of the choice.
+        tasks: The task set; rewards are read as success rates from 0 to 1.
+        floor: Weight of tasks that are always or never solved.
+        decay: Decay of the running mean; a new task starts at 1/2.
+        seed: Seed of the choice.
     """
 
     def __init__(self, tasks: Tasks, *, floor: float = 0.05, decay: float = 0.7, seed: int = 0) -> None:
@@ -135,5 +135,5 @@ class SuccessCurriculum:
 
 
 def as_curriculum(tasks: Tasks | Curriculum, seed: int) -> Curriculum:
-    """A curriculum from one, or from tasks in a new order each epoch."""
+    """Return a curriculum unchanged; wrap tasks in a shuffled curriculum."""
     return tasks if isinstance(tasks, Curriculum) else ShuffledCurriculum(as_tasks(tasks), seed=seed)

@@ -1,7 +1,7 @@
 """Tasks from data sets: mathematics, multiple choice and code, from JSONL, from ``datasets``, or from rows.
 
 A source is the path of a JSONL file, the name of a data set for ``datasets.load_dataset`` (needs
-``gradwire[datasets]``), or an iterable of rows. Each loader goes with a grader of ``gradwire.rl.rewards``.
+``gradwire[datasets]``), or an iterable of rows. Each loader names the grader of ``gradwire.rl.rewards`` to use with it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FINAL = re.compile(r"####\s*(.+)")
 
 
 def rows(source: Source, *, split: str = "train", **options: Any) -> Iterator[tuple[str, Row]]:
-    """The rows of a source, each with where it is, for errors.
+    """Yield the rows of a source, each with its location for error messages.
 
     Args:
-        source: see the module.
-        split: of a named data set.
-        options: of ``datasets.load_dataset``, such as ``name``.
+        source: See the module docstring.
+        split: Split of a named data set.
+        options: Options of ``datasets.load_dataset``, such as ``name``.
     """
     if not isinstance(source, str | Path):
         yield from ((f"row {number}", row) for number, row in enumerate(source))
@@ -51,9 +51,9 @@ def _object(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: this is not JSON: {error}") from None
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row is a JSON object; this is {type(row).__name__}")
+        raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
     return row
 
 
@@ -67,17 +67,17 @@ def math_tasks(
     limit: int | None = None,
     **options: Any,
 ) -> list[Task]:
-    """Problems whose ground truth is a number or an expression.
+    """Load problems whose ground truth is a number or an expression.
 
-    Of a worked solution the answer is what stands behind ``####`` (GSM8K) or in the last ``\\\\boxed{}`` (MATH). Grade
-    numbers with :func:`~gradwire.rl.rewards.last_number`, the rest with :func:`~gradwire.rl.rewards.math_answer`.
+    The answer of a worked solution follows ``####`` (GSM8K) or is in its last ``\\boxed{}`` (MATH). Grade
+    numbers with :func:`~gradwire.rl.rewards.last_number`, other answers with :func:`~gradwire.rl.rewards.math_answer`.
 
     Args:
-        source, split, options: see :func:`rows`.
-        question, answer: names of the fields; by default the first there is of ``question``, ``problem``, ``prompt``
+        source, split, options: See :func:`rows`.
+        question, answer: Field names; by default the first present of ``question``, ``problem``, ``prompt``
             and of ``answer``, ``final_answer``, ``solution``.
-        template: how a question is put to the policy.
-        limit: tasks at most.
+        template: Prompt template for the question.
+        limit: Maximum number of tasks.
     """
     tasks = []
     for where, row in itertools.islice(rows(source, split=split, **options), limit):
@@ -88,7 +88,7 @@ def math_tasks(
 
 
 def final_answer(solution: str) -> str:
-    """What a worked solution ends with: behind ``####``, in its last ``\\\\boxed{}``, or all of it."""
+    """Extract the final answer of a worked solution: after ``####``, in its last ``\\boxed{}``, or the whole text."""
     marked = _FINAL.findall(solution)
     if marked:
         return str(marked[-1]).strip().replace(",", "")
@@ -114,17 +114,17 @@ def choice_tasks(
     limit: int | None = None,
     **options: Any,
 ) -> list[Task]:
-    """Questions with options, whose ground truth is a letter; grade with :func:`~gradwire.rl.rewards.multiple_choice`.
+    """Load questions with options, whose ground truth is a letter.
 
     Options are a list, or ``{"text": [...], "label": [...]}`` (ARC); the answer is an index from 0, a label, or an
-    option's text.
+    option's text. Grade with :func:`~gradwire.rl.rewards.multiple_choice`.
 
     Args:
-        source, split, options: see :func:`rows`.
-        question, choices, answer: names of the fields; by default the first there is of ``question``, ``prompt``, of
+        source, split, options: See :func:`rows`.
+        question, choices, answer: Field names; by default the first present of ``question``, ``prompt``, of
             ``choices``, ``options``, ``endings``, and of ``answer``, ``answerKey``, ``label``.
-        template: how a question is put to the policy.
-        limit: tasks at most.
+        template: Prompt template for the question.
+        limit: Maximum number of tasks.
     """
     tasks = []
     for where, row in itertools.islice(rows(source, split=split, **options), limit):
@@ -134,7 +134,7 @@ def choice_tasks(
         labels = list(given["label"]) if isinstance(given, Mapping) else []
         right = _place(_field(row, where, answer, "answer", "answerKey", "label"), texts, labels, where)
         if len(texts) > len(LETTERS):
-            raise ValueError(f"{where}: {len(texts)} options; {len(LETTERS)} have letters")
+            raise ValueError(f"{where}: {len(texts)} options, but there are only {len(LETTERS)} letters")
         listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts))
         prompt = template.replace("{question}", asked).replace("{options}", listed)
         tasks.append(Task(prompt, LETTERS[right], data={"options": texts}))
@@ -142,13 +142,13 @@ def choice_tasks(
 
 
 def _place(answer: Any, texts: list[Any], labels: list[Any], where: str) -> int:
-    """The right option's place among the texts."""
+    """Find the index of the right option."""
     if isinstance(answer, int) and 0 <= answer < len(texts):
         return answer
     for known in (labels, list(LETTERS[: len(texts)]), texts, [str(number) for number in range(len(texts))]):
         if answer in known:
             return known.index(answer)
-    raise ValueError(f"{where}: the answer {answer!r} is none of the {len(texts)} options")
+    raise ValueError(f"{where}: the answer {answer!r} matches none of the {len(texts)} options")
 
 
 def code_tasks(
@@ -161,18 +161,18 @@ def code_tasks(
     limit: int | None = None,
     **options: Any,
 ) -> list[Task]:
-    """Programming problems, whose ground truth is a list of tests; grade with :func:`~gradwire.rl.rewards.code_passes`.
+    """Load programming problems whose ground truth is a list of tests.
 
-    Tests are statements (``assert add(1, 2) == 3``, MBPP's ``test_list``), or pairs of input and output of a program,
+    Tests are statements (``assert add(1, 2) == 3``, MBPP's ``test_list``), or pairs of a program's input and output
     as a list of ``{"input": ..., "output": ...}`` or as two lists under ``inputs`` and ``outputs`` (APPS), also
-    written as JSON.
+    as JSON text. Grade with :func:`~gradwire.rl.rewards.code_passes`.
 
     Args:
-        source, split, options: see :func:`rows`.
-        prompt, tests: names of the fields; by default the first there is of ``prompt``, ``text``, ``question``, and of
+        source, split, options: See :func:`rows`.
+        prompt, tests: Field names; by default the first present of ``prompt``, ``text``, ``question``, and of
             ``test_list``, ``tests``, ``input_output``.
-        template: how a problem is put to the policy.
-        limit: tasks at most.
+        template: Prompt template for the problem.
+        limit: Maximum number of tasks.
     """
     tasks = []
     for where, row in itertools.islice(rows(source, split=split, **options), limit):
@@ -199,7 +199,9 @@ def _field(row: Row, where: str, name: str, *usual: str) -> Any:
         if row.get(each) is not None:
             return row[each]
     asked = f"the field {name!r}" if name else f"any of {', '.join(usual)}"
-    raise ValueError(f"{where}: a row has not {asked}; it has {', '.join(row) or 'nothing'}. Name its fields")
+    raise ValueError(
+        f"{where}: a row does not have {asked}; it has {', '.join(row) or 'nothing'}. Pass the field names"
+    )
 
 
 def _text(row: Row, where: str, name: str, *usual: str) -> str:

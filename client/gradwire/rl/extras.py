@@ -1,4 +1,4 @@
-"""Optional libraries, imported where they are used, with an error that says what to install."""
+"""Optional libraries: imported at first use, with an error that says what to install."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def require(module: str, extra: str, why: str) -> Any:
-    """The module.
+    """Import and return a module.
 
     Raises:
-        ImportError: when it is not installed, naming ``gradwire[extra]``.
+        ImportError: The module is not installed; names ``gradwire[extra]``.
     """
     try:
         return importlib.import_module(module)

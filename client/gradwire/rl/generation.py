@@ -1,4 +1,4 @@
-"""What an inference module takes and gives: sampling parameters, generations, and the protocol itself."""
+"""The interface of inference: sampling parameters, generations, and the protocol."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ TokenRow = Sequence[int] | npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Sampling parameters.
 
     Attributes:
-        max_tokens: at most, a response.
-        temperature: divides the logits; 0 is greedy.
-        top_k, top_p: keep only the likeliest tokens; 0 and 1 keep all, as training on the samples wants it.
-        stop: strings at which a response ends.
-        stop_token_ids: ids at which it ends, beside the model's own end tokens.
-        seed: the same seed and prompts give the same responses, where the backend can.
-        ignore_eos: go on past the model's end tokens.
+        max_tokens: Maximum number of tokens per response.
+        temperature: Divides the logits; 0 is greedy.
+        top_k, top_p: Keep only the most probable tokens; 0 and 1 keep all, as training on the samples requires.
+        stop: Strings at which a response ends.
+        stop_token_ids: Token ids at which it ends, in addition to the model's own end tokens.
+        seed: The same seed and prompts give the same responses, if the backend supports it.
+        ignore_eos: Continue past the model's end tokens.
     """
 
     max_tokens: int = 64
@@ -38,7 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # one string is one, not its characters
+        if isinstance(self.stop, str):  # a single string is one stop string, not a list of characters
             object.__setattr__(self, "stop", (self.stop,))
 
 
@@ -47,11 +47,11 @@ class Generation:
     """A response.
 
     Attributes:
-        text: without the stop string it ended at.
-        token_ids: ``[tokens]``, all that was sampled; empty where the backend tells no ids.
-        logprobs: ``[tokens]``, of each in nats.
+        text: The text without the stop string.
+        token_ids: ``[tokens]``, all sampled tokens; empty if the backend returns no ids.
+        logprobs: ``[tokens]``, log-probability of each token in nats.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
-        version: optimizer steps of the policy that wrote it, where the backend knows.
+        version: Optimizer steps of the policy that wrote it, if the backend knows.
     """
 
     text: str
@@ -63,12 +63,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class TopLogits:
-    """The likeliest next tokens of a prompt, likeliest first.
+    """The most probable next tokens of a prompt, most probable first.
 
     Attributes:
         token_ids: ``[k]``.
-        logits: ``[k]``, normalised to log-probabilities (the logits up to a constant of the prompt).
-        tokens: their texts, where the backend gives those and not ids.
+        logits: ``[k]``, normalised to log-probabilities (the logits up to a constant per prompt).
+        tokens: The tokens' texts, if the backend returns texts instead of ids.
     """
 
     token_ids: IntArray
@@ -78,10 +78,10 @@ class TopLogits:
 
 @runtime_checkable
 class InferenceModule(Protocol):
-    """Anything that continues token rows. Prompts are token ids; :class:`TextCodec` makes them from text.
+    """Generates continuations of token rows. Prompts are token ids; :class:`TextCodec` makes them from text.
 
     Attributes:
-        version: optimizer steps of the policy whose weights it samples with.
+        version: Optimizer steps of the policy whose weights it samples with.
     """
 
     version: int
@@ -90,31 +90,31 @@ class InferenceModule(Protocol):
     def codec(self) -> TextCodec: ...
 
     def can_update(self, run: Any) -> bool:
-        """Whether :meth:`update_weights` can bring this run's weights here; training needs it."""
+        """Whether :meth:`update_weights` can load this run's weights; training needs it."""
         ...
 
     async def update_weights(self, run: Any, version: int) -> None:
-        """Samples with the weights of the run (a ``TrainingClient``) from now on, which has taken ``version`` steps."""
+        """Sample with the weights of the run (a ``TrainingClient``), which has taken ``version`` steps, from now on."""
         ...
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
-        """One response a prompt, in order."""
+        """Generate one response per prompt, in order."""
         ...
 
     async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
-        """Of each row, ``[tokens - 1]``: the log-probability of each token but the first."""
+        """Return ``[tokens - 1]`` per row: the log-probability of each token but the first."""
         ...
 
     async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
-        """The ``top_k`` likeliest next tokens of each prompt."""
+        """Return the ``top_k`` most probable next tokens of each prompt."""
         ...
 
 
 class TextCodec(Protocol):
-    """Text to token ids and back, by whoever holds the tokenizer.
+    """Converts text to token ids and back.
 
     Attributes:
-        end_text: how the end token is written, where a chat template writes it after each turn.
+        end_text: The text of the end token, if a chat template writes it after each turn.
     """
 
     end_text: str
@@ -125,7 +125,7 @@ class TextCodec(Protocol):
 
 
 class TokenizerCodec:
-    """The user's own tokenizer object: of ``transformers``, or anything with ``encode`` and ``decode``."""
+    """Codec of a tokenizer object: from ``transformers``, or any object with ``encode`` and ``decode``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -140,12 +140,12 @@ class TokenizerCodec:
 
 
 class ServiceCodec:
-    """The server's tokenizer of a model, through ``service.encode`` and ``service.decode``; texts are remembered.
+    """Uses the server's tokenizer of a model through ``service.encode`` and ``service.decode``; caches texts.
 
     Args:
-        service: what ``gradwire.connect`` gives.
-        model: a model's name.
-        remember: how many texts' ids are kept.
+        service: The service returned by ``gradwire.connect``.
+        model: A model's name.
+        remember: Number of texts whose ids are cached.
     """
 
     def __init__(self, service: Any, model: str, *, end_text: str = "", remember: int = 8192) -> None:

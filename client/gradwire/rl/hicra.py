@@ -1,8 +1,8 @@
-"""HICRA for trajectories of steps: credit that puts a weight on a planner's rewards before the update.
+"""HICRA for trajectories of steps: credit assignment that weights a planner's rewards before the update.
 
-A trajectory is a planner's step and then those of the agents that it called. The token-level method that gave the
-name, which amplifies the advantages of planning tokens, is an option of the group losses (``planning_alpha``); the
-grams that mark such tokens are found by ``gradwire.rl.strategic_grams``.
+A trajectory is a planner's step followed by the steps of the agents that it called. The token-level HICRA method, which
+amplifies the advantages of planning tokens, is an option of the group losses (``planning_alpha``);
+``gradwire.rl.strategic_grams`` finds the phrases that mark such tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALIASES = {
     "eps": "normalization_eps",
     "epsilon": "normalization_eps",
 }
-ROUNDING = 1e-12  # a total below this share of the sum of magnitudes is 0
+ROUNDING = 1e-12  # a total below this share of the sum of magnitudes counts as 0
 HELP = {
     "hicra_planner_reward_ratio": "Mean over trajectories of the first step's reward over the total, 0 where that is 0",
     "hicra_depth": "Mean number of steps of a trajectory",
@@ -41,24 +41,25 @@ HELP = {
 class HICRACreditAssigner:
     """Turns the rewards of a batch of trajectories into credits: normalised, scaled, zero outside the mask.
 
-    ``assigner(rewards, mask)`` and ``assigner.assign(rewards, mask)`` are the same. Disabled, it gives zeros and
-    records nothing: use the raw rewards then. Enabled it can give zeros, too (equal rewards, normalised): skip the
-    update where ``not credits.any()``.
+    ``assigner(rewards, mask)`` and ``assigner.assign(rewards, mask)`` are equivalent. A disabled assigner returns zeros
+    and records nothing: use the raw rewards then. An enabled one can return zeros as well (equal rewards, normalised):
+    skip the update unless ``credits.any()``.
 
-    Each call while enabled records three figures, from the rewards as they came: ``hicra_planner_reward_ratio``,
-    ``hicra_depth`` and ``hicra_success_total``. They are gauges and a counter of ``prometheus_client``'s default
-    registry where that package is installed (``gradwire[prometheus]``), :attr:`metrics`, and lines of ``logger``.
+    Each call of an enabled assigner records three metrics of the raw rewards: ``hicra_planner_reward_ratio``,
+    ``hicra_depth`` and ``hicra_success_total``. They are available as gauges and a counter of ``prometheus_client``'s
+    default registry if that package is installed (``gradwire[prometheus]``), as :attr:`metrics`, and as lines of
+    ``logger``.
 
     Args:
-        enabled: False gives zeros and records nothing.
-        multiplier: weight of the credits; ``planner_weight`` in configuration files.
-        normalize: bring the batch's rewards to mean 0 and variance 1 over the entries of the mask, before scaling.
-        normalization_eps: added to the variance under the root, greater than 0.
-        logger: any of ``gradwire.rl.loggers``; gets the figures at iterations 0, 1, 2, ..., one a call. A loop that
-            logs figures of its own adds :attr:`metrics` to them instead, under its own numbering.
+        enabled: False returns zeros and records nothing.
+        multiplier: Weight of the credits; ``planner_weight`` in configuration files.
+        normalize: Scale the batch's rewards to mean 0 and variance 1 over the entries of the mask, before weighting.
+        normalization_eps: Added to the variance under the root; greater than 0.
+        logger: Any logger of ``gradwire.rl.loggers``; receives the metrics at iterations 0, 1, 2, ..., one per call. A
+            loop that logs its own metrics adds :attr:`metrics` to them instead, under its own iteration numbers.
 
     Raises:
-        TypeError, ValueError: for a setting of another type or out of range, naming it.
+        TypeError, ValueError: A setting has the wrong type or is out of range; names the setting.
     """
 
     def __init__(
@@ -86,21 +87,22 @@ class HICRACreditAssigner:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The figures of the last call; ``hicra_success_total`` counts since the assigner was made. Empty before it."""
+        """The metrics of the last call; empty before the first. ``hicra_success_total`` counts since the assigner
+        was created."""
         return dict(self._metrics)
 
     def __call__(self, rewards: Numbers, mask: npt.ArrayLike | None = None) -> Floats:
-        """The credits of a batch.
+        """Compute the credits of a batch.
 
         Args:
-            rewards: ``[episodes, steps]``, padded; what is outside the mask is never read.
+            rewards: ``[episodes, steps]``, padded; entries outside the mask are ignored.
             mask: ``[episodes, steps]``, true (or 1) where an episode has a step; by default everywhere.
 
         Returns:
             ``[episodes, steps]``, float64, 0 outside the mask.
 
         Raises:
-            ValueError: when the shapes differ, or a reward inside the mask is not finite, naming its place.
+            ValueError: The shapes differ, or a reward inside the mask is not finite; names its position.
         """
         inside, steps = _read(rewards, mask)
         if not self.enabled:
@@ -114,7 +116,7 @@ class HICRACreditAssigner:
     def _normalized(self, inside: Mask, steps: Floats) -> Floats:
         entries = steps[inside]
         if not len(entries) or entries.min() == entries.max():
-            return np.zeros_like(steps)  # exactly: rounding must not make credits of rewards that are all equal
+            return np.zeros_like(steps)  # exact: rounding must not create credits from equal rewards
         centred: Floats = (steps - entries.mean()) / math.sqrt(entries.var() + self.normalization_eps)
         return centred
 
@@ -142,16 +144,16 @@ class HICRACreditAssigner:
 
 
 def _read(rewards: Numbers, mask: npt.ArrayLike | None) -> tuple[Mask, Floats]:
-    """The mask, and the rewards with zeros outside it."""
+    """Validate the mask, and the rewards with zeros outside it."""
     try:
         numbers = np.asarray(rewards, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rewards must be numbers [episodes, steps], padded to one length: {error}") from None
     if numbers.ndim != 2:
-        raise ValueError(f"rewards must be [episodes, steps], got the shape {list(numbers.shape)}")
+        raise ValueError(f"rewards must have the shape [episodes, steps], got {list(numbers.shape)}")
     given = np.ones(numbers.shape, bool) if mask is None else np.asarray(mask)
     if given.shape != numbers.shape:
-        raise ValueError(f"mask has the shape {list(given.shape)} where rewards have {list(numbers.shape)}")
+        raise ValueError(f"mask has the shape {list(given.shape)} but rewards have {list(numbers.shape)}")
     if given.dtype != bool and not np.isin(given, (0, 1)).all():
         raise ValueError("mask must be true or false (1 or 0) for each step")
     inside = given.astype(bool)
@@ -180,7 +182,7 @@ _COLLECTORS: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDic
 
 
 def _prometheus_collectors() -> dict[str, Any]:
-    """By name, made once in the default registry; empty where prometheus_client is not installed."""
+    """Create the collectors once in the default registry, by name; empty if prometheus_client is not installed."""
     try:
         client = importlib.import_module("prometheus_client")
     except ModuleNotFoundError:
@@ -196,25 +198,25 @@ def _prometheus_collectors() -> dict[str, Any]:
 def build_hicra_from_dict(
     config: Mapping[str, Any] | None, *, logger: MetricLogger | None = None
 ) -> HICRACreditAssigner:
-    """The assigner that a configuration describes.
+    """Build the assigner that a configuration describes.
 
     Args:
-        config: the settings themselves, or a dictionary that has them under ``hicra``, at any depth; what stands
-            beside such a block is not read. ``planner_weight`` is another name of ``multiplier``, ``eps`` and
-            ``epsilon`` are of ``normalization_eps``. Settings left out, and None, have their defaults.
-        logger: as of :class:`HICRACreditAssigner`.
+        config: The settings themselves, or a dictionary that has them under ``hicra``, at any depth; other
+            keys beside such a block are ignored. ``planner_weight`` is an alias of ``multiplier``; ``eps`` and
+            ``epsilon`` are aliases of ``normalization_eps``. Omitted settings, and None, have their defaults.
+        logger: As for :class:`HICRACreditAssigner`.
 
     Raises:
-        ValueError: for an unknown setting, a value out of range, two names of one setting that disagree, or two
+        ValueError: An unknown setting, a value out of range, two aliases of one setting that disagree, or two
             blocks ``hicra``; the message names the place.
-        TypeError: for a value, or a block, of another type.
+        TypeError: A value or block of the wrong type.
     """
     place, block = _find_block({} if config is None else config)
     settings: dict[str, Any] = {}
     written_as: dict[str, str] = {}
     for key, value in block.items():
         if key not in ALIASES:
-            raise ValueError(f"{place}{key}: no such setting; there are {', '.join(ALIASES)}")
+            raise ValueError(f"{place}{key}: no such setting; the settings are {', '.join(ALIASES)}")
         name = ALIASES[key]
         if value is None:
             continue
@@ -232,7 +234,7 @@ def build_hicra_from_dict(
 
 
 def _find_block(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The block of settings, and what its settings' names are to be preceded by in messages."""
+    """Find the block of settings, and the prefix of its setting names in messages."""
     if not isinstance(config, Mapping):
         raise TypeError(f"HICRA's settings must be a dictionary, got {config!r}")
     found = list(_blocks(config, ()))

@@ -1,4 +1,4 @@
-"""Where the numbers of a training go: a JSONL file always, and what else is asked for."""
+"""Metric loggers: JSONL, TensorBoard, Weights & Biases, Trackio and Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.rl.extras import require
 
 
 class MetricLogger(Protocol):
-    """Takes the numbers of an iteration."""
+    """Records the metrics of each iteration."""
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -23,10 +23,10 @@ class MetricLogger(Protocol):
 
 
 class JsonlLogger:
-    """One JSON object a line: ``iteration``, ``time`` (Unix) and the metrics; what is not finite is null.
+    """Writes one JSON object per line: ``iteration``, ``time`` (Unix) and the metrics; non-finite numbers become null.
 
     Args:
-        path: the file; made with its folder at the first line, and appended to.
+        path: The file; created with its folder at the first line, and appended to.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -39,11 +39,11 @@ class JsonlLogger:
             file.write(json.dumps({"iteration": iteration, "time": time.time(), **finite}) + "\n")
 
     def close(self) -> None:
-        """Each line is written as it comes."""
+        """Do nothing: each line is already written."""
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a torn last line is left out."""
+    """Read the lines of a JSONL file; an incomplete last line is skipped."""
     lines = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -54,7 +54,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
 
 
 class TensorBoardLogger:
-    """Scalars for TensorBoard; needs ``tensorboard``, not torch."""
+    """Logs scalars to TensorBoard; needs ``tensorboard``, not torch."""
 
     def __init__(self, folder: Path | str) -> None:
         self._writer = require("tensorboard.summary", "tensorboard", "TensorBoardLogger").Writer(str(folder))
@@ -69,7 +69,7 @@ class TensorBoardLogger:
 
 
 class _RunLogger:
-    """wandb, and trackio, which has its face."""
+    """Base of the loggers with wandb's interface: wandb and trackio."""
 
     def __init__(self, module: Any, options: Mapping[str, Any]) -> None:
         self._module = module
@@ -83,29 +83,29 @@ class _RunLogger:
 
 
 class WandbLogger(_RunLogger):
-    """Weights & Biases; the options are ``wandb.init``'s."""
+    """Logs to Weights & Biases; the options are those of ``wandb.init``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(require("wandb", "wandb", "WandbLogger"), options)
 
 
 class TrackioLogger(_RunLogger):
-    """Trackio; the options are ``trackio.init``'s."""
+    """Logs to Trackio; the options are those of ``trackio.init``."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(require("trackio", "trackio", "TrackioLogger"), options)
 
 
 class PrometheusLogger:
-    """Gauges of ``prometheus_client`` that hold the last iteration's metrics, and ``iteration`` itself.
+    """Exposes the last iteration's metrics, and ``iteration`` itself, as gauges of ``prometheus_client``.
 
-    A character that Prometheus has not in names becomes ``_``. A name that another part of the program has registered
-    is left to that part.
+    Characters that Prometheus does not allow in names become ``_``. Names that another part of the program has
+    registered are skipped.
 
     Args:
-        port: serve ``/metrics`` there, until :meth:`close`; None serves nothing, as where a server runs already.
-        address: to listen at with ``port``.
-        registry: where the gauges are; by default the one that a program's own metrics are in.
+        port: Serve ``/metrics`` on this port until :meth:`close`; None serves nothing (a server already runs).
+        address: Address to listen on, with ``port``.
+        registry: Registry of the gauges; by default prometheus_client's default registry.
     """
 
     def __init__(self, port: int | None = None, *, address: str = "127.0.0.1", registry: Any = None) -> None:
@@ -126,7 +126,7 @@ class PrometheusLogger:
         if name not in self._gauges:
             try:
                 self._gauges[name] = self._client.Gauge(name, f"{metric} of the training", registry=self._registry)
-            except ValueError:  # taken
+            except ValueError:  # name already registered elsewhere
                 self._gauges[name] = None
         return self._gauges[name]
 
@@ -139,4 +139,4 @@ class PrometheusLogger:
             self._server = None
 
 
-_GAUGES: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # of each registry
+_GAUGES: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # one set of gauges per registry

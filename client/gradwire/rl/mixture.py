@@ -1,4 +1,4 @@
-"""Several kinds of tasks in one training: each with its environment and its reward, in given shares."""
+"""Several kinds of tasks in one training, each with its environment, reward and share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.rl.threads import called
 from gradwire.rl.types import EvaluateResult, Task, Trajectory
 
 KIND = "mixture"
-"""The key of a task's ``data`` that names its part."""
+"""Key of a task's ``data`` that holds the name of its part."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Part:
     """One kind of tasks.
 
     Attributes:
-        tasks: a set, or a curriculum.
-        reward: what scores them: a function or a scorer, in absolute terms.
-        environment: their world, or what makes one a member.
-        weight: their share of the tasks is this over the sum of all weights.
+        tasks: A task set or a curriculum.
+        reward: The reward function or scorer; returns absolute scores.
+        environment: The environment, or a builder that makes one per group member.
+        weight: The part's share of the tasks is its weight over the sum of all weights.
     """
 
     tasks: Tasks | Curriculum
@@ -40,14 +40,14 @@ class Part:
 
 
 class Mixture:
-    """Parts, by name, as what an algorithm takes: :attr:`curriculum`, :attr:`environment` and :attr:`reward`.
+    """Named parts, combined into an algorithm's :attr:`curriculum`, :attr:`environment` and :attr:`reward`.
 
     ``GRPOAlgorithm(service, run, mixture.curriculum, mixture.reward, environment=mixture.environment)``. The metrics
     ``rewards/NAME`` are the parts' mean scores.
 
     Args:
-        parts: by name.
-        seed: of the choice between them.
+        parts: The parts by name.
+        seed: Seed of the choice between parts.
     """
 
     def __init__(self, parts: Mapping[str, Part], *, seed: int = 0) -> None:
@@ -55,7 +55,7 @@ class Mixture:
             raise ValueError("a mixture has no parts; name at least one")
         for name, part in parts.items():
             if not part.weight > 0:
-                raise ValueError(f"the weight of {name} must be above 0; this is {part.weight}")
+                raise ValueError(f"the weight of {name} must be above 0, got {part.weight}")
         self.curriculum = _MixedCurriculum(
             {name: as_curriculum(part.tasks, derive_seed(seed, name)) for name, part in parts.items()},
             [part.weight for part in parts.values()],
@@ -74,7 +74,7 @@ class _MixedCurriculum:
         names = list(self._parts)
         rng = np.random.default_rng(derive_seed(self._seed, "mixture", iteration))
         chosen = rng.choice(len(names), count, p=self._shares)
-        # Each part gives as many as are asked of an iteration in all, so that none comes back before its epoch ends.
+        # Each part provides as many tasks as the whole iteration needs, so that no task repeats before its epoch ends.
         left = {name: iter(part.select(iteration, count)) for name, part in self._parts.items()}
         return [_named(next(left[names[place]]), names[place]) for place in chosen]
 
@@ -95,7 +95,7 @@ def _named(task: Task, name: str) -> Task:
 
 
 def _as_of_part(trajectory: Trajectory) -> Trajectory:
-    """With the task as its part knows it."""
+    """Convert a trajectory's task to the form that its part expects."""
     key = trajectory.task.task_id.partition("/")[2]
     return replace(trajectory, task=replace(trajectory.task, task_id=key))
 
@@ -138,7 +138,7 @@ def _kind(task: Task, parts: Mapping[str, Any]) -> str:
     name = task.data.get(KIND)
     if name not in parts:
         raise ValueError(
-            f"the task {task.key!r:.100} is of no part of the mixture ({', '.join(parts)}): its data has no "
+            f"the task {task.key!r:.100} belongs to no part of the mixture ({', '.join(parts)}): its data has no "
             f'"{KIND}". Held-out tasks need it too: Task(..., data={{"{KIND}": "{next(iter(parts))}"}})'
         )
     return str(name)

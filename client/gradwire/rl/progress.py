@@ -1,4 +1,4 @@
-"""A progress line with live numbers, on stderr, with no library."""
+"""A progress line with live numbers on stderr, without dependencies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ BAR = 24
 
 
 class Progress:
-    """``label ██████░░ 12/64 0:03 name 1.23``; quiet unless shown.
+    """Progress bar: ``label ██████░░ 12/64 0:03 name 1.23``.
 
     Args:
-        label: what is going on.
-        total: how much there is.
-        show: whether to print at all; on a terminal and in a notebook one line that changes, else one at the end.
+        label: Name of the task.
+        total: Total number of units.
+        show: Whether to print; a terminal or notebook shows one updating line, other streams one line at the end.
     """
 
     def __init__(self, label: str, total: int, *, show: bool = True) -> None:
         self._label, self._total, self._show = label, total, show
-        # A notebook's stream is no terminal, and takes a carriage return as one does.
+        # A notebook's stream is not a terminal but handles a carriage return like one.
         self._live = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
         self._started = time.monotonic()
         self._printed = 0.0
@@ -32,7 +32,7 @@ class Progress:
         self._numbers: Mapping[str, float] = {}
 
     def update(self, done: int, numbers: Mapping[str, float] | None = None) -> None:
-        """So much is done; ``numbers`` take the place of the last ones."""
+        """Set the progress; ``numbers`` replace the last ones."""
         self._done, self._numbers = done, numbers if numbers is not None else self._numbers
         now = time.monotonic()
         if self._show and self._live and (now - self._printed >= REFRESH_S or done >= self._total):
@@ -40,7 +40,7 @@ class Progress:
             self._draw()
 
     def say(self, text: str) -> None:
-        """A line of its own on stdout; on a terminal the bar goes on below it."""
+        """Print a separate line on stdout; on a terminal the bar continues below it."""
         if self._show and self._live:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""From an environment's prompts to token ids, such that a later prompt begins with exactly what was sampled before."""
+"""Encode an environment's prompts so that a later prompt begins with exactly the sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gradwire.rl.generation import Generation, TextCodec, TokenizerCodec
 from gradwire.rl.types import IntArray, Message, Prompt
 
 ChatTemplate = Callable[[Sequence[Message]], str]
-"""Messages -> the text that the policy continues, the opening of its turn included."""
+"""Messages -> the text that the policy continues, including the opening of its turn."""
 
 
 def plain_chat(messages: Sequence[Message]) -> str:
-    """``role: content`` lines, for models with no chat template of their own."""
+    """Format messages as ``role: content`` lines, for models without a chat template."""
     return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
 def chat_template(codec: TextCodec) -> ChatTemplate:
-    """The tokenizer's own template where the user's tokenizer has one, else :func:`plain_chat`."""
+    """Return the tokenizer's own chat template if it has one, else :func:`plain_chat`."""
     tokenizer = codec.tokenizer if isinstance(codec, TokenizerCodec) else None
     if not getattr(tokenizer, "chat_template", None):
         return plain_chat
@@ -32,16 +32,16 @@ def chat_template(codec: TextCodec) -> ChatTemplate:
 
 
 class TokenHistory:
-    """Prompts of one episode as token ids.
+    """Token ids of the prompts of one episode.
 
-    A text that was sampled need not encode to the ids that were sampled. So where a prompt's text continues the last
-    prompt and response, its ids are theirs and only what is new is encoded; else all is encoded, and the episode is
-    trained on as several rows.
+    Re-encoding a sampled text need not give the sampled ids. So if a prompt's text continues the last prompt and
+    response, their ids are reused and only the new text is encoded; otherwise the whole prompt is encoded, and the
+    episode becomes several training rows.
 
     Args:
-        codec: text to ids.
-        template: for prompts that are conversations.
-        context_tokens: a longer prompt loses its beginning; None keeps all.
+        codec: Converts text to ids.
+        template: Formats prompts that are conversations.
+        context_tokens: Maximum prompt length; a longer prompt loses its beginning. None keeps all.
     """
 
     def __init__(self, codec: TextCodec, template: ChatTemplate, *, context_tokens: int | None = None) -> None:
@@ -61,17 +61,17 @@ class TokenHistory:
             added = (await self._codec.encode([new], add_special_tokens=False))[0] if new else np.zeros(0, np.int64)
             ids = np.concatenate([self._ids, added])
         else:
-            # A chat template writes its own special tokens.
+            # A chat template already contains the special tokens.
             ids = (await self._codec.encode([text], add_special_tokens=isinstance(prompt, str)))[0]
             if not len(ids):
-                raise ValueError("the environment built an empty prompt; a policy needs at least one token to continue")
+                raise ValueError("the environment built an empty prompt; a prompt needs at least one token")
         if self._context_tokens is not None:
             ids = ids[-self._context_tokens :]
         self._text, self._ids = text, ids
         return ids
 
     def wrote(self, generation: Generation) -> None:
-        """What the policy continued the last prompt with."""
+        """Record the response to the last prompt."""
         self._text = (self._text or "") + generation.text
         self._ids = np.concatenate([self._ids, generation.token_ids])
         self._ended = generation.stop_reason == "eos"

@@ -1,7 +1,7 @@
 """Rollouts over the processes and machines of a Ray cluster; needs ``gradwire[ray]``.
 
-The sampler stays where it is (the gradwire server, or an endpoint); what is spread is everything else of an episode:
-environments, tools, tokenizing. A group never leaves its worker.
+The sampler stays in its place (the gradwire server, or an endpoint); environments, tools and tokenizing are
+distributed. A group always runs on one worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MakeInference = Callable[[], InferenceModule | Awaitable[InferenceModule]]
 
 
 class _Collector:
-    """Runs in a Ray worker: a manager of its own, made there."""
+    """A Ray actor that creates and runs its own rollout manager."""
 
     def __init__(
         self, make_inference: MakeInference, make_environment: Callable[[], BaseEnvironment], options: Mapping[str, Any]
@@ -42,7 +42,7 @@ class _Collector:
             self._manager = RolloutManager(made, self._make_environment(), **self._options)
         rollouts = await self._manager.collect(tasks, **settings)
         for each in rollouts.trajectories:
-            # A state may hold what does not travel, such as a world's handle.
+            # A state may hold objects that cannot be pickled, such as an environment's handle.
             if each.state is not None:
                 plain = {name: value for name, value in each.state.data.items() if isinstance(value, PLAIN)}
                 each.state = type(each.state)(
@@ -60,22 +60,22 @@ PLAIN = (str, int, float, bool, type(None), tuple, list, dict)
 
 
 class RayRolloutManager:
-    """:class:`~gradwire.rl.rollouts.RolloutManager` over Ray workers, with its ``collect``.
+    """A :class:`~gradwire.rl.rollouts.RolloutManager` over Ray workers, with the same ``collect``.
 
-    Groups are dealt to workers whole, a contiguous share each. Environments' seeds do not depend on the number of
-    workers; sampling seeds do. A worker that dies is replaced and its share is collected again, once; after that its
+    Each worker gets whole groups, one contiguous share. The environments' seeds do not depend on the number of
+    workers; sampling seeds do. If a worker dies it is replaced and its share is collected once more; if that fails, its
     trajectories are ``failed``.
 
     Args:
-        make_inference: makes the sampler in each worker, e.g. connects to the server and returns a ``RunInference``
+        make_inference: Makes the sampler in each worker, e.g. connects to the server and returns a ``RunInference``
             over ``service.sampling_client``, or an ``OpenAIInference``. May be ``async``.
-        make_environment: makes the environment in each worker.
-        num_workers: Ray actors.
-        group_size: episodes a task.
-        params: how to sample.
-        seed: of environments and sampling.
-        ray_options: of each actor, e.g. ``{"num_cpus": 1, "resources": {...}}``.
-        options: of each worker's :class:`~gradwire.rl.rollouts.RolloutManager`; ``num_parallel`` is per worker.
+        make_environment: Makes the environment in each worker.
+        num_workers: Number of Ray actors.
+        group_size: Episodes per task.
+        params: Sampling parameters.
+        seed: Seed of environments and sampling.
+        ray_options: Options of each actor, e.g. ``{"num_cpus": 1, "resources": {...}}``.
+        options: Options of each worker's :class:`~gradwire.rl.rollouts.RolloutManager`; ``num_parallel`` is per worker.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RayRolloutManager:
         **options: Any,
     ) -> None:
         if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1; this is {num_workers}")
+            raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         self._ray = require("ray", "ray", "RayRolloutManager")
         if not self._ray.is_initialized():
             self._ray.init(include_dashboard=False, log_to_driver=False)
@@ -111,7 +111,7 @@ class RayRolloutManager:
         seed: int | None = None,
         first_group: int = 0,
     ) -> Rollouts:
-        """Episodes of these tasks: see :meth:`~gradwire.rl.rollouts.RolloutManager.collect`."""
+        """Collect episodes of these tasks: see :meth:`~gradwire.rl.rollouts.RolloutManager.collect`."""
         started = time.monotonic()
         chosen, size = [Task.of(task) for task in tasks], group_size or self.group_size
         seed = derive_seed(self.seed, "collection", self._collections) if seed is None else seed
@@ -139,7 +139,7 @@ class RayRolloutManager:
                 rollouts: Rollouts = await self._workers[number].collect.remote(tasks, settings)
                 return rollouts
             except self._ray.exceptions.RayActorError as error:
-                died = f"its worker died: {str(error).splitlines()[0]}"
+                died = f"the worker died: {str(error).splitlines()[0]}"
                 logger.warning("rollout worker %d: %s", number, died)
                 self._workers[number] = self._actor.remote(*self._made)
         lost = [
@@ -150,6 +150,6 @@ class RayRolloutManager:
         return summarised(lost, 0, 0.0, SamplerStatistics())
 
     def close(self) -> None:
-        """Ends the workers; the cluster stays."""
+        """Stop the workers; the cluster keeps running."""
         for worker in self._workers:
             self._ray.kill(worker)

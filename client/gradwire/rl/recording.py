@@ -1,4 +1,4 @@
-"""Trajectories on disk: one JSON object a line, chosen by a rule."""
+"""Record selected trajectories on disk, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TrajectoryRecorder:
     """Appends trajectories to a JSONL file, for ``gradwire trajectories view FILE``.
 
     Args:
-        path: the file; made with its folder.
-        every: record in every so many iterations; 1: in each, 0: in none but by ``condition``.
-        condition: ``(iteration, trajectory) -> bool``: record what it says yes to in any iteration, e.g. what failed.
-        limit: trajectories an iteration, at most.
-        tokens: with the text and log-probability of each token.
+        path: The file; created with its folder.
+        every: Record every n-th iteration; 1: each, 0: none, except by ``condition``.
+        condition: ``(iteration, trajectory) -> bool``: trajectories to record in any iteration, e.g. failed ones.
+        limit: Maximum number of trajectories per iteration.
+        tokens: Include the text and log-probability of each token.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TrajectoryRecorder:
         self._every, self._condition, self._limit, self._tokens = every, condition, limit, tokens
 
     async def record(self, iteration: int, trajectories: Sequence[Trajectory], codec: TextCodec) -> int:
-        """Writes those that the rule chooses; how many they were."""
+        """Write the trajectories that the rule selects; return their number."""
         due = self._every > 0 and iteration % self._every == 0
         condition = self._condition
         chosen = [
@@ -51,11 +51,11 @@ class TrajectoryRecorder:
         return len(lines)
 
     def close(self) -> None:
-        """Each trajectory is written as it comes."""
+        """Do nothing: each trajectory is already written."""
 
 
 async def as_record(iteration: int, trajectory: Trajectory, codec: TextCodec | None) -> dict[str, Any]:
-    """A trajectory as JSON holds it; with its tokens' texts where there is a codec."""
+    """Convert a trajectory to JSON data, with its tokens' texts if there is a codec."""
     verdict = trajectory.evaluation
     return {
         "iteration": iteration,

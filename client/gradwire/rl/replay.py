@@ -1,4 +1,4 @@
-"""Trajectories of earlier policies, for losses that weigh them by importance."""
+"""Replay buffer of trajectories from earlier policies, for losses with importance weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gradwire.rl.types import Trajectory
 
 
 class ReplayBuffer:
-    """Keeps the newest groups; a group is kept, drawn and forgotten as a whole, since its rewards belong together.
+    """Keeps the newest groups. Groups are stored, drawn and dropped as a whole, because their rewards belong together.
 
     Args:
-        capacity: trajectories, at most.
-        max_age: optimizer steps after which a group is no longer drawn; None keeps all.
-        prefer_spread: draw groups in proportion to the spread of their rewards (+ a floor), since one without teaches
-            nothing.
+        capacity: Maximum number of trajectories.
+        max_age: Number of optimizer steps after which a group is no longer drawn; None keeps all.
+        prefer_spread: Draw groups in proportion to the spread of their rewards (plus a floor), because groups of equal
+            rewards give no gradient.
     """
 
     def __init__(self, capacity: int, *, max_age: int | None = None, prefer_spread: bool = False) -> None:
         if capacity < 1:
-            raise ValueError(f"capacity must be at least 1; this is {capacity}")
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
         self._capacity, self._max_age, self._prefer_spread = capacity, max_age, prefer_spread
         self._groups: deque[list[Trajectory]] = deque()
 
@@ -31,18 +31,18 @@ class ReplayBuffer:
         return sum(map(len, self._groups))
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Adds those that can be trained on; the oldest groups go when there are too many."""
+        """Add the trainable groups; drop the oldest groups above the capacity."""
         self._groups.extend(by_group([each for each in trajectories if each.ok]))
         while len(self) > self._capacity and len(self._groups) > 1:
             self._groups.popleft()
 
     def sample(self, groups: int, rng: np.random.Generator, *, version: int = 0) -> list[Trajectory]:
-        """Up to this many different groups.
+        """Draw up to this many different groups.
 
         Args:
-            groups: how many.
-            rng: what chooses.
-            version: optimizer steps that the policy has taken now, for ``max_age``.
+            groups: Number of groups.
+            rng: Random generator of the choice.
+            version: Optimizer steps that the policy has taken now, for ``max_age``.
         """
         young = [g for g in self._groups if self._max_age is None or version - written_at(g) <= self._max_age]
         if not young:
@@ -53,5 +53,5 @@ class ReplayBuffer:
 
 
 def written_at(group: Sequence[Trajectory]) -> int:
-    """Optimizer steps that the oldest policy had taken which wrote any of it."""
+    """Optimizer steps of the oldest policy that wrote any of the trajectory."""
     return min((step.policy_version for each in group for step in each.steps), default=0)

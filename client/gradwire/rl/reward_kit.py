@@ -1,7 +1,6 @@
-"""The four stages of credit as calls of their own: episodes, rewards in the sandbox, alignment, advantages.
+"""The four stages of credit assignment as separate calls: episodes, sandboxed rewards, alignment, advantages.
 
-For loops of one's own over :class:`~gradwire.rl.RLRolloutWorker`; :class:`~gradwire.rl.GiGPOAlgorithm` does the same by
-itself.
+For custom loops over :class:`~gradwire.rl.RLRolloutWorker`; :class:`~gradwire.rl.GiGPOAlgorithm` runs the same stages.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class RewardSandbox:
     """Runs a reward function over conversations, in the sandbox.
 
     Args:
-        function: a function or ``@reward_function``, see ``docs/reward_functions.md``; it may take ``messages``,
+        function: A function or ``@reward_function``, see ``docs/reward_functions.md``; it may take ``messages``,
             ``ground_truth``, ``response``, ``prompt`` and ``steps``.
-        batch: it takes lists of these, and all conversations are one group.
-        limits: of one evaluation.
+        batch: The function takes lists of these; all conversations form one group.
+        limits: Limits of one evaluation.
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class RewardSandbox:
     async def execute_user_reward_code(
         self, rollouts_messages: Sequence[Sequence[Message]], ground_truths: Sequence[Any]
     ) -> list[EvaluateResult]:
-        """One verdict a conversation, in order; what fails costs its own, and has an ``error``.
+        """Evaluate the conversations, in order; a failure affects only its own conversation and sets its ``error``.
 
         Args:
-            rollouts_messages: conversations.
-            ground_truths: one a conversation.
+            rollouts_messages: The conversations.
+            ground_truths: One per conversation.
         """
         if len(rollouts_messages) != len(ground_truths):
             raise ValueError(f"there are {len(rollouts_messages)} rollouts and {len(ground_truths)} ground truths")
@@ -53,12 +52,12 @@ class RewardSandbox:
         return await self._function.evaluate(rollouts)
 
     def close(self) -> None:
-        """Ends the sandbox's processes."""
+        """Stop the sandbox's processes."""
         self._function.close()
 
 
 def told(messages: Sequence[Message], ground_truth: Any, member: int) -> Trajectory:
-    """A trajectory of what a conversation tells: a step a turn of the assistant, without its tokens."""
+    """Build a trajectory from a conversation: one step per assistant turn, without tokens."""
     first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     steps: list[StepData] = []
     for at, message in enumerate(messages):
@@ -78,19 +77,19 @@ def align_rewards_with_step_data(
     *,
     default_step_reward: float = 0.0,
 ) -> list[list[StepData]]:
-    """Writes verdicts into the steps they are of: each step's ``reward`` and metrics. Returns the steps.
+    """Write results into the steps: each step's ``reward`` and metrics. Returns the steps.
 
     Args:
-        eval_results: one a rollout.
-        rollout_step_data: the steps of each rollout.
-        mode: ``"pointwise"``: both are of one rollout, and need no list around them.
-        default_step_reward: of steps that no step output names.
+        eval_results: One result per rollout.
+        rollout_step_data: The steps of each rollout.
+        mode: ``"pointwise"``: both belong to one rollout, without a list around them.
+        default_step_reward: Reward of steps that no step output names.
 
     Raises:
-        StepAlignmentError: for a verdict that failed, or that names a step that there is not; says of which rollout.
+        StepAlignmentError: A result failed or names a step that does not exist; names the rollout.
     """
     if mode not in ("batch", "pointwise"):
-        raise ValueError(f'mode must be "batch" or "pointwise"; this is {mode!r}')
+        raise ValueError(f'mode must be "batch" or "pointwise", got {mode!r}')
     results: Any = eval_results
     rollouts: Any = rollout_step_data
     if mode == "pointwise":
@@ -120,16 +119,16 @@ def calculate_advantages(
     default_step_reward: float = 0.0,
     group_ids: Sequence[int] | None = None,
 ) -> list[list[StepData]]:
-    """GiGPO's advantages ``A_E + omega A_S``, written into the steps. Returns the steps.
+    """Compute GiGPO's advantages ``A_E + omega A_S`` and write them into the steps. Returns the steps.
 
     Args:
-        batch_of_step_data_lists: the steps of each rollout, with their rewards.
-        final_scores_for_rollouts: of each rollout, for ``A_E``; by default the sum of its steps' rewards.
-        omega: weight of the step level.
-        gamma: discount of a step.
-        state_hashing_function: step -> what tells its state apart.
-        default_step_reward: in place of a reward of 0, which is what steps have that no step output names.
-        group_ids: of each rollout; by default all started from one state.
+        batch_of_step_data_lists: The steps of each rollout, with their rewards.
+        final_scores_for_rollouts: Score of each rollout for ``A_E``; by default the sum of its steps' rewards.
+        omega: Weight of the step level.
+        gamma: Discount per step.
+        state_hashing_function: Maps a step to a key of its state.
+        default_step_reward: Replaces a reward of 0, which steps have that no step output names.
+        group_ids: Group of each rollout; by default all started from one state.
     """
     rollouts = [list(steps) for steps in batch_of_step_data_lists]
     scores = final_scores_for_rollouts

@@ -1,4 +1,4 @@
-"""What came of a collection: trajectories, and figures of them."""
+"""The result of a collection: trajectories and their statistics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gradwire.rl.types import Trajectory
 
 @dataclass(frozen=True)
 class RolloutStatistics:
-    """Figures of a collection.
+    """Statistics of a collection.
 
     Attributes:
-        trajectories: how many came back.
-        completed, truncated, failed, timeout: how they ended.
-        dropped: started or planned, and given up when ``min_trajectories`` were there.
-        avg_trajectory_length: steps.
-        max_trajectory_length: steps.
-        avg_tokens: that the policy wrote, a trajectory.
-        tokens_per_second: sampled.
-        seconds: of the whole collection.
-        sampler: what the sampler did.
+        trajectories: Number of returned trajectories.
+        completed, truncated, failed, timeout: Number of trajectories by status.
+        dropped: Episodes planned or started, and dropped when ``min_trajectories`` were reached.
+        avg_trajectory_length: Mean number of steps.
+        max_trajectory_length: Maximum number of steps.
+        avg_tokens: Mean number of policy tokens per trajectory.
+        tokens_per_second: Sampled tokens per second.
+        seconds: Duration of the whole collection.
+        sampler: Counters of the sampler.
     """
 
     trajectories: int
@@ -41,11 +41,11 @@ class RolloutStatistics:
 
     @property
     def avg_batch(self) -> float:
-        """Prompts a call of the sampler."""
+        """Mean number of prompts per sampler call."""
         return self.sampler.requests / max(self.sampler.calls, 1)
 
     def metrics(self) -> dict[str, float]:
-        """The figures as numbers by name, for loggers."""
+        """The statistics as numbers by name, for loggers."""
         numbers = {name: value for name, value in asdict(self).items() if name != "sampler"}
         return {f"rollouts/{name}": float(value) for name, value in numbers.items()} | {
             "rollouts/avg_batch": self.avg_batch,
@@ -55,7 +55,7 @@ class RolloutStatistics:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Trajectories, those of a group next to each other and groups in the tasks' order."""
+    """Trajectories; members of a group are adjacent, and groups are in the order of the tasks."""
 
     trajectories: list[Trajectory]
     statistics: RolloutStatistics
@@ -69,7 +69,7 @@ class Rollouts:
 
 
 def summarised(trajectories: list[Trajectory], dropped: int, seconds: float, sampler: SamplerStatistics) -> Rollouts:
-    """Trajectories with their statistics."""
+    """Combine trajectories with their statistics."""
     status = [each.status for each in trajectories]
     steps = [len(each.steps) for each in trajectories]
     statistics = RolloutStatistics(

@@ -1,4 +1,4 @@
-"""Many episodes of different length at once, over one sampler."""
+"""Collect many episodes of different lengths at once over one sampler."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from gradwire.rl.worker import RLRolloutWorker
 class RolloutManager:
     """Collects trajectories.
 
-    Up to ``num_parallel`` episodes are under way. Those that wait for the policy are sent to the sampler together, and
-    the place of one that ends is taken by the next (``maintain_parallel_count``), so that long episodes do not leave
+    Up to ``num_parallel`` episodes run at once. Requests of waiting episodes are sent to the sampler together, and
+    a finished episode's slot is taken by the next one (``maintain_parallel_count``), so that long episodes do not leave
     the sampler idle. All members of a group start from the same task and environment seed.
 
     Args:
-        inference: the sampler.
-        environment: the world; or a :class:`~gradwire.rl.environments.GroupBuilder`, which makes one a member.
-        num_parallel: episodes under way at once.
-        max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
-        group_size: episodes a task.
-        min_trajectories: return as soon as whole groups of this many trajectories are there, and give up the rest;
+        inference: The sampler.
+        environment: The environment, or a :class:`~gradwire.rl.environments.GroupBuilder`, which makes one per member.
+        num_parallel: Episodes in progress at once.
+        max_steps_per_rollout: Truncate an episode after this many steps.
+        group_size: Episodes per task.
+        min_trajectories: Return as soon as whole groups with this many trajectories are complete, and drop the rest;
             None waits for all.
-        maintain_parallel_count: else the next ``num_parallel`` start when all of the last have ended.
-        params: how to sample.
-        timeout_s: of one episode.
-        template: how conversations are written; the tokenizer's own by default.
-        context_tokens: longest prompt; older text is dropped from its beginning.
-        seed: of environments and sampling.
-        deterministic: the same seed gives the same trajectories, whatever the timing, on a sampler that is itself
-            deterministic; costs waiting for the slowest environment step.
-        straggler_s: but for no longer than this, after which the others go on; None: as long as it takes.
-        max_batch: prompts a call of the sampler.
-        patience_s: how long a sampler that is away is tried again.
-        progress_bar: show a line with live statistics.
+        maintain_parallel_count: False: the next ``num_parallel`` episodes start when all of the last have ended.
+        params: Sampling parameters.
+        timeout_s: Time limit per episode.
+        template: Chat template of conversations; the tokenizer's own by default.
+        context_tokens: Maximum prompt length; older text is dropped from the beginning.
+        seed: Seed of environments and sampling.
+        deterministic: The same seed gives the same trajectories whatever the timing, if the sampler is itself
+            deterministic; batches then wait for the slowest environment step.
+        straggler_s: Limit of that wait, after which the other episodes go on; None waits without limit.
+        max_batch: Maximum number of prompts per sampler call.
+        patience_s: How long an unreachable sampler is retried.
+        progress_bar: Show a line with live statistics.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RolloutManager:
     ) -> None:
         for name, value in (("num_parallel", num_parallel), ("group_size", group_size), ("max_batch", max_batch)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1; this is {value}")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.inference = inference
         self.environment = environment
         self.params = params or SamplingParams()
@@ -98,15 +98,15 @@ class RolloutManager:
         first_group: int = 0,
         batcher: GenerationBatcher | None = None,
     ) -> Rollouts:
-        """Episodes of these tasks.
+        """Collect episodes of these tasks.
 
         Args:
-            tasks: see :meth:`~gradwire.rl.types.Task.of`.
-            group_size, params: in place of the manager's own.
-            seed: of this collection; by default the manager's own and how many collections came before.
-            first_group: number of the first group; numbers and seeds of groups count on from it.
-            batcher: what sends prompts to the sampler, where several collections are under way at once and share one
-                (:meth:`batcher`); by default one of this collection's own.
+            tasks: See :meth:`~gradwire.rl.types.Task.of`.
+            group_size, params: Replace the manager's own.
+            seed: Seed of this collection; by default derived from the manager's seed and the number of earlier
+                collections.
+            first_group: Number of the first group; numbers and seeds of groups count from it.
+            batcher: A shared batcher (:meth:`batcher`) if several collections run at once; by default a new one.
         """
         size = group_size or self.group_size
         seed = derive_seed(self.seed, "collection", self._collections) if seed is None else seed
@@ -135,7 +135,7 @@ class RolloutManager:
         return isinstance(self.environment, GroupBuilder) and self.environment.interactive
 
     def worker(self, environment: BaseEnvironment, params: SamplingParams) -> RLRolloutWorker:
-        """What runs the episodes of an environment."""
+        """Make the worker that runs the episodes of an environment."""
         template = self._template or chat_template(self.inference.codec)
 
         def new_history() -> TokenHistory:
@@ -144,7 +144,7 @@ class RolloutManager:
         return RLRolloutWorker(environment, params, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s)
 
     def batcher(self, seed: int, *, deterministic: bool = True) -> GenerationBatcher:
-        """What sends the prompts of episodes to the sampler together."""
+        """Make a batcher that sends the prompts of episodes to the sampler together."""
         return GenerationBatcher(
             self.inference,
             seed=seed,

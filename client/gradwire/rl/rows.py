@@ -1,4 +1,4 @@
-"""From trajectories to the rows that are trained on."""
+"""Convert trajectories to training rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Row:
 
     Attributes:
         ids: ``[tokens]``.
-        written: ``[tokens]`` bool, what the policy wrote: the rest is prompt and observations.
+        written: ``[tokens]`` bool: the policy's tokens; the rest is prompt and observations.
         logprobs: ``[tokens]``, under the policy that wrote them; 0 elsewhere.
         step_of: ``[tokens]``, index of the step that wrote the token; -1 elsewhere.
-        prompt_length: tokens before the first that was written.
-        trajectory: place of its trajectory in the batch.
-        last: whether the trajectory ends with it.
+        prompt_length: Number of tokens before the policy's first token.
+        trajectory: Index of the trajectory in the batch.
+        last: Whether this is the last row of its trajectory.
     """
 
     ids: IntArray
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def ends(self) -> dict[int, int]:
-        """Step -> place of its last token."""
+        """Step -> index of its last token."""
         return {int(step): at for at, step in enumerate(self.step_of) if step >= 0}
 
     def spread(self, per_step: Sequence[float] | npt.NDArray[Any]) -> FloatArray:
@@ -53,10 +53,11 @@ class Row:
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[Row]:
-    """The rows of all trajectories, in order.
+    """Build the rows of all trajectories, in order.
 
-    Steps whose prompts begin with all that came before them make one row, whose observations are not written by the
-    policy; where one does not (a shortened context, an edited conversation), another row begins.
+    Consecutive steps whose prompts begin with everything that came before form one row; the observations between them
+    are marked as not written by the policy. A step whose prompt does not (a shortened context, an edited conversation)
+    starts another row.
     """
     rows: list[Row] = []
     for index, trajectory in enumerate(trajectories):
@@ -82,7 +83,7 @@ def _row(steps: Sequence[StepData], trajectory: int, last: bool) -> Row:
         if len(step.logprobs) != len(step.response_ids):
             raise ValueError(
                 f"step {step.index} has {len(step.response_ids)} tokens and {len(step.logprobs)} log-probabilities; to "
-                "train on its samples, an inference module has to give one a token"
+                "train on its samples, an inference module must return one log-probability per token"
             )
         step_of[there], logprobs[there] = step.index, step.logprobs
     return Row(ids, step_of >= 0, logprobs, step_of, len(steps[0].prompt_ids), trajectory, last)
@@ -90,14 +91,14 @@ def _row(steps: Sequence[StepData], trajectory: int, last: bool) -> Row:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What one iteration trains on: a loss, its arguments, and columns of as many rows each.
+    """The batch of one iteration: a loss, its arguments, and columns with equal numbers of rows.
 
     Attributes:
-        loss_fn: the loss's name.
-        loss_kwargs: its arguments.
-        columns: field -> one entry a row.
-        metrics: figures found while it was built.
-        meaningless: the loss's metrics that say nothing about this batch.
+        loss_fn: Name of the loss.
+        loss_kwargs: Arguments of the loss.
+        columns: Field -> one entry per row.
+        metrics: Metrics computed while the batch was built.
+        meaningless: Names of loss metrics that are undefined for this batch.
     """
 
     loss_fn: str
@@ -120,17 +121,17 @@ def grouped_columns(
     fields: Callable[[Row], dict[str, Any]],
     trained_logprobs: Sequence[FloatArray] | None = None,
 ) -> dict[str, list[Any]]:
-    """Columns of the layout ``groups``.
+    """Build columns of the layout ``groups``.
 
-    A group whose trajectories are one row each, from one prompt, is one row of samples. Otherwise every row is a group
-    of its own, and the batch has to bring its advantages.
+    If every trajectory of every group is one row from one prompt, each group is one row of samples. Otherwise every row
+    is its own group, and the batch must bring its advantages.
 
     Args:
-        rows, trajectories: as of :func:`rows_of`.
-        fields: more columns of a row.
-        trained_logprobs: of each row, ``[tokens]``, under the policy that is about to be trained. They are then what
-            ratios are taken to (``old_log_probs``), and the sampler's own go along as ``sampler_log_probs``, for
-            ``sampler_correction``. None: ratios are taken to the sampler's.
+        rows, trajectories: As for :func:`rows_of`.
+        fields: More columns, by row.
+        trained_logprobs: Per row ``[tokens]``, under the policy at the start of training. Ratios are then relative to
+            them (``old_log_probs``), and the sampler's own are sent as ``sampler_log_probs``, for
+            ``sampler_correction``. None: ratios are relative to the sampler's.
     """
     columns: dict[str, list[Any]] = {}
     trained = {id(row): logprobs for row, logprobs in zip(rows, trained_logprobs or ())}
@@ -154,16 +155,17 @@ def grouped_columns(
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """Whether a limit cut off the episode or its last response (``max_tokens``): see the losses' ``mask_truncated``."""
+    """Whether a limit cut off the episode or its last response (``max_tokens``): see ``mask_truncated`` of the
+    losses."""
     return trajectory.status == "truncated" or (bool(trajectory.steps) and trajectory.steps[-1].stop_reason == "length")
 
 
 OF_GROUPS = ("zero_spread_groups", "group_reward_std", "group_reward_mean")
-"""Metrics of the losses over groups that say nothing where every row is a group of its own."""
+"""Metrics of the group losses that are undefined if every row is its own group."""
 
 
 def share_prompts(rows: Sequence[Row], trajectories: Sequence[Trajectory]) -> bool:
-    """Whether each group's trajectories are one row each, from one prompt."""
+    """Whether each trajectory of each group is one row, and all rows of a group share one prompt."""
     prompts: dict[int, bytes] = {}
     seen: set[int] = set()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Strategic grams: the phrases by which correct solutions plan, found by how many of them use a phrase's cluster.
+"""Strategic grams: phrases of planning in correct solutions, selected by how many solutions use a phrase's cluster.
 
 The procedure of "Emergent Hierarchical Reasoning in LLMs through Reinforcement Learning" (arXiv 2509.03646): take the
 3- to 5-grams of correct solutions, embed and cluster them, count for each cluster the solutions that contain any of its
@@ -25,9 +25,10 @@ from gradwire.rl.generation import TextCodec
 
 Floats = npt.NDArray[np.float64]
 Embedding = Callable[[Sequence[str]], npt.ArrayLike]
-"""Grams -> ``[grams, dimensions]``; a sentence transformer's ``encode`` is one."""
+"""Grams -> ``[grams, dimensions]``; a sentence transformer's ``encode`` is an example."""
 Clustering = Callable[[Floats], npt.ArrayLike]
-"""``[grams, dimensions]``, rows of length 1 -> ``[grams]`` int labels, -1 for none; HDBSCAN's ``fit_predict``, say."""
+"""``[grams, dimensions]``, rows of length 1 -> ``[grams]`` int labels, -1 for none; for example HDBSCAN's
+``fit_predict``."""
 
 GRAM_LENGTHS = (3, 4, 5)
 WORD = re.compile(r"\w+(?:['’]\w+)*")
@@ -35,7 +36,7 @@ WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 @dataclass(frozen=True)
 class GramCluster:
-    """Grams that mean about the same, and the number of correct solutions that contain any of them."""
+    """Grams of similar meaning, and the number of correct solutions that contain any of them."""
 
     grams: tuple[str, ...]
     solutions: int
@@ -43,12 +44,12 @@ class GramCluster:
 
 @dataclass(frozen=True)
 class StrategicGrams:
-    """What marks planning tokens.
+    """The strategic grams that mark planning tokens.
 
     Attributes:
-        clusters: the clusters that were kept, the most used first.
-        num_solutions: the solutions they were counted in.
-        num_clusters: the clusters there were.
+        clusters: The selected clusters, the most used first.
+        num_solutions: Number of solutions counted.
+        num_clusters: Number of clusters before the selection.
     """
 
     clusters: tuple[GramCluster, ...]
@@ -57,7 +58,7 @@ class StrategicGrams:
 
     @cached_property
     def grams(self) -> frozenset[str]:
-        """Every gram of every kept cluster."""
+        """Every gram of every selected cluster."""
         return frozenset(gram for cluster in self.clusters for gram in cluster.grams)
 
     @cached_property
@@ -65,14 +66,14 @@ class StrategicGrams:
         return tuple(sorted({gram.count(" ") + 1 for gram in self.grams}))
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the text has a strategic gram: starts and ends in characters, overlapping ones apart."""
+        """Find the strategic grams in a text: start and end character positions; overlapping matches are separate."""
         return [span for gram, span in _grams_of(text, self._lengths) if gram in self.grams]
 
     def planning_mask(self, token_texts: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """``[tokens]``: whether each token has a character, white space aside, of a strategic gram.
+        """``[tokens]``: whether each token has a character (other than white space) of a strategic gram.
 
         Args:
-            token_texts: the texts of a response's tokens, which make its text when joined; see :func:`token_texts`.
+            token_texts: The texts of a response's tokens, which form its text when joined; see :func:`token_texts`.
         """
         text = "".join(token_texts)
         inside = np.zeros(len(text), bool)
@@ -90,10 +91,10 @@ class StrategicGrams:
 
     @classmethod
     def load(cls, path: Path | str) -> StrategicGrams:
-        """Read what :meth:`save` wrote.
+        """Read a file written by :meth:`save`.
 
         Raises:
-            ValueError: when the file is none of those, naming it.
+            ValueError: The file is not such a file; names it.
         """
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -112,29 +113,30 @@ def find_strategic_grams(
     embed: Embedding | None = None,
     cluster: Clustering | None = None,
 ) -> StrategicGrams:
-    """The strategic grams of correct solutions.
+    """Find the strategic grams of correct solutions.
 
     Args:
-        solutions: texts of correct solutions, of many tasks: what one task alone repeats is its content, no strategy.
-        lengths: of the grams, in words.
-        top_share: of the clusters, by the number of solutions that contain any of their grams; rounded up.
-        min_solutions: grams of fewer solutions are left out before the clustering.
-        embed: vectors of the grams; by default :func:`hashed_ngrams`, which sees spelling and no meaning.
-        cluster: labels of the vectors; by default :func:`leader_clusters`.
+        solutions: Texts of correct solutions of many tasks; phrases that only one task repeats are content, not
+            strategy.
+        lengths: Lengths of the grams, in words.
+        top_share: Share of clusters to keep, by the number of solutions that contain any of their grams; rounded up.
+        min_solutions: Grams in fewer solutions are dropped before the clustering.
+        embed: Embeds the grams; by default :func:`hashed_ngrams`, which compares spelling, not meaning.
+        cluster: Labels the vectors; by default :func:`leader_clusters`.
 
     Raises:
-        ValueError: when no gram is in so many solutions, or a function gave something of another shape.
-        TypeError: when one text is given in place of several.
+        ValueError: No gram is in enough solutions, or a function returned the wrong shape.
+        TypeError: One text was given instead of several.
     """
     if isinstance(solutions, str):
-        raise TypeError("solutions are several texts; this is one")
+        raise TypeError("solutions must be a list of texts, got one text")
     if not 0 < top_share <= 1:
-        raise ValueError(f"top_share is a share from above 0 to 1; this is {top_share}")
+        raise ValueError(f"top_share must be above 0 and at most 1, got {top_share}")
     containing: dict[str, set[int]] = defaultdict(set)
     for index, solution in enumerate(solutions):
         for gram, _ in _grams_of(solution, lengths):
             containing[gram].add(index)
-    # The most used first: the default clustering lets them lead, and ties are settled by spelling.
+    # The most used first: the default clustering makes them leaders; ties are broken by spelling.
     grams = sorted(
         (gram for gram, where in containing.items() if len(where) >= min_solutions),
         key=lambda gram: (-len(containing[gram]), gram),
@@ -147,10 +149,12 @@ def find_strategic_grams(
         )
     vectors = np.asarray((embed or hashed_ngrams)(grams), dtype=np.float64)
     if vectors.ndim != 2 or len(vectors) != len(grams):
-        raise ValueError(f"embed gave the shape {list(vectors.shape)} for {len(grams)} grams, not [grams, dimensions]")
+        raise ValueError(
+            f"embed returned the shape {list(vectors.shape)} for {len(grams)} grams, not [grams, dimensions]"
+        )
     labels = np.asarray((cluster or leader_clusters)(_unit(vectors)))
     if labels.shape != (len(grams),):
-        raise ValueError(f"cluster gave the shape {list(labels.shape)} for {len(grams)} grams, not [grams]")
+        raise ValueError(f"cluster returned the shape {list(labels.shape)} for {len(grams)} grams, not [grams]")
     members: dict[int, list[str]] = defaultdict(list)
     for gram, label in zip(grams, labels.tolist()):
         if label >= 0:
@@ -163,7 +167,7 @@ def find_strategic_grams(
 
 
 def _grams_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Every gram of the text and where it is."""
+    """Find every gram of the text with its position."""
     words = list(WORD.finditer(text))
     lower = [word[0].lower() for word in words]
     for length in lengths:
@@ -173,10 +177,10 @@ def _grams_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[str, tuple[in
 
 
 def hashed_ngrams(grams: Sequence[str], *, dimensions: int = 512, size: int = 3) -> Floats:
-    """``[grams, dimensions]``: counts of each gram's words and runs of ``size`` characters, at hashed places.
+    """``[grams, dimensions]``: hashed counts of each gram's words and runs of ``size`` characters.
 
-    Alike are grams that share words and spelling ("let us try", "let us try to"). A sentence embedding sees synonyms,
-    too, and is what the paper has: pass its ``encode`` as ``embed``.
+    Grams that share words and spelling are similar ("let us try", "let us try to"). The paper uses a sentence
+    embedding, which also recognises synonyms: pass its ``encode`` as ``embed``.
     """
     vectors = np.zeros((len(grams), dimensions))
     for row, gram in enumerate(grams):
@@ -189,13 +193,13 @@ def hashed_ngrams(grams: Sequence[str], *, dimensions: int = 512, size: int = 3)
 
 
 def leader_clusters(vectors: Floats, *, similarity: float = 0.6) -> npt.NDArray[np.int64]:
-    """``[grams]``: of each row, in order, the most similar leader's cluster; none near enough makes it a leader.
+    """``[grams]``: assign each row, in order, to the most similar leader's cluster, or make it a new leader.
 
     Args:
         vectors: ``[grams, dimensions]``, rows of length 1.
-        similarity: least cosine to a leader.
+        similarity: Minimum cosine similarity to a leader.
 
-    Leader clustering (Hartigan 1975): one pass, the same result every time, and time proportional to rows times
+    Leader clustering (Hartigan 1975): one pass, a deterministic result, and time proportional to rows times
     leaders.
     """
     leaders = np.empty_like(vectors)
@@ -218,10 +222,10 @@ def _unit(vectors: Floats) -> Floats:
 
 
 async def token_texts(codec: TextCodec, rows: Sequence[Sequence[int] | npt.NDArray[np.int64]]) -> list[list[str]]:
-    """The text that each token adds to the token before it, of each row.
+    """For each row, the text that each token adds to the tokens before it.
 
-    A token alone may decode to another text than behind its neighbour (a leading space that is stripped, half a
-    character), so what is decoded are pairs, each one once.
+    A token decoded alone may give another text than after its neighbour (a stripped leading space, half a
+    character), so pairs of tokens are decoded, each pair once.
     """
     ids = [tuple(int(token) for token in row) for row in rows]
     pieces = sorted({row[at : at + size] for row in ids for size in (1, 2) for at in range(len(row) - size + 1)})

@@ -1,4 +1,4 @@
-"""Blocking code of the user's beside the event loop."""
+"""Run the user's blocking code outside the event loop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def run_in_daemon(function: Callable[[], T]) -> T:
-    """Runs it in a daemon thread of its own, which can be abandoned: one that hangs holds up nobody, not even exit.
+    """Run a function in its own daemon thread. A hung thread can be abandoned: it blocks neither a pool nor the exit.
 
-    (A pool's threads are joined at exit, and a hung one takes a place in the pool.)
+    (A pool's threads are joined at exit, and a hung thread occupies a place in the pool.)
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -23,7 +23,7 @@ async def run_in_daemon(function: Callable[[], T]) -> T:
         if future.done():
             return
         if error is None:
-            future.set_result(value)  # type: ignore[arg-type]  # there is a value where there is no error
+            future.set_result(value)  # type: ignore[arg-type]  # the value is set if there is no error
         else:
             future.set_exception(error)
 
@@ -31,9 +31,9 @@ async def run_in_daemon(function: Callable[[], T]) -> T:
         value, caught = None, None
         try:
             value = function()
-        except BaseException as error:  # belongs to whoever awaits
+        except BaseException as error:  # the awaiting caller gets the error
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            # The others would end the loop: exit() in the user's code is a failure of that code alone.
+            # Other BaseExceptions would end the loop: exit() in the user's code must fail only that code.
             caught = error if plain else RuntimeError(f"{type(error).__name__} in the user's code")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, caught)
@@ -43,7 +43,7 @@ async def run_in_daemon(function: Callable[[], T]) -> T:
 
 
 async def called(function: Callable[..., Any], *args: Any, blocking: bool = True) -> Any:
-    """What a user's function gives, be it ``async`` or plain; a plain one may block."""
+    """Call a user's function, ``async`` or plain; a plain one may block."""
     if blocking and not inspect.iscoroutinefunction(function):
         result = await run_in_daemon(lambda: function(*args))
     else:

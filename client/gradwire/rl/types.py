@@ -1,4 +1,4 @@
-"""What the parts of the toolkit hand to each other: tasks, states, steps, trajectories, results of evaluation."""
+"""Data types of the toolkit: tasks, states, steps, trajectories, evaluation results."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Message(_Message, total=False):
 
 
 Prompt = str | Sequence[Message]
-"""What a policy continues: plain text, or a conversation that a chat template turns into text."""
+"""The prompt of a policy: plain text, or a conversation that a chat template turns into text."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One problem of a prompt set.
+    """One problem of a task set.
 
     Attributes:
-        prompt: text, or the first messages.
-        ground_truth: what rewards compare with; the policy never sees it.
-        task_id: tells tasks apart in logs and curricula; the prompt's own text by default.
-        data: anything that an environment or a reward wants besides.
+        prompt: Text, or the first messages.
+        ground_truth: The reference for rewards; the policy never sees it.
+        task_id: Identifies the task in logs and curricula; by default the prompt's text.
+        data: Extra data for an environment or a reward.
     """
 
     prompt: Prompt
@@ -50,7 +50,7 @@ class Task:
 
     @staticmethod
     def of(task: AnyTask) -> Task:
-        """From a task, a prompt, or a row with ``prompt`` (or ``question``) and ``ground_truth`` (or ``answer``)."""
+        """Convert a task, a prompt, or a row with ``prompt`` (or ``question``) and ``ground_truth`` (or ``answer``)."""
         if isinstance(task, Task):
             return task
         if isinstance(task, str):
@@ -58,7 +58,7 @@ class Task:
         if isinstance(task, Sequence) and task and all(isinstance(each, Mapping) for each in task):
             return Task(task)
         if not isinstance(task, Mapping):
-            raise TypeError(f"a task is a prompt (text or messages), a row or a Task; this is {task!r:.200}")
+            raise TypeError(f"a task is a prompt (text or messages), a row or a Task; got {task!r:.200}")
         row = dict(task)
         for name, other in (("prompt", "question"), ("ground_truth", "answer")):
             if name not in row and other in row:
@@ -69,12 +69,12 @@ class Task:
 
 
 AnyTask = Task | Prompt | Mapping[str, Any]
-"""What :meth:`Task.of` makes a task of."""
+"""Anything that :meth:`Task.of` accepts."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the policy asked for."""
+    """A tool call of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -82,7 +82,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool gave back, or why it did not (``error``)."""
+    """The result of a tool call, or its ``error``."""
 
     call: ToolCall
     content: str
@@ -92,7 +92,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy wrote in one step: ``raw`` text, and what the environment understood (``parsed``)."""
+    """One step of the policy: the ``raw`` text, and the environment's interpretation (``parsed``)."""
 
     raw: str
     parsed: Any = None
@@ -100,15 +100,15 @@ class Action:
 
 @dataclass(frozen=True)
 class State:
-    """Where an episode stands. Never changed in place: a step makes the next one.
+    """The state of an episode. Immutable: a step creates the next state.
 
     Attributes:
-        task: the problem.
-        messages: the conversation so far.
-        step: steps taken.
-        terminated: it is over by its own rules, the task's limit of turns among them.
-        truncated: it was cut off by a limit that is not the task's.
-        data: the environment's own.
+        task: The problem.
+        messages: The conversation so far.
+        step: Number of steps taken.
+        terminated: The episode ended by its own rules, including the task's limit of turns.
+        truncated: A limit that is not the task's cut the episode off.
+        data: The environment's own data.
     """
 
     task: Task
@@ -119,7 +119,7 @@ class State:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def having(self, **changes: Any) -> State:
-        """A copy with these fields changed; keys of ``data`` that are not given stay."""
+        """Return a copy with these fields changed; keys of ``data`` that are not given are kept."""
         if "data" in changes:
             changes["data"] = {**self.data, **changes["data"]}
         return type(self)(**vars(self) | changes)
@@ -127,13 +127,13 @@ class State:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """A reward function's word on one step.
+    """A reward function's result for one step.
 
     Attributes:
-        step_index: the step of the trajectory (the assistant's turn) from 0; a negative one counts from the end.
-        base_reward: of that step.
-        metrics: numbers to log.
-        reason: for a person.
+        step_index: Index of the step (the assistant's turn) from 0; a negative index counts from the end.
+        base_reward: Reward of that step.
+        metrics: Numbers to log.
+        reason: An explanation for people.
     """
 
     step_index: int
@@ -144,15 +144,16 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """A reward function's verdict on one trajectory.
+    """A reward function's result for one trajectory.
 
     Attributes:
-        score: of the whole trajectory; where only the steps are judged, the sum of their rewards.
-        step_outputs: rewards of single steps, where there are any.
-        metrics: numbers to log; also the objectives of :class:`~gradwire.rl.rewards.ParetoRewardComputer`.
-        reason: for a person.
-        error: why there is no score; then ``score`` is 0 and does not count.
-        scored_by_steps: the score is that sum, so that PPO, which has the steps' rewards, does not add it to them.
+        score: Score of the whole trajectory; by default the sum of the steps' rewards, if there are ``step_outputs``.
+        step_outputs: Rewards of single steps, if any.
+        metrics: Numbers to log; also the objectives of :class:`~gradwire.rl.rewards.ParetoRewardComputer`.
+        reason: An explanation for people.
+        error: The reason why there is no score; ``score`` is then 0 and is ignored.
+        scored_by_steps: The score is the sum of step rewards. PPO, which uses the steps' rewards, does not add it
+            again.
     """
 
     score: float = None  # type: ignore[assignment]  # filled from step_outputs
@@ -165,31 +166,31 @@ class EvaluateResult:
     def __post_init__(self) -> None:
         if self.score is None:
             if not self.step_outputs:
-                raise ValueError("an EvaluateResult needs a score, or step_outputs that say it all")
+                raise ValueError("an EvaluateResult needs a score or step_outputs")
             object.__setattr__(self, "score", float(sum(each.base_reward for each in self.step_outputs)))
             object.__setattr__(self, "scored_by_steps", True)
 
 
 @dataclass
 class StepData:
-    """One step: what the policy saw, what it wrote, what came of it.
+    """One step: observation, response and result.
 
     Attributes:
-        index: from 0.
-        observation: the text that the policy saw last, before it acted.
-        state_key: what tells this step's state apart from others (the anchor state of GiGPO).
-        prompt_ids: ``[prompt tokens]``, all that the policy was given.
-        action: what it wrote, and what that was understood as.
-        response_ids: ``[tokens]``, what it wrote.
-        logprobs: ``[tokens]``, of what it wrote, at the sampling's temperature.
-        value: an estimate of the state's value, where there is a critic.
-        tool_results: of the tools it called.
-        messages: the conversation after the step.
-        policy_version: optimizer steps that the policy had taken when it wrote this.
-        stop_reason: why the writing stopped: ``"eos"``, ``"stop"`` or ``"length"``.
-        reward: of this step alone; filled by rewards.
-        advantage: filled by an algorithm that estimates it per step.
-        metrics: from the reward function.
+        index: Index from 0.
+        observation: The newest text that the policy saw before it acted.
+        state_key: Key that identifies this step's state (the anchor state of GiGPO).
+        prompt_ids: ``[prompt tokens]``, the whole prompt.
+        action: The response and its interpretation.
+        response_ids: ``[tokens]``, the response.
+        logprobs: ``[tokens]``, log-probabilities of the response at the sampling temperature.
+        value: Estimate of the state's value, if there is a critic.
+        tool_results: Results of the tool calls.
+        messages: The conversation after the step.
+        policy_version: Optimizer steps of the policy that wrote this.
+        stop_reason: Why generation stopped: ``"eos"``, ``"stop"`` or ``"length"``.
+        reward: Reward of this step alone; set by rewards.
+        advantage: Set by an algorithm that estimates it per step.
+        metrics: Metrics from the reward function.
     """
 
     index: int
@@ -210,12 +211,12 @@ class StepData:
 
     @property
     def base_reward(self) -> float:
-        """The reward of this step, as :class:`StepOutput` calls it."""
+        """The reward of this step, under the name that :class:`StepOutput` uses."""
         return self.reward
 
     @property
     def policy_logprobs(self) -> FloatArray:
-        """``[tokens]``, the log-probabilities of the policy that wrote it."""
+        """``[tokens]``, log-probabilities under the policy that wrote the response."""
         return self.logprobs
 
     @property
@@ -232,21 +233,21 @@ class Trajectory:
     """One episode.
 
     Attributes:
-        task: the problem.
-        group: trajectories of one group started from the same state.
-        member: which of its group.
-        seed: of the environment.
-        steps: in order.
-        messages: the whole conversation.
-        status: how it ended. ``completed``: by the task's own rules, its limit of turns among them. ``truncated``: cut
-            off by another limit, such as ``max_steps_per_rollout``; more could have come. ``failed`` and ``timeout``
-            ones carry ``error`` and train nothing.
-        error: what went wrong.
-        traceback: where, when that was an exception of the environment or the sampler.
-        state: the last state.
-        seconds: it took.
-        reward: of the whole; filled by rewards.
-        evaluation: the verdict that the reward comes from.
+        task: The problem.
+        group: Trajectories of one group started from the same state.
+        member: Index within the group.
+        seed: Seed of the environment.
+        steps: The steps in order.
+        messages: The whole conversation.
+        status: ``completed``: ended by the task's own rules, including its limit of turns. ``truncated``: cut
+            off by another limit, such as ``max_steps_per_rollout``. ``failed`` and ``timeout``
+            trajectories have an ``error`` and are not trained on.
+        error: The cause of a failure.
+        traceback: The traceback, if the cause was an exception of the environment or the sampler.
+        state: The last state.
+        seconds: Duration.
+        reward: Reward of the whole trajectory; set by rewards.
+        evaluation: The result that the reward comes from.
     """
 
     task: Task
@@ -265,7 +266,7 @@ class Trajectory:
 
     @property
     def ok(self) -> bool:
-        """Whether it can be trained on: it ran, wrote something, and was scored if scoring was tried."""
+        """Whether it can be trained on: it ran, has a response, and has a score if scoring was tried."""
         scored = self.evaluation is None or not self.evaluation.error
         return (
             self.status in ("completed", "truncated") and scored and any(len(step.response_ids) for step in self.steps)
@@ -277,10 +278,10 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """What the policy wrote last."""
+        """The policy's last response."""
         return self.steps[-1].action.raw if self.steps else ""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return sum(len(step.response_ids) for step in self.steps)

@@ -1,4 +1,4 @@
-"""Recorded trajectories for people: in the terminal, and as one HTML page that needs nothing else.
+"""View recorded trajectories in the terminal, or as one self-contained HTML page.
 
 ``gradwire trajectories view FILE`` or ``python -m gradwire.rl.viewer FILE``.
 """
@@ -34,7 +34,7 @@ LEGEND = (-0.05, -0.7, -1.5, -3.0, -6.0)
 
 
 def colour(logprob: float) -> str:
-    """White for a certain token, ever redder for an unlikely one."""
+    """Return a token's colour: white for a certain token, red for an unlikely one."""
     share = min(1.0, max(0.0, -logprob / 6.0))
     return f"rgb(255,{255 - int(150 * share)},{255 - int(170 * share)})"
 
@@ -51,17 +51,17 @@ def view(
     iteration: int | None = None,
     out: TextIO | None = None,
 ) -> None:
-    """Shows a file of recorded trajectories.
+    """Show a file of recorded trajectories.
 
     Args:
-        path: what a :class:`~gradwire.rl.recording.TrajectoryRecorder` wrote.
-        html_path: write a page there as well.
-        limit: trajectories in the terminal, the newest; the page has all.
-        iteration: only those of this one.
-        out: where to, instead of the terminal.
+        path: A file written by :class:`~gradwire.rl.recording.TrajectoryRecorder`.
+        html_path: Also write an HTML page to this path.
+        limit: Number of newest trajectories in the terminal; the page has all.
+        iteration: Only the trajectories of this iteration.
+        out: Output stream; the terminal by default.
 
     Raises:
-        ValueError: when the file holds something else.
+        ValueError: The file holds something else.
     """
     records = [each for each in _records(path) if iteration is None or each["iteration"] == iteration]
     stream = out or sys.stdout
@@ -78,7 +78,7 @@ def _records(path: Path | str) -> list[dict[str, Any]]:
     records = read_jsonl(path)
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or "steps" not in record:
-            raise ValueError(f"{path}, line {number} is no trajectory: give a file that a TrajectoryRecorder wrote")
+            raise ValueError(f"{path}, line {number} is not a trajectory: give a file that a TrajectoryRecorder wrote")
     return records
 
 
@@ -136,7 +136,7 @@ def _tool(result: Record) -> str:
 
 
 def page(records: Sequence[Record], title: str) -> str:
-    """The trajectories as one self-contained page."""
+    """Render the trajectories as one self-contained page."""
     legend = "".join(f'<span style="background:{colour(each)}">{each:g}</span>' for each in LEGEND)
     iterations: dict[int, list[Record]] = {}
     for record in records:
@@ -185,12 +185,12 @@ def _turn(who: str, content: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of ``gradwire trajectories view``."""
+    """Run the command ``gradwire trajectories view``."""
     parser = argparse.ArgumentParser(prog="gradwire trajectories view", description=view.__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("file", type=Path)
-    parser.add_argument("--html", type=Path, help="write a self-contained page there")
-    parser.add_argument("--limit", type=int, default=20, help="how many to show, the newest; 0: all")
-    parser.add_argument("--iteration", type=int, help="only those of this iteration")
+    parser.add_argument("--html", type=Path, help="write a self-contained page to this file")
+    parser.add_argument("--limit", type=int, default=20, help="number of newest trajectories to show; 0: all")
+    parser.add_argument("--iteration", type=int, help="only trajectories of this iteration")
     given = parser.parse_args(arguments)
     if not given.file.is_file():
         parser.error(f"there is no file {given.file}")

@@ -1,4 +1,4 @@
-"""One episode, from the first state to the last."""
+"""Run one episode from the first state to the last."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Generate = Callable[[IntArray, SamplingParams], Awaitable[Generation]]
 
 
 class RLRolloutWorker:
-    """Runs episodes of an environment, one a call; what goes wrong in one is in its trajectory.
+    """Runs episodes of an environment, one per call; a failure of an episode is recorded in its trajectory.
 
     Args:
-        environment: the world.
-        params: how the policy samples; the environment's stop strings are added.
-        new_history: a :class:`~gradwire.rl.prompts.TokenHistory` for an episode.
-        max_steps: an episode that the environment has not ended by then is truncated.
-        timeout_s: it is given up after so long; None waits for ever.
+        environment: The environment.
+        params: Sampling parameters; the environment's stop strings are added.
+        new_history: Makes a :class:`~gradwire.rl.prompts.TokenHistory` for an episode.
+        max_steps: Truncate an episode after this many steps.
+        timeout_s: Time limit of an episode; None waits without limit.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RLRolloutWorker:
         max_steps: int = 16,
         timeout_s: float | None = None,
     ) -> RLRolloutWorker:
-        """A worker that knows its sampler and its task, for :meth:`run_episode`."""
+        """Make a worker with its sampler and task, for :meth:`run_episode`."""
 
         def new_history() -> TokenHistory:
             return TokenHistory(inference.codec, chat_template(inference.codec))
@@ -72,12 +72,12 @@ class RLRolloutWorker:
         return worker
 
     async def run_episode(self, seed: int = 0) -> tuple[list[StepData], list[Message], Any]:
-        """One episode of the worker's task: its steps, the conversation, and the task's ground truth.
+        """Run one episode of the worker's task: its steps, the conversation, and the task's ground truth.
 
-        Episodes of one seed start from the same state, which makes them a group.
+        Episodes with the same seed start from the same state and can form a group.
 
         Raises:
-            RuntimeError: when the episode failed, with what went wrong.
+            RuntimeError: The episode failed; the message has the cause.
         """
         if self._source is None:
             raise ValueError("run_episode needs a sampler and a task: make the worker with RLRolloutWorker.of(...)")
@@ -94,7 +94,7 @@ class RLRolloutWorker:
     async def run(
         self, task: Task, generate: Generate, *, group: int = 0, member: int = 0, seed: int = 0
     ) -> Trajectory:
-        """One episode. Never raises for what the environment or the sampler does; see ``status`` and ``error``."""
+        """Run one episode. Errors of the environment or the sampler are not raised; see ``status`` and ``error``."""
         trajectory, started = Trajectory(task, group, member, seed), time.monotonic()
         episode = _Episode(self._environment, self._new_history(), generate, self._params)
         try:
@@ -104,7 +104,7 @@ class RLRolloutWorker:
             late = self._timeout_s is not None and time.monotonic() - started >= self._timeout_s
             trajectory.status = "timeout" if late else "failed"
             trajectory.error = f"gave up after {self._timeout_s:g} s" if late else f"TimeoutError: {error}"
-        except (Exception, SystemExit) as error:  # the user's environment may do anything, and that costs one episode
+        except (Exception, SystemExit) as error:  # the user's environment may raise anything; only this episode fails
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {error}"
             trajectory.traceback = traceback.format_exc()
             logger.debug("episode %d.%d failed", group, member, exc_info=True)
@@ -122,7 +122,7 @@ class RLRolloutWorker:
 
 @dataclass(frozen=True)
 class _Episode:
-    """An episode under way."""
+    """An episode in progress."""
 
     environment: BaseEnvironment
     history: TokenHistory
@@ -175,14 +175,14 @@ class _Episode:
         assert trajectory.state is not None
         try:
             self.environment.close(trajectory.state)
-        except Exception as error:  # the episode is over: its data stands, the leak is reported
+        except Exception as error:  # the episode is over and its data is kept; the failure to close is logged
             logger.warning(
                 "closing episode %d.%d: %s: %s", trajectory.group, trajectory.member, type(error).__name__, error
             )
 
 
 def explain_step(trajectory: Trajectory, step: StepData) -> None:
-    """Logs a step at DEBUG: what was seen, written and understood, its log-probabilities, and what the tools did."""
+    """Log a step at DEBUG: observation, response, interpretation, log-probabilities, and tool results."""
     name = f"episode {trajectory.group}.{trajectory.member} step {step.index}"
     logger.debug("%s: observation %.500r", name, step.observation)
     logger.debug("%s: action %.500r, understood as %.500r, ended by %s", name, step.action.raw, step.action.parsed,

@@ -478,7 +478,7 @@ def len_of(response: str) -> int:
         ({"reward": 3}, "the reward is int; it must be a function, a scorer"),
         ({"reward": lambda answer: 1.0}, "has a parameter 'answer' that nothing fills"),
         ({"run": None}, "run is NoneType; it must be a TrainingClient, as `await service.create_run"),
-        ({"inference": None}, "give a service, or an inference module"),
+        ({"inference": None}, "pass a service or an inference module"),
         ({"config": config(eval_every=1)}, "eval_every needs eval_tasks"),
         ({"run": object.__new__(gradwire.sync.TrainingClient)}, r"gradwire.sync, which waits.*asyncio.run\(\)"),
         ({"config": config(group_size=1)}, "compares a group: group_size must be at least 2"),

@@ -231,7 +231,7 @@ async def test_a_rollout_manager_of_the_users(rule_inference: Callable[..., Any]
     (metrics,) = await algorithm.train(1, progress_bar=False)
     assert metrics["train/trajectories"] == 8 and set(inference.prompts) == {"MINE"}
     assert inference.version == 1  # the manager's sampler is what is given the weights
-    with pytest.raises(ValueError, match="a rollout manager has its environment"):
+    with pytest.raises(ValueError, match="a rollout manager has its own environment"):
         GRPOAlgorithm(None, run, ["a"], heads, rollout_manager=manager, environment=Turns())
 
     class Elsewhere:
@@ -335,7 +335,7 @@ async def test_a_mixture_of_environments(rule_inference: Callable[..., Any]) -> 
     assert metrics["rewards/short"] == 0.25 and 0 < metrics["rewards/long"] < 1
     share = metrics["rollouts/avg_trajectory_length"]  # three steps or one
     assert 2.2 < share < 2.8
-    with pytest.raises(ValueError, match="is of no part of the mixture"):
+    with pytest.raises(ValueError, match="belongs to no part of the mixture"):
         await mixture.reward.evaluate([Trajectory(Task("x"))])
     with pytest.raises(ValueError, match="the weight of a must be above 0"):
         Mixture({"a": Part(["x"], heads, weight=0)})

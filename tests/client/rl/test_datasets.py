@@ -47,7 +47,9 @@ async def test_mathematics(tmp_path: Path) -> None:
     assert await scores(math_answer(format_score=0.1), answered(half, *right, "$0.4$", "no idea")) == [1, 1, 1, 0.1, 0]
     with pytest.raises(ValueError, match="has no rows"):
         math_tasks([])
-    with pytest.raises(ValueError, match="row 0: a row has not any of answer, final_answer, solution; it has question"):
+    with pytest.raises(
+        ValueError, match="row 0: a row does not have any of answer, final_answer, solution; it has question"
+    ):
         math_tasks([{"question": "?"}])
     file.write_text("{")
     with pytest.raises(ValueError, match=r"math.jsonl, line 1: this is not JSON"):
@@ -73,7 +75,7 @@ async def test_multiple_choice() -> None:
     assert await scores(multiple_choice(format_score=0.1), answered(tasks[0], *said)) == [1, 1, 1, 1, 0.1, 0]
     assert find_choice("Because of this, the answer is (a).") == "A"
     assert find_choice("the answer is a blue sky: B") == "B"
-    with pytest.raises(ValueError, match="row 0: the answer 'red' is none of the 2 options"):
+    with pytest.raises(ValueError, match="row 0: the answer 'red' matches none of the 2 options"):
         choice_tasks([{**rows[0], "answer": "red"}])
 
 

@@ -113,7 +113,7 @@ def test_it_works_where_prometheus_client_is_missing(monkeypatch: pytest.MonkeyP
     [
         ([1.0, 2.0], None, r"\[episodes, steps\], got the shape \[2\]"),
         ([[1.0, 2.0], [1.0]], None, "padded to one length"),
-        ([[1.0, 2.0]], [[1]], r"mask has the shape \[1, 1\] where rewards have \[1, 2\]"),
+        ([[1.0, 2.0]], [[1]], r"mask has the shape \[1, 1\] but rewards have \[1, 2\]"),
         ([[1.0, 2.0]], [[1, 2]], "true or false"),
         ([[1.0, 2.0], [3.0, math.nan]], [[1, 0], [1, 1]], "episode 1, step 1: nan is not a finite number"),
     ],
@@ -142,7 +142,7 @@ def test_one_assigner_by_its_several_names(config: dict[str, Any]) -> None:
     [
         ({"planner_weight": 2.0, "multiplier": 3.0}, ValueError, "multiplier is 3.0 and planner_weight is 2.0"),
         ({"a": {"hicra": {"eps": 1e-3, "epsilon": 1e-4}}}, ValueError, "a.hicra.epsilon is 0.0001 and a.hicra.eps is"),
-        ({"hicra": {"weight": 1}}, ValueError, "hicra.weight: no such setting; there are enabled, multiplier"),
+        ({"hicra": {"weight": 1}}, ValueError, "hicra.weight: no such setting; the settings are enabled, multiplier"),
         ({"hicra": {}, "a": {"hicra": {}}}, ValueError, "two blocks of HICRA's settings: hicra, a.hicra"),
         ({"hicra": {"enabled": "false"}}, TypeError, "hicra.enabled must be true or false, got 'false'"),
         ({"hicra": {"planner_weight": True}}, TypeError, "hicra.planner_weight must be a number, got True"),

@@ -59,7 +59,7 @@ class StandInService:
 
 def test_one_stop_string_is_one() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a tool is a function or a Tool; this is 'calculator'"):
+    with pytest.raises(TypeError, match="a tool is a function or a Tool, got 'calculator'"):
         ToolEnvironment(["calculator"])  # type: ignore[list-item]
 
 
@@ -215,7 +215,7 @@ async def test_a_local_model_follows_the_run(local: LocalInference, tiny_model_p
         assert np.abs((await local.get_logprobs(prompts))[1] - before[1]).max() > 0.1
         if lora is not None:
             other = await service.create_run("tiny", lora={"rank": 8})
-            with pytest.raises(ValueError, match="has to be the run's base model"):
+            with pytest.raises(ValueError, match="must be the run's base model"):
                 await local.update_weights(other, 3)
             assert local.version == 2
 

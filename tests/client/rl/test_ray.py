@@ -67,4 +67,4 @@ async def test_a_worker_that_dies_is_replaced(manager: RayRolloutManager, tmp_pa
     assert [t.status for t in rollouts.trajectories] == ["completed"] * 6
     always = await manager.collect([Task("a", data={"die": True}), Task("b")])
     assert [t.status for t in always.trajectories] == ["failed"] * 3 + ["completed"] * 3
-    assert all("its worker died" in error for error in always.errors)
+    assert all("the worker died" in error for error in always.errors)

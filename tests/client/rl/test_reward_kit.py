@@ -134,7 +134,7 @@ def steps_of(*said: str) -> list[StepData]:
 async def test_a_score_may_be_left_to_the_steps() -> None:
     verdict = EvaluateResult(step_outputs=[StepOutput(0, 0.5), StepOutput(1, 1.0)])
     assert (verdict.score, verdict.scored_by_steps) == (1.5, True)
-    with pytest.raises(ValueError, match="needs a score, or step_outputs"):
+    with pytest.raises(ValueError, match="needs a score or step_outputs"):
         EvaluateResult()
     assert to_result({"step_outputs": [{"step_index": 0, "base_reward": 2}]}).score == 2
     with pytest.raises(TypeError, match="at least a score, or step_outputs"):

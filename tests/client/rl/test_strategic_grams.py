@@ -88,8 +88,8 @@ def test_leaders_are_followed_by_what_is_near() -> None:
         ([], {}, "no run of 3, 4, 5 words is in 2 or more of the 0 solutions"),
         (["a b", "a b"], {}, "lower min_solutions"),
         (["a b c"] * 2, {"top_share": 0}, "top_share"),
-        (["a b c"] * 2, {"embed": lambda grams: [1.0]}, r"embed gave the shape \[1\] for 1 grams"),
-        (["a b c"] * 2, {"cluster": lambda vectors: [0, 0]}, r"cluster gave the shape \[2\] for 1 grams"),
+        (["a b c"] * 2, {"embed": lambda grams: [1.0]}, r"embed returned the shape \[1\] for 1 grams"),
+        (["a b c"] * 2, {"cluster": lambda vectors: [0, 0]}, r"cluster returned the shape \[2\] for 1 grams"),
     ],
 )
 def test_what_cannot_be_is_said(texts: list[str], options: dict[str, Any], message: str) -> None:
@@ -98,7 +98,7 @@ def test_what_cannot_be_is_said(texts: list[str], options: dict[str, Any], messa
 
 
 def test_one_text_is_not_several() -> None:
-    with pytest.raises(TypeError, match="several texts"):
+    with pytest.raises(TypeError, match="a list of texts"):
         find_strategic_grams("let us try this")
 
 

@@ -1,4 +1,4 @@
-"""Ready algorithms: tasks and a reward in, a trained run out."""
+"""Ready-made algorithms: they train a run on tasks with a reward."""
 
 from gradwire.rl.algorithms.base import Algorithm
 from gradwire.rl.algorithms.config import AlgorithmConfig

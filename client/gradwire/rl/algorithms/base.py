@@ -1,4 +1,4 @@
-"""What the algorithms share: rollouts, rewards, updates, evaluation, checkpoints, one iteration after the other."""
+"""The base of the algorithms: rollouts, rewards, updates, evaluation and checkpoints, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -38,35 +38,36 @@ logger = logging.getLogger("gradwire.rl")
 
 
 class Algorithm(ABC):
-    """A way to train a run on tasks.
+    """An algorithm that trains a run on tasks.
 
     Args:
-        service: what ``gradwire.connect`` gives; used for the tokenizer, so None will do where ``inference`` is given.
-        run: a ``TrainingClient``.
-        tasks: prompts, rows or tasks; or a :class:`~gradwire.rl.curricula.Curriculum`.
-        reward: a reward function, any scorer, or a :class:`~gradwire.rl.rewards.RewardComputer`.
-        config: settings; the defaults otherwise.
-        environment: the world, or a :class:`~gradwire.rl.environments.GroupBuilder`; by default one prompt and one
-            response.
-        rollout_manager: what collects trajectories, in place of a ``RolloutManager`` as the config describes it; the
-            world, and what samples, are then its own (``inference`` may name what is given the weights, where that is
-            not ``rollout_manager.inference``). ``group_size`` and how to sample stay the config's.
-        inference: what samples; by default the run itself. Anything else is given the run's weights after each
-            iteration, by its ``update_weights``.
-        allow_stale: take an ``inference`` that cannot be given them: its samples stay the first policy's.
-        eval_tasks: held out, for :meth:`evaluate`.
-        loggers: beside the JSONL file.
-        tokenizer: the user's own; by default the server's.
-        recorder: which trajectories are kept; by default as ``config.record_every`` says.
-        replay: where trajectories are kept for ``config.replay_fraction``; by default eight iterations' worth.
+        service: The service returned by ``gradwire.connect``; used for the tokenizer, so None is enough with
+            ``inference``.
+        run: A ``TrainingClient``.
+        tasks: Prompts, rows or tasks; or a :class:`~gradwire.rl.curricula.Curriculum`.
+        reward: A reward function, any scorer, or a :class:`~gradwire.rl.rewards.RewardComputer`.
+        config: The settings; defaults if None.
+        environment: The environment, or a :class:`~gradwire.rl.environments.GroupBuilder`; by default one prompt and
+            one response.
+        rollout_manager: Collects trajectories instead of a ``RolloutManager`` built from the config. It brings its own
+            environment and sampler (``inference`` may name the object that receives the weights, if that is
+            not ``rollout_manager.inference``). ``group_size`` and the sampling parameters still come from the config.
+        inference: The sampler; by default the run itself. Any other sampler receives the run's weights after each
+            iteration, through its ``update_weights``.
+        allow_stale: Accept an ``inference`` that cannot receive weights: it keeps sampling from the first policy.
+        eval_tasks: Held-out tasks for :meth:`evaluate`.
+        loggers: Loggers in addition to the JSONL file.
+        tokenizer: The user's own tokenizer; by default the server's.
+        recorder: Recorder of trajectories; by default one that follows ``config.record_every``.
+        replay: Buffer of trajectories for ``config.replay_fraction``; by default it holds eight iterations.
 
     Attributes:
-        needs_head: the head that the run has to have.
-        replays: whether the loss can learn from trajectories of earlier policies.
-        corrects: whether the loss can weigh stale samples by truncated importance.
-        straggler_s: seconds that the other episodes wait for the slowest step of the environment; None: to its end.
-        history: the metrics of each iteration of this object.
-        version: optimizer steps that the run has taken, those that are only submitted included.
+        needs_head: The head that the run must have.
+        replays: Whether the loss can learn from trajectories of earlier policies.
+        corrects: Whether the loss can weight stale samples by truncated importance.
+        straggler_s: Seconds that other episodes wait for the slowest environment step; None: until it ends.
+        history: The metrics of each iteration of this object.
+        version: Number of optimizer steps of the run, including submitted ones.
     """
 
     needs_head: str | None = None
@@ -97,22 +98,23 @@ class Algorithm(ABC):
             raise ValueError(f"{type(self).__name__} learns from its own samples only: replay_fraction must be 0")
         if isinstance(run, sync.TrainingClient):
             raise TypeError(
-                "the run is of gradwire.sync, which waits, and algorithms do not: train() would be a coroutine that "
-                "nothing awaits. Use `async with gradwire.connect(...)` and asyncio.run()"
+                "the run comes from gradwire.sync, but algorithms need the asynchronous client: use "
+                "`async with gradwire.connect(...)` and asyncio.run()"
             )
         if not hasattr(run, "forward_backward"):
             raise TypeError(
-                f"run is {type(run).__name__}; it must be a TrainingClient, as `await service.create_run(...)` gives"
+                f"run is {type(run).__name__}; it must be a TrainingClient, as returned by `await "
+                "service.create_run(...)`"
             )
         if rollout_manager is not None:
             if environment is not None:
-                raise ValueError("a rollout manager has its environment: give environment to it, and not here")
+                raise ValueError("a rollout manager has its own environment: pass environment to it, not here")
             environment, inference = (
                 getattr(rollout_manager, "environment", None),
                 inference or getattr(rollout_manager, "inference", None),
             )
         if service is None and inference is None and rollout_manager is None:
-            raise ValueError("give a service, or an inference module")
+            raise ValueError("pass a service or an inference module")
         if not allow_stale and (inference is not None or rollout_manager is not None):
             check_updatable(inference or rollout_manager, run)
         self.run = run
@@ -120,7 +122,7 @@ class Algorithm(ABC):
         self.reward = as_computer(reward)
         self.eval_tasks = as_tasks(eval_tasks) if eval_tasks else []
         if self.config.eval_every and not self.eval_tasks:
-            raise ValueError("eval_every needs eval_tasks=[...], which are held out")
+            raise ValueError("eval_every needs held-out tasks: eval_tasks=[...]")
         self.state = AlgorithmState()
         self.replay = replay or ReplayBuffer(max(1, 8 * self.config.batch_size * self.config.group_size))
         self.curriculum = as_curriculum(tasks, self.config.seed)
@@ -130,11 +132,11 @@ class Algorithm(ABC):
         self._collector: Collector | None = None
         self.version = 0
 
-    # ---------------------------------------------------------------- what an algorithm says of itself
+    # ---------------------------------------------------------------- defined by each algorithm
 
     @abstractmethod
     async def training_batch(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """What to train on: all of these trajectories can be."""
+        """Build the training batch from trajectories, all of which can be trained on."""
 
     # ---------------------------------------------------------------- training
 
@@ -146,25 +148,25 @@ class Algorithm(ABC):
         mode: Literal["sync", "async"] = "sync",
         max_staleness: int | None = None,
     ) -> list[Metrics]:
-        """Trains for so many iterations more, and returns their metrics.
+        """Train for this many more iterations, and return their metrics.
 
-        What fails in a rollout or in a reward costs its trajectory and is in the metrics and the log.
+        A failure of a rollout or a reward costs only its trajectory; it appears in the metrics and the log.
 
         Args:
-            num_iterations: how many.
-            progress_bar: show a line with live numbers.
+            num_iterations: Number of iterations.
+            progress_bar: Show a line with live numbers.
             mode: ``sync``: rollouts of whole iterations, up to ``config.max_staleness`` of them ahead. ``async``:
-                generation goes on while the policy trains, and each minibatch is trained on as soon as its groups are
-                there. Episodes under way go on with the newer policy. Timing plays a part in the results.
-            max_staleness: of ``async``: optimizer steps that a group's oldest token may be behind; older groups are
+                generation continues while the policy trains, and each minibatch is trained on as soon as its groups are
+                complete. Episodes in progress continue with the newer policy. Results depend on timing.
+            max_staleness: For ``async``: maximum age of a group's oldest token in optimizer steps; older groups are
                 dropped or corrected for, as ``config.on_stale`` says. By default 1, or ``config.max_staleness`` if
-                that is more.
+                that is larger.
 
         Raises:
-            RolloutsFailedError: when every episode or every reward of an iteration failed, unless
-                ``config.on_failure`` is ``"warn"``.
-            GradwireError: the service's, once all operations of the iteration have ended. The iteration does not count;
-                minibatches before the one that failed have been trained on.
+            RolloutsFailedError: Every episode or every reward of an iteration failed, and
+                ``config.on_failure`` is not ``"warn"``.
+            GradwireError: An error of the service, raised once all operations of the iteration have ended. The
+                iteration does not count; minibatches before the failed one have been trained on.
         """
         collector = await self._ready()
         first, last = self.state.iteration, self.state.iteration + num_iterations
@@ -185,17 +187,19 @@ class Algorithm(ABC):
     def _source(self, collector: Collector, mode: str, max_staleness: int | None, iterations: range) -> Source:
         if mode == "sync":
             if max_staleness is not None:
-                raise ValueError('max_staleness is of mode="async"; for mode="sync" set it in the config')
+                raise ValueError('max_staleness applies to mode="async"; for mode="sync" set it in the config')
             return collector.ahead(iterations)
         if mode != "async":
-            raise ValueError(f'mode must be "sync" or "async"; this is {mode!r}')
+            raise ValueError(f'mode must be "sync" or "async", got {mode!r}')
         if self.config.on_stale == "correct" and not self.corrects:
-            raise ValueError(f'the loss of {type(self).__name__} has no correction for stale samples: on_stale="drop"')
+            raise ValueError(
+                f'the loss of {type(self).__name__} has no correction for stale samples: use on_stale="drop"'
+            )
         stale = max(1, self.config.max_staleness) if max_staleness is None else max_staleness
         return collector.stream(iterations.start, stale, lambda: self.version)
 
     async def _iteration(self, iteration: int, source: Source) -> Metrics:
-        """Collects and trains, part by part."""
+        """Collect and train, part by part."""
         trained: list[Trajectory] = []
         metrics: list[Metrics] = []
         waited = time.monotonic()
@@ -215,14 +219,14 @@ class Algorithm(ABC):
         return merged(metrics)
 
     async def _learn(self, iteration: int, trajectories: list[Trajectory], minibatches: int) -> Metrics:
-        """Trains on these."""
+        """Train on these trajectories."""
         usable = [each for each in trajectories if each.ok]
         replayed = self._replayed(iteration)
         if self.config.replay_fraction:
             self.replay.add(usable)
         metrics: Metrics = {"train/trajectories": float(len(usable)), "train/replayed": float(len(replayed))}
         if not usable and not replayed:
-            logger.warning("iteration %d: no trajectory can be trained on; the policy stays as it is", iteration)
+            logger.warning("iteration %d: no trajectory can be trained on; the policy is unchanged", iteration)
             return metrics
         batch = await self.training_batch([*usable, *replayed])
         metrics |= {f"train/{name}": value for name, value in batch.metrics.items()}
@@ -236,16 +240,16 @@ class Algorithm(ABC):
 
     def _stepped(self) -> None:
         self.version += 1
-        if isinstance(self._inference, RunInference):  # what it is asked for from now on comes after this step
+        if isinstance(self._inference, RunInference):  # samples requested from now on come after this step
             self._inference.version = self.version
 
     async def _update_weights(self) -> None:
-        """Brings the run's weights to what samples, where that can be."""
+        """Send the run's weights to the sampler, if it can receive them."""
         if self._inference is not None and can_update(self._inference, self.run):
             await self._inference.update_weights(self.run, self.version)
 
     async def _after(self, iteration: int) -> Metrics:
-        """Evaluation and checkpoints, where they are due."""
+        """Run evaluation and checkpoints if they are due."""
         config, metrics = self.config, Metrics()
         if config.eval_every and (iteration + 1) % config.eval_every == 0:
             metrics = await self.evaluate()
@@ -264,18 +268,18 @@ class Algorithm(ABC):
     # ---------------------------------------------------------------- evaluation
 
     async def evaluate(self, tasks: Tasks | None = None) -> Metrics:
-        """Mean score, share of successes and length over held-out tasks, always with the same seeds."""
+        """Compute mean score, success rate and length over held-out tasks, always with the same seeds."""
         manager = (await self._ready()).manager
         return await evaluate(manager, self.reward, as_tasks(self.eval_tasks if tasks is None else tasks), self.config)
 
     # ---------------------------------------------------------------- checkpoints
 
     async def save_checkpoint(self, name: str = "", best: bool = False) -> Any:
-        """Saves the run on the server, and the algorithm's own state in ``checkpoint_dir``.
+        """Save the run on the server, and the algorithm's own state in ``checkpoint_dir``.
 
         Args:
-            name: of the server's checkpoint; by default ``iteration-N``.
-            best: keep it as the best so far, under the name ``best``.
+            name: Name of the server's checkpoint; by default ``iteration-N``.
+            best: Keep it as the best so far, under the name ``best``.
         """
         name = name or ("best" if best else f"iteration-{self.state.iteration}")
         checkpoint = await self.run.save_checkpoint(name=name, note=type(self).__name__, overwrite=True)
@@ -286,12 +290,13 @@ class Algorithm(ABC):
         return checkpoint
 
     async def resume(self, best: bool = False) -> int:
-        """Goes on from the last checkpoint (or the best); returns the iterations done. 0 when there is none yet.
+        """Continue from the last checkpoint (or the best); return the number of finished iterations, 0 if none.
 
-        Tasks, seeds and sampling of an iteration depend on its number, so what follows equals what would have followed.
+        Tasks, seeds and sampling of an iteration depend on its number, so the resumed training equals an uninterrupted
+        one.
         """
         if self.config.folder is None:
-            raise ValueError("to resume, the config needs the checkpoint_dir of the training")
+            raise ValueError("resume() needs the checkpoint_dir of the training in the config")
         file = self.config.folder / ("best.json" if best else "state.json")
         if not file.exists():
             return 0
@@ -305,7 +310,7 @@ class Algorithm(ABC):
         return state.iteration
 
     def close(self) -> None:
-        """Ends loggers and sandboxes."""
+        """Close loggers and sandboxes."""
         self.reward.close()
         self._reporter.close()
 
@@ -315,16 +320,16 @@ class Algorithm(ABC):
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- components
 
     async def _ready(self) -> Collector:
-        """What collects, made at the first need: that takes asking the server."""
+        """Create the components at first use, because that needs requests to the server."""
         if self._collector is not None:
             return self._collector
         info = await self.run.info()
         if self.needs_head is not None and info.head != self.needs_head:
             raise ValueError(
-                f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this one has '
+                f'{type(self).__name__} needs a run made with create_run(..., head="{self.needs_head}"); this run has '
                 f"{info.head or 'no head'}"
             )
         if self._inference is None and self._rollout_manager is None:
@@ -351,7 +356,7 @@ class Algorithm(ABC):
         )
 
     async def _trained_logprobs(self, rows: Sequence[Row], kwargs: Mapping[str, Any]) -> list[FloatArray] | None:
-        """Of each row, ``[tokens]``, under the policy as it is now, where the loss corrects for the sampler's."""
+        """Return ``[tokens]`` per row, under the current policy, if the loss corrects for the sampler's."""
         if not kwargs.get("sampler_correction") or not rows:
             return None
         batch = {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
@@ -362,7 +367,7 @@ class Algorithm(ABC):
         return result
 
     def _loss_kwargs(self) -> dict[str, Any]:
-        """What every group loss takes: KL, the correction for stale samples, and the user's own."""
+        """Arguments of every group loss: KL, the correction for stale samples, and the user's own."""
         correction = {"sampler_correction": "token_truncate"} if self.config.on_stale == "correct" else {}
         return {**self.config.kl_kwargs(), **correction, **self.config.loss_kwargs}
 

@@ -1,4 +1,4 @@
-"""Scored rollouts for the iterations, one after the other or some of them ahead."""
+"""Scored rollouts for iterations, one after the other or some iterations ahead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUMMED = (
 
 
 class Manager(Protocol):
-    """What collects trajectories: a ``RolloutManager``, a ``RayRolloutManager``, or the user's own."""
+    """Collects trajectories: a ``RolloutManager``, a ``RayRolloutManager``, or the user's own."""
 
     async def collect(
         self,
@@ -42,12 +42,12 @@ class Manager(Protocol):
 
 @dataclass(frozen=True)
 class Collected:
-    """Trajectories with their rewards, and what was found on the way.
+    """Trajectories with their rewards, and the metrics of the collection.
 
     Attributes:
-        trajectories: to train on.
-        metrics: of all that were collected.
-        set_aside: scored, and not to be trained on: groups without spread, and groups that are too old.
+        trajectories: Trajectories to train on.
+        metrics: Metrics over all collected trajectories.
+        set_aside: Scored trajectories that are not trained on: groups without spread and groups that are too old.
     """
 
     trajectories: list[Trajectory]
@@ -58,11 +58,11 @@ class Collected:
 async def collect_scored(
     manager: Manager, reward: RewardComputer, tasks: Sequence[Task], what: str, **settings: Any
 ) -> Collected:
-    """Episodes of these tasks, scored. Each kind of failure is logged once, with how many it cost.
+    """Collect and score episodes of these tasks. Each kind of failure is logged once, with its count.
 
     Args:
-        what: said in the log, such as ``"iteration 3"``.
-        settings: of :meth:`~gradwire.rl.rollouts.RolloutManager.collect`.
+        what: Prefix of log messages, such as ``"iteration 3"``.
+        settings: Settings of :meth:`~gradwire.rl.rollouts.RolloutManager.collect`.
     """
     rollouts = await manager.collect(tasks, **settings)
     report = await reward.compute(rollouts.trajectories)
@@ -72,12 +72,12 @@ async def collect_scored(
 
 
 def has_spread(group: Sequence[Trajectory]) -> bool:
-    """Whether the rewards of a group differ: else it teaches a method that compares them nothing."""
+    """Whether the rewards of a group differ; equal rewards give no gradient to methods that compare them."""
     return len({each.reward for each in group if each.ok}) > 1
 
 
 def with_spread(collected: Collected) -> Collected:
-    """Only the groups whose rewards differ; the others are set aside. (Dynamic sampling of Yu et al. 2025, DAPO.)"""
+    """Keep only the groups whose rewards differ and set the others aside (dynamic sampling: Yu et al. 2025, DAPO)."""
     groups = by_group(collected.trajectories)
     kept = [each for group in groups if has_spread(group) for each in group]
     aside = [each for group in groups if not has_spread(group) for each in group]
@@ -86,7 +86,7 @@ def with_spread(collected: Collected) -> Collected:
 
 
 def joined(parts: Sequence[Collected]) -> Collected:
-    """Several collections as one."""
+    """Join several collections."""
     return Collected(
         [each for part in parts for each in part.trajectories],
         merged([part.metrics for part in parts]),
@@ -95,7 +95,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
 
 
 def merged(parts: Sequence[Metrics]) -> Metrics:
-    """Metrics of parts as those of the whole: counts are added, maxima taken, the others averaged."""
+    """Merge the metrics of parts: counts are added, maxima taken, the others averaged."""
     values: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
@@ -107,9 +107,9 @@ def merged(parts: Sequence[Metrics]) -> Metrics:
 
 
 class Source(Protocol):
-    """Where the trajectories of an iteration come from, in one part or in minibatches that are trained on as they come.
+    """The trajectories of an iteration, in one part or in minibatches that are trained on as they arrive.
 
-    The next part is asked for when the last has been trained on.
+    The next part is requested when the last has been trained on.
     """
 
     streaming: bool
@@ -122,7 +122,7 @@ class Source(Protocol):
 
 
 class Ahead:
-    """Runs ``collect`` for one iteration after the other, up to ``staleness`` of them before they are asked for."""
+    """Runs ``collect`` for successive iterations, up to ``staleness`` iterations ahead."""
 
     streaming = False
 
@@ -133,7 +133,7 @@ class Ahead:
         self._under_way: dict[int, asyncio.Task[Collected]] = {}
 
     async def parts(self, iteration: int) -> AsyncIterator[Collected]:
-        """This iteration's, in one part; those that may be collected meanwhile are begun."""
+        """Yield this iteration's trajectories in one part; starts the collections that may run meanwhile."""
         for number in range(iteration, min(iteration + self._staleness + 1, self._iterations.stop)):
             if number not in self._under_way:
                 self._under_way[number] = asyncio.create_task(self._collect(number))

@@ -1,4 +1,4 @@
-"""What an algorithm collects: the tasks of its curriculum, with its settings, scored by its reward."""
+"""Collect for an algorithm: tasks from its curriculum, with its settings, scored by its reward."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gradwire.rl.rewards.computer import by_group
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import Task
 
-RESAMPLED = 1_000_003  # iterations away from all others: where the tasks of a round of resampling are taken from
+RESAMPLED = 1_000_003  # offset of iteration numbers for the tasks of resampling rounds, away from all real iterations
 logger = logging.getLogger("gradwire.rl")
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects for iterations, one after the other or as a stream of groups.
+    """Collects iteration by iteration, or as a stream of groups.
 
     Attributes:
-        manager: of the rollouts.
-        reward: what scores them.
-        curriculum: which tasks.
-        config: the algorithm's.
+        manager: The rollout manager.
+        reward: Scores the trajectories.
+        curriculum: Chooses the tasks.
+        config: The algorithm's settings.
     """
 
     manager: Manager
@@ -40,11 +40,12 @@ class Collector:
     config: AlgorithmConfig
 
     def ahead(self, iterations: range) -> Source:
-        """Whole iterations, up to ``config.max_staleness`` of them before they are asked for."""
+        """Return a source of whole iterations, up to ``config.max_staleness`` of them ahead."""
         return Ahead(self.iteration, iterations, self.config.max_staleness)
 
     def stream(self, iteration: int, max_staleness: int, version: Callable[[], int]) -> Source:
-        """Groups without end, from those of an iteration on; ``version``: optimizer steps that are taken by now."""
+        """Return an endless stream of groups from an iteration on; ``version``: number of optimizer steps taken by
+        now."""
         config, manager = self.config, self.manager
         minibatches = [len(part) for part in np.array_split(range(config.batch_size), config.num_minibatches)]
         settings = StreamSettings(
@@ -67,7 +68,7 @@ class Collector:
         return GroupStream(collect, version, settings)
 
     async def iteration(self, iteration: int) -> Collected:
-        """The trajectories of an iteration; with dynamic sampling, more tasks until enough groups have a spread."""
+        """Collect an iteration; with dynamic sampling, sample more tasks until enough groups have a spread."""
         config = self.config
         tasks = self.curriculum.select(iteration, config.batch_size)
         what, first = f"iteration {iteration}", iteration * config.batch_size
@@ -83,8 +84,8 @@ class Collector:
             more = await self._collect(tasks, what, first + groups, "resampled", iteration, attempt)
             collected, groups = joined([collected, with_spread(more)]), groups + lacking
         logger.warning(
-            "iteration %d: %d groups have a spread in their rewards, of %d wanted, after %d rounds of resampling: are "
-            "the tasks too easy or too hard?",
+            "iteration %d: rewards differ in %d of %d groups after %d rounds of resampling: are the tasks too easy or "
+            "too hard?",
             iteration, len(by_group(collected.trajectories)), config.batch_size, config.max_resampling,
         )  # fmt: skip
         return collected

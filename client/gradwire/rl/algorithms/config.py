@@ -12,50 +12,51 @@ from gradwire.rl.generation import SamplingParams
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What every algorithm takes.
+    """Settings of every algorithm.
 
     Attributes:
-        batch_size: tasks an iteration.
-        group_size: trajectories a task.
-        ppo_epochs: passes over the trajectories of an iteration.
-        num_minibatches: parts that a pass is cut into, each an optimizer step; groups stay whole.
-        gradient_accumulation_steps: minibatches an optimizer step instead of one; they may be of several passes, and
-            the last step of an iteration takes what is left.
-        learning_rate: of AdamW.
-        warmup_iterations: over which the learning rate rises to that.
-        max_grad_norm: the gradient is scaled down to it.
-        weight_decay: of AdamW.
-        loss_kwargs: arguments of the loss beyond what the algorithm sets; they have the last word.
-        reference_model: what KL is measured against: ``"base"``, ``"ema"``, a checkpoint, a model; None: no KL.
-        beta: weight of the KL.
-        reference_ema: decay of the reference ``"ema"``, which follows the policy each iteration; None: it does not.
-        max_tokens, temperature, top_k, top_p: of sampling. The loss scores at the same temperature.
-        num_parallel: episodes under way at once.
-        max_steps_per_rollout: an episode that the environment has not ended by then is truncated.
-        rollout_timeout_s: of an episode.
-        context_tokens: longest prompt.
-        on_stale: what becomes of groups that are older than ``train(mode="async", max_staleness=)`` allows. ``drop``:
-            they are replaced by new ones. ``correct``: they are trained on, and each token is weighed by the truncated
-            ratio of its probability under the policy that is trained to that under the one that wrote it (losses that
-            have ``sampler_correction``, or weigh by importance anyway).
-        dynamic_sampling: groups whose rewards are all equal are dropped, and other tasks are sampled in their place
+        batch_size: Tasks per iteration.
+        group_size: Trajectories per task.
+        ppo_epochs: Passes over the trajectories of an iteration.
+        num_minibatches: Minibatches per pass, one optimizer step each; groups stay whole.
+        gradient_accumulation_steps: Minibatches per optimizer step; they may come from several passes, and
+            the last step of an iteration takes the rest.
+        learning_rate: Learning rate of AdamW.
+        warmup_iterations: Iterations over which the learning rate rises to its value.
+        max_grad_norm: Gradient clipping norm.
+        weight_decay: Weight decay of AdamW.
+        loss_kwargs: Arguments of the loss; they override those that the algorithm sets.
+        reference_model: Reference of the KL: ``"base"``, ``"ema"``, a checkpoint, a model; None: no KL.
+        beta: Weight of the KL.
+        reference_ema: Decay of the reference ``"ema"``, which follows the policy each iteration; None: it is not
+            updated.
+        max_tokens, temperature, top_k, top_p: Sampling parameters. The loss scores at the same temperature.
+        num_parallel: Episodes in progress at once.
+        max_steps_per_rollout: Truncate an episode after this many steps.
+        rollout_timeout_s: Time limit per episode.
+        context_tokens: Maximum prompt length.
+        on_stale: Treatment of groups that are older than ``train(mode="async", max_staleness=)`` allows. ``drop``:
+            replace them by new ones. ``correct``: train on them and weight each token by the truncated
+            ratio of its probability under the trained policy to that under the policy that wrote it (losses with
+            ``sampler_correction`` or importance weights).
+        dynamic_sampling: Drop groups whose rewards are all equal and sample other tasks in their place
             (Yu et al. 2025, DAPO).
-        max_resampling: rounds of resampling an iteration, after which it goes on with what there is.
+        max_resampling: Maximum rounds of resampling per iteration; then the iteration goes on with fewer groups.
         on_failure: ``stop``: an iteration in which every episode or every reward failed ends the training, with the
-            first failure and its place. ``warn``: it is skipped, with a warning.
-        max_staleness: iterations that rollouts may be behind the policy that trains on them. 0: each waits for the
-            other. 1: the next rollouts are collected while this iteration trains. Whatever it is, log-probabilities
-            of the sampler are what the ratios are taken to, which corrects for it.
-        replay_fraction: groups from the replay buffer, as a share of ``batch_size``; where the algorithm's loss can.
-        seed: of tasks, environments and sampling.
-        eval_every: iterations between evaluations; 0: never.
-        eval_temperature: 0 is greedy.
-        eval_trajectories: an evaluation task.
-        success_threshold: a score from which a held-out trajectory counts as a success.
-        checkpoint_dir: for the state, recorded trajectories and the log, ``metrics.jsonl``; None: the log alone is
-            written, to ``runs/RUN_ID``, and ``resume`` cannot go on from there.
-        save_every: iterations between checkpoints; 0: never.
-        record_every: record the trajectories of every so many iterations; 0: none.
+            first failure and its location. ``warn``: it is skipped with a warning.
+        max_staleness: Iterations by which rollouts may lag behind the trained policy. 0: rollouts and training
+            alternate. 1: the next rollouts are collected while this iteration trains. Ratios are always relative to the
+            sampler's log-probabilities, which corrects for the lag.
+        replay_fraction: Groups from the replay buffer, as a share of ``batch_size``; needs a loss that supports it.
+        seed: Seed of tasks, environments and sampling.
+        eval_every: Iterations between evaluations; 0: never.
+        eval_temperature: Sampling temperature of evaluations; 0 is greedy.
+        eval_trajectories: Trajectories per evaluation task.
+        success_threshold: Minimum score of a success.
+        checkpoint_dir: Folder of the state, recorded trajectories and the log, ``metrics.jsonl``; None: only the log is
+            written, to ``runs/RUN_ID``, and ``resume`` is not possible.
+        save_every: Iterations between checkpoints; 0: never.
+        record_every: Iterations between recordings of trajectories; 0: never.
     """
 
     batch_size: int = 16
@@ -101,7 +102,7 @@ class AlgorithmConfig:
         )  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; this is {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "max_staleness",
             "eval_every",
@@ -111,20 +112,20 @@ class AlgorithmConfig:
             "replay_fraction",
         ):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative; this is {getattr(self, name)}")
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name, choices in (("on_stale", ("drop", "correct")), ("on_failure", ("stop", "warn"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f'{name} must be "{choices[0]}" or "{choices[1]}"; this is {getattr(self, name)!r}')
+                raise ValueError(f'{name} must be "{choices[0]}" or "{choices[1]}", got {getattr(self, name)!r}')
         if self.save_every and self.checkpoint_dir is None:
             raise ValueError("save_every needs a checkpoint_dir")
         if self.record_every and self.checkpoint_dir is None:
             raise ValueError("record_every needs a checkpoint_dir")
         if self.reference_ema is not None and not 0 <= self.reference_ema <= 1:
             raise ValueError(
-                f"reference_ema is the share of the old reference that stays, from 0 to 1; this is {self.reference_ema}"
+                f"reference_ema is the share of the old reference that is kept, from 0 to 1; got {self.reference_ema}"
             )
         if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0 to learn from samples; this is {self.temperature}")
+            raise ValueError(f"temperature must be above 0 to learn from samples, got {self.temperature}")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -135,12 +136,12 @@ class AlgorithmConfig:
         return None if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
     def rate(self, iteration: int) -> float:
-        """The learning rate of an iteration."""
+        """Return the learning rate of an iteration."""
         warm = min(1.0, (iteration + 1) / self.warmup_iterations) if self.warmup_iterations else 1.0
         return self.learning_rate * warm
 
     def kl_kwargs(self) -> dict[str, Any]:
-        """Arguments that every loss of the policy takes."""
+        """Return the KL arguments of every policy loss."""
         kwargs: dict[str, Any] = {} if self.temperature == 1.0 else {"temperature": self.temperature}
         if self.reference_model is not None:
             kwargs |= {"reference_model": self.reference_model, "beta": self.beta}

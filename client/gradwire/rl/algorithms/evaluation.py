@@ -1,4 +1,4 @@
-"""How well a policy does on tasks that it is not trained on."""
+"""Evaluation of a policy on held-out tasks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gradwire.rl.types import Task
 
 
 async def evaluate(manager: Manager, reward: RewardComputer, tasks: Sequence[Task], config: AlgorithmConfig) -> Metrics:
-    """``eval/`` score, success, steps, tokens and failed. A trajectory that failed, or was not scored, scores 0.
+    """Compute ``eval/`` score, success, steps, tokens and failed. A failed or unscored trajectory scores 0.
 
-    With several trajectories a task also ``eval/pass@k``.
+    With several trajectories per task also ``eval/pass@k``.
     """
     collected = await collect_scored(
         manager,
@@ -43,10 +43,10 @@ async def evaluate(manager: Manager, reward: RewardComputer, tasks: Sequence[Tas
 
 
 def pass_at_k(solved: npt.NDArray[np.bool_]) -> Metrics:
-    """``[tasks, trajectories] -> eval/pass@k`` for k of 1, 2, 4, ... and all; nothing for one trajectory a task.
+    """``[tasks, trajectories] -> eval/pass@k`` for k of 1, 2, 4, ... and all; empty for one trajectory per task.
 
-    The unbiased estimate of the share of tasks that one of k trajectories solves, ``1 - C(n - c, k) / C(n, k)`` with c
-    of n solved (Chen et al. 2021, arXiv 2107.03374).
+    The unbiased estimate of the probability that at least one of k trajectories solves a task,
+    ``1 - C(n - c, k) / C(n, k)`` with c of n solved (Chen et al. 2021, arXiv 2107.03374).
     """
     n = solved.shape[1]
     sizes = sorted({n, *(2**power for power in range(n.bit_length()) if 2**power <= n)}) if n > 1 else []

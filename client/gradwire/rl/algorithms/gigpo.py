@@ -1,4 +1,4 @@
-"""GiGPO with PPO's clipped objective: credit for single steps from episodes that came through the same state.
+"""GiGPO with PPO's clipped objective: step-level credit from episodes that pass through the same state.
 
 Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training (arXiv 2505.10978).
 """
@@ -26,13 +26,13 @@ StateHash = Callable[[StepData], Hashable]
 
 
 def anchor_state(step: StepData) -> Hashable:
-    """The environment's own key for the state that the step was taken in (by default its observation)."""
+    """Return the environment's key of the state in which the step was taken (by default its observation)."""
     key: Hashable = step.state_key
     return key
 
 
 def _hashable(key: Any) -> Hashable:
-    """The key, or how it is written where it holds lists or dicts: equal ones are written equally."""
+    """Return the key, or its text if it contains lists or dicts; equal keys have equal texts."""
     try:
         hash(key)
     except TypeError:
@@ -43,14 +43,14 @@ def _hashable(key: Any) -> Hashable:
 
 @dataclass(frozen=True)
 class GiGPOCredit:
-    """The stages of a computation.
+    """The stages of the computation.
 
     Attributes:
         episode: ``[trajectories]``, ``A_E``.
         returns: ``[steps]``, ``G_t``, of all trajectories' steps one after the other.
         step: ``[steps]``, ``A_S``.
         advantages: ``[steps]``, ``A_E + omega A_S``.
-        step_groups: the steps (indices) of each anchor state, ``G_k``.
+        step_groups: The step indices of each anchor state, ``G_k``.
     """
 
     episode: Floats
@@ -61,7 +61,7 @@ class GiGPOCredit:
 
     @property
     def singletons(self) -> float:
-        """Share of steps alone at their state: they have no step level."""
+        """Share of steps that are alone at their state and so have no step-level advantage."""
         alone = sum(len(group) == 1 for group in self.step_groups)
         return alone / max(len(self.step), 1)
 
@@ -74,14 +74,14 @@ def gigpo_credit(
     scale: bool = True,
     state_hash: StateHash = anchor_state,
 ) -> GiGPOCredit:
-    """The advantages of all steps, also written into them; each stage is logged at DEBUG.
+    """Compute the advantages of all steps and write them into the steps; each stage is logged at DEBUG.
 
     Args:
-        trajectories: with their rewards, and those of their steps; groups may come in any order.
-        gamma: discount of a step.
-        omega: weight of the step level.
-        scale: divide by the standard deviations of groups.
-        state_hash: what tells apart the states of steps.
+        trajectories: Trajectories with rewards, and steps with rewards; groups may come in any order.
+        gamma: Discount per step.
+        omega: Weight of the step level.
+        scale: Divide by the standard deviations of groups.
+        state_hash: Maps a step to a key of its state.
     """
     episode = np.zeros(len(trajectories))
     place = {id(each): index for index, each in enumerate(trajectories)}
@@ -124,14 +124,15 @@ def _explain(
 
 
 class GiGPOAlgorithm(Algorithm):
-    """PPO's clipped objective with GiGPO's advantages (loss ``gigpo``, advantages found here and sent along).
+    """PPO's clipped objective with GiGPO's advantages, computed on the client (loss ``gigpo``).
 
     Args:
-        omega: weight of the step level; 0 is GRPO over trajectories.
-        gamma: discount of a step.
-        state_hashing_function: step -> what tells its state apart; by default the environment's ``state_key``.
-        default_step_reward: of steps that the reward function says nothing of; None leaves it to the reward computer.
-        args, options: of :class:`Algorithm`.
+        omega: Weight of the step level; 0 is GRPO over trajectories.
+        gamma: Discount per step.
+        state_hashing_function: Maps a step to a key of its state; by default the environment's ``state_key``.
+        default_step_reward: Reward of steps that the reward function does not name; None leaves it to the reward
+            computer.
+        args, options: As for :class:`Algorithm`.
     """
 
     corrects = True
@@ -152,7 +153,7 @@ class GiGPOAlgorithm(Algorithm):
     ) -> None:
         super().__init__(service, run, tasks, reward, config, **options)
         if not 0 <= gamma <= 1:
-            raise ValueError(f"gamma must be from 0 to 1; this is {gamma}")
+            raise ValueError(f"gamma must be from 0 to 1, got {gamma}")
         self.omega, self.gamma, self.state_hash = omega, gamma, state_hashing_function
         if default_step_reward is not None:
             self.reward.default_step_reward = default_step_reward

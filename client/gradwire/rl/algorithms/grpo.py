@@ -1,4 +1,4 @@
-"""GRPO: a group of trajectories of one task is its own baseline."""
+"""GRPO: the mean reward of a task's group of trajectories is the baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from gradwire.rl.types import Trajectory
 
 
 def write_group_advantages(trajectories: Sequence[Trajectory], *, scale: bool) -> np.ndarray:
-    """``[trajectories]``: of each, within its group; also written into its steps."""
+    """Compute each trajectory's advantage within its group, ``[trajectories]``, and write it into the trajectory's
+    steps."""
     order = {id(each): place for place, each in enumerate(trajectories)}
     result = np.zeros(len(trajectories))
     for group in by_group(trajectories):
@@ -28,7 +29,7 @@ def write_group_advantages(trajectories: Sequence[Trajectory], *, scale: bool) -
 
 
 def idle_groups(trajectories: Sequence[Trajectory]) -> float:
-    """Share of groups whose rewards are all equal: their trajectories teach nothing."""
+    """Share of groups whose rewards are all equal and which therefore give no gradient."""
     groups = by_group(trajectories)
     return sum(len({each.reward for each in group}) == 1 for group in groups) / max(len(groups), 1)
 
@@ -36,8 +37,8 @@ def idle_groups(trajectories: Sequence[Trajectory]) -> float:
 class GRPOAlgorithm(Algorithm):
     """Group relative policy optimisation (loss ``grpo``; its options go in ``config.loss_kwargs``).
 
-    Where a group's trajectories are one row each, from one prompt, the server finds the advantages; where they are not
-    (prompts that do not continue each other), they are found here, and go along with each row.
+    If each trajectory of a group is one row from one prompt, the server computes the advantages; otherwise
+    (prompts that do not continue each other) they are computed here and sent with each row.
     """
 
     loss_fn = "grpo"

@@ -1,4 +1,4 @@
-"""HICRA: GRPO whose planning tokens gain more from success and lose less by failure."""
+"""HICRA: GRPO with amplified advantages of planning tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradwire.rl.types import Trajectory
 class HICRAAlgorithm(GRPOAlgorithm):
     """GRPO that raises the advantage A of tokens inside strategic grams to ``A + planning_alpha |A|``.
 
-    As in the paper (arXiv 2509.03646) A is a reward less its group's mean; ``scale_rewards=True`` among
-    ``config.loss_kwargs`` divides it by the standard deviation as GRPO does, and ``planning_alpha`` there is another
-    strength than 0.2. Its metric ``train/planning_fraction`` is the share of tokens that plan.
+    As in the paper (arXiv 2509.03646), A is a reward minus its group's mean; ``scale_rewards=True`` in
+    ``config.loss_kwargs`` divides it by the standard deviation as GRPO does, and ``planning_alpha`` there replaces
+    the default of 0.2. The metric ``train/planning_fraction`` is the share of planning tokens.
 
     Args:
-        grams: what marks planning tokens, from :func:`~gradwire.rl.strategic_grams.find_strategic_grams`.
-        service, run, tasks, reward, config, options: as of :class:`~gradwire.rl.algorithms.base.Algorithm`.
+        grams: The strategic grams, from :func:`~gradwire.rl.strategic_grams.find_strategic_grams`.
+        service, run, tasks, reward, config, options: As for :class:`~gradwire.rl.algorithms.base.Algorithm`.
     """
 
     def __init__(

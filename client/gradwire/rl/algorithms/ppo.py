@@ -16,8 +16,8 @@ from gradwire.rl.types import Trajectory
 def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
     """``[tokens]``: each step's reward at its last token, and the trajectory's at the very last.
 
-    Without step outputs the last step's reward is the trajectory's, and counts once; with a score that is the sum of
-    the step outputs, they count once.
+    Without step outputs the last step's reward is the trajectory's and counts once. A score that is the sum of
+    the step outputs is not added to them.
     """
     rewards = row.at_ends([step.reward for step in trajectory.steps])
     verdict = trajectory.evaluation
@@ -27,16 +27,16 @@ def token_rewards(row: Row, trajectory: Trajectory) -> np.ndarray:
 
 
 class PPOAlgorithm(Algorithm):
-    """Proximal policy optimisation (loss ``enhanced_ppo``): advantages token by token, from a critic.
+    """Proximal policy optimisation (loss ``enhanced_ppo``): per-token advantages from a critic.
 
-    The run needs ``head="value"``. Values of the state before each token are asked for once, before the first pass,
-    and stay the baseline of all passes. What an episode ends with is worth nothing more, be it by its rules, by its
-    own limit of turns, or with a response of ``max_tokens`` that the environment took for the last. Only one that is
-    ``truncated`` is bootstrapped: with the value of the last state that the policy wrote in, the last one of the
-    episode whose value is trained. (Values of states that no token follows are trained by nothing. They drift, and what
-    is bootstrapped from them feeds the drift.)
+    The run needs ``head="value"``. Values of the state before each token are computed once, before the first pass, and
+    are the baseline of all passes. The end of a completed episode has value 0, whether it ended by its rules, by its
+    own limit of turns, or with a response of ``max_tokens`` that the environment accepted as the last. Only a
+    ``truncated`` episode is bootstrapped, with the value of the last state in which the policy wrote, which is the last
+    trained value of the episode. (Values of states that no token follows are not trained. They drift, and bootstrapping
+    from them amplifies the drift.)
 
-    A trajectory of several rows (its prompts do not continue each other) hands what is still to come from row to row
+    A trajectory of several rows (its prompts do not continue each other) passes the remaining return from row to row
     as the discounted value of the next row's first state.
     """
 
@@ -81,9 +81,9 @@ class PPOAlgorithm(Algorithm):
         if cut and kwargs["gamma"] == 1.0:
             self._reporter.warn_once(
                 "bootstrapped",
-                "%d of %d episodes were cut off (max_steps_per_rollout is %d) and count on as if they had gone on, "
-                "without a discount (gamma is 1). If that many turns are the task's own limit, set the environment's "
-                "max_steps to it, and running out of turns is a failure",
+                "%d of %d episodes were cut off (max_steps_per_rollout is %d) and are bootstrapped without a "
+                "discount (gamma is 1). If that number of turns is the task's own limit, set the environment's "
+                "max_steps to it: running out of turns then counts as a failure",
                 len(cut), len(trajectories), self.config.max_steps_per_rollout,
             )  # fmt: skip
         metrics = {"rows": float(len(rows)), "bootstrapped": float(len(cut))}

@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline, on anybody's samples."""
+"""REINFORCE with a baseline, for samples of any policy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Baseline = Literal["leave_one_out", "group_mean", "batch", "none"]
 
 
 class REINFORCEAlgorithm(Algorithm):
-    """The policy gradient with a baseline, weighted by importance (loss ``importance_sampling``).
+    """The policy gradient with a baseline and importance weights (loss ``importance_sampling``).
 
-    Ratios are taken to the sampler's own log-probabilities and truncated, so rollouts may be stale and trajectories of
-    a :class:`~gradwire.rl.replay.ReplayBuffer` may be mixed in (``config.replay_fraction``).
+    Ratios are relative to the sampler's own log-probabilities and truncated, so rollouts may be stale and trajectories
+    of a :class:`~gradwire.rl.replay.ReplayBuffer` may be mixed in (``config.replay_fraction``).
 
     Args:
-        baseline: what a reward is compared with. ``leave_one_out``: the mean of the others of its group (RLOO).
-            ``group_mean``: the group's mean. ``batch``: the batch's, and over its standard deviation (REINFORCE++ with
-            no KL). ``none``: nothing.
-        args, options: of :class:`Algorithm`.
+        baseline: The baseline of a reward. ``leave_one_out``: the mean of the others of its group (RLOO).
+            ``group_mean``: the group's mean. ``batch``: the batch's mean, divided by its standard deviation
+            (REINFORCE++ without KL). ``none``: no baseline.
+        args, options: As for :class:`Algorithm`.
     """
 
     replays = True
-    corrects = True  # its ratios are truncated anyway
+    corrects = True  # its ratios are always truncated
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class REINFORCEAlgorithm(Algorithm):
     ) -> None:
         super().__init__(service, run, tasks, reward, config, **options)
         if baseline not in ("leave_one_out", "group_mean", "batch", "none"):
-            raise ValueError(f"baseline must be leave_one_out, group_mean, batch or none; this is {baseline!r}")
+            raise ValueError(f"baseline must be leave_one_out, group_mean, batch or none, got {baseline!r}")
         if baseline in ("leave_one_out", "group_mean") and self.config.group_size == 1:
             raise ValueError(
-                f'baseline {baseline!r} compares a group: group_size must be at least 2, or baseline="batch"'
+                f'baseline {baseline!r} compares within a group: set group_size to at least 2, or baseline="batch"'
             )
         self.baseline = baseline
 

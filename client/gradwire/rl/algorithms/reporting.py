@@ -1,4 +1,4 @@
-"""What a training tells: metrics to loggers, trajectories to a recorder, warnings once, failures with their place."""
+"""Reporting of a training: metrics to loggers, trajectories to a recorder, one-time warnings, located failures."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SHOWN = (
 
 
 class RolloutsFailedError(RuntimeError):
-    """Nothing of an iteration can be trained on: every episode, or every reward, failed."""
+    """Nothing in an iteration can be trained on: every episode, or every reward, failed."""
 
 
 class Reporter:
     """The loggers and the recorder of an algorithm.
 
     Args:
-        config: says where files go.
-        run_id: names the folder of the log where the config has none.
-        loggers: beside the JSONL file.
-        recorder: of trajectories; by default as ``config.record_every`` says.
+        config: Names the files' folders.
+        run_id: Name of the log's folder if the config has none.
+        loggers: Loggers in addition to the JSONL file.
+        recorder: Recorder of trajectories; by default one that follows ``config.record_every``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Reporter:
             logger.warning(message, *args)
 
     def pass_on(self, iteration: int, warnings: Sequence[str], meaningless: Sequence[str]) -> None:
-        """The service's warnings, each kind once; not those that this batch's layout makes meaningless."""
+        """Log the service's warnings, each kind once, except those that do not apply to this batch's layout."""
         for warning in warnings:
             kind = warning.split(" ", 1)[0]
             if kind not in meaningless:
@@ -79,16 +79,16 @@ class Reporter:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What the progress bar has room for: what is known, and what went wrong if anything did."""
+    """Select the numbers for the progress bar: known metrics, and failures if there were any."""
     known = {name: metrics[name] for name in SHOWN if math.isfinite(metrics.get(name, math.nan))}
     return {name.split("/")[1]: value for name, value in known.items() if value or name != "rewards/not_scored"}
 
 
 def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
-    """Refuses an iteration in which everything failed.
+    """Raise if everything in an iteration failed.
 
     Raises:
-        RolloutsFailedError: with the first failure, its traceback and its line.
+        RolloutsFailedError: Everything failed; the message has the first failure, its traceback and its line.
     """
     if not trajectories:
         return
@@ -105,11 +105,11 @@ def check_failures(iteration: int, trajectories: Sequence[Trajectory]) -> None:
         told = unscored[0].evaluation.error
         what = f"none of the {len(trajectories)} trajectories could be scored"
     raise RolloutsFailedError(
-        f'iteration {iteration}: {what} (on_failure="warn" goes on all the same). The first: {told.strip()}'
+        f'iteration {iteration}: {what} (on_failure="warn" continues anyway). The first: {told.strip()}'
     )
 
 
 def _place(traceback: str) -> str:
-    """The last line of a traceback that names a file, which is where it happened."""
+    """Return the last line of a traceback that names a file."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     return f" ({lines[-1]})" if lines else ""

@@ -1,4 +1,4 @@
-"""An algorithm's own state, beside the server's checkpoint."""
+"""An algorithm's own state, stored beside the server's checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """How far an algorithm is.
+    """The progress of an algorithm.
 
     Attributes:
-        iteration: how many are done.
-        best_success: the best share of successes in an evaluation.
-        checkpoint: the server's, ``"RUN_ID/NAME"``.
-        version: optimizer steps taken.
-        curriculum: its state.
+        iteration: Number of finished iterations.
+        best_success: The best success rate of an evaluation.
+        checkpoint: The server's checkpoint, ``"RUN_ID/NAME"``.
+        version: Number of optimizer steps.
+        curriculum: State of the curriculum.
     """
 
     iteration: int = 0
@@ -29,7 +29,7 @@ class AlgorithmState:
     curriculum: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Replaces the file at once, so that a crash leaves the old one or the new one."""
+        """Replace the file atomically, so that a crash leaves the old or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
         with aside.open("w", encoding="utf-8") as file:

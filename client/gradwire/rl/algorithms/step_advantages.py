@@ -1,4 +1,4 @@
-"""PPO's advantages per step, for those who look at trajectories; what is trained on is the server's, per token."""
+"""PPO's advantages per step, for inspection of trajectories; training uses the server's per-token advantages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def write_step_advantages(
     bootstrap: npt.NDArray[Any],
     loss_kwargs: Mapping[str, Any],
 ) -> None:
-    """Writes into each step the mean advantage of its tokens, before whitening and without a KL in the reward.
+    """Write into each step the mean advantage of its tokens, before whitening and without a KL in the reward.
 
     Args:
-        rewards, values: of each row, ``[tokens]``.
-        bootstrap: ``[rows]``, of what comes after each.
-        loss_kwargs: of the loss, for ``gamma``, ``gae_lambda`` and ``use_gae``.
+        rewards, values: Per row ``[tokens]``.
+        bootstrap: ``[rows]``, value after each row.
+        loss_kwargs: Arguments of the loss, for ``gamma``, ``gae_lambda`` and ``use_gae``.
     """
     advantages, _ = gae(
         np.concatenate(rewards),

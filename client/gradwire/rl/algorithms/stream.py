@@ -1,4 +1,4 @@
-"""Scored groups without end, for training while generation goes on."""
+"""An endless stream of scored groups, for training while generation continues."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ logger = logging.getLogger("gradwire.rl")
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream goes.
+    """Settings of a stream.
 
     Attributes:
-        first_group: number of the first group.
-        minibatches: groups of each minibatch of an iteration.
-        ahead: groups that may have been started and not yet been trained on.
-        parallel: groups under way at once.
-        max_staleness: optimizer steps that a group's oldest token may be behind when it is trained on; None: any.
-        spread: drop groups whose rewards are all equal.
-        patience: groups dropped for one minibatch, after which it goes on with what there is.
+        first_group: Number of the first group.
+        minibatches: Number of groups in each minibatch of an iteration.
+        ahead: Maximum number of groups that are started but not yet trained on.
+        parallel: Groups in progress at once.
+        max_staleness: Maximum age of a group's oldest token, in optimizer steps, when it is trained on; None: any.
+        spread: Drop groups whose rewards are all equal.
+        patience: Groups dropped for one minibatch, after which it goes on with fewer groups.
     """
 
     first_group: int
@@ -39,15 +39,15 @@ class StreamSettings:
 
 
 class GroupStream:
-    """Groups of episodes without end, in the order in which they are done; generation goes on while others train.
+    """An endless stream of groups, in the order of completion; generation continues while the policy trains.
 
-    An episode that is under way while the policy learns goes on with the newer one: each step knows which version
-    wrote it. What is dropped is replaced by the next task's group.
+    Episodes in progress continue with the newer policy: each step records the version that
+    wrote it. A dropped group is replaced by the next task's group.
 
     Args:
-        collect: the number of a group -> the group, scored.
-        version: optimizer steps that the policy has taken now.
-        settings: see there.
+        collect: Maps the number of a group to the scored group.
+        version: Returns the number of optimizer steps that the policy has taken.
+        settings: See :class:`StreamSettings`.
     """
 
     streaming = True
@@ -60,7 +60,7 @@ class GroupStream:
     ) -> None:
         self._collect, self._version, self._settings = collect, version, settings
         self._next = settings.first_group
-        self._waiting = 0  # done, or under way, and not trained on
+        self._waiting = 0  # completed or in progress, and not trained on
         self._under_way: set[asyncio.Task[Collected]] = set()
         self._done: asyncio.Queue[asyncio.Task[Collected]] = asyncio.Queue()
 
@@ -71,7 +71,7 @@ class GroupStream:
             self._release(len(kept))
 
     async def _minibatch(self, size: int) -> tuple[list[Collected], list[Collected]]:
-        """Groups to train on, and those that were dropped on the way."""
+        """Return the groups to train on, and those that were dropped on the way."""
         kept: list[Collected] = []
         aside: list[Collected] = []
         while len(kept) < size and len(aside) < self._settings.patience:
@@ -86,8 +86,8 @@ class GroupStream:
                 self._release(1)
         if len(kept) < size:
             logger.warning(
-                "%d groups were dropped for one minibatch, which goes on with %d of %d: without spread in their "
-                "rewards they teach nothing. Are the tasks too easy or too hard?", len(aside), len(kept), size,
+                "%d groups were dropped for one minibatch, which goes on with %d of %d: groups of equal "
+                "rewards give no gradient. Are the tasks too easy or too hard?", len(aside), len(kept), size,
             )  # fmt: skip
         return kept, aside
 
@@ -119,7 +119,7 @@ class GroupStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._settings = StreamSettings(0, (), 0, 0, None, False, 0)  # nothing more is started
+        self._settings = StreamSettings(0, (), 0, 0, None, False, 0)  # no new groups are started
         tasks = tuple(self._under_way)
         for task in tasks:
             task.cancel()

@@ -21,19 +21,19 @@ async def update(
     stepped: Callable[[], None],
     num_minibatches: int,
 ) -> tuple[dict[str, float], list[str]]:
-    """Trains on a batch: all passes over it are submitted at once, and their results awaited behind them.
+    """Train on a batch: submit all passes at once, then await their results.
 
     Args:
-        run: a ``TrainingClient``.
-        stepped: called for each optimizer step that is submitted.
-        num_minibatches: optimizer steps a pass.
+        run: A ``TrainingClient``.
+        stepped: Called for each optimizer step that is submitted.
+        num_minibatches: Optimizer steps per pass.
 
     Returns:
-        Means of the losses' and steps' metrics, and the losses' warnings. A metric of a name that the batch brought a
-        figure for, or calls meaningless, is left out.
+        Means of the losses' and steps' metrics, and the losses' warnings. Metrics that the batch overrides
+        or declares meaningless are left out.
 
     Raises:
-        GradwireError: the first failure, after all results are in.
+        GradwireError: The first failure, after all results have arrived.
     """
     results, steps = [], []
     rate = config.rate(iteration)
@@ -80,5 +80,5 @@ async def update(
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 for none."""
+    """Return the mean, 0 for no values."""
     return float(np.mean(values)) if values else 0.0

@@ -1,4 +1,4 @@
-"""The run's weights in whatever samples, and how far behind samples are."""
+"""Send the run's weights to the sampler, and measure how stale samples are."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from gradwire.rl.types import Trajectory
 
 
 def can_update(inference: Any, run: Any) -> bool:
-    """Whether it can be given the run's weights; a sampler of the user's that says nothing of it cannot."""
+    """Whether a sampler can receive the run's weights; a custom sampler without a declaration cannot."""
     return bool(getattr(inference, "can_update", lambda run: False)(run))
 
 
 def check_updatable(inference: Any, run: Any) -> None:
-    """Refuses a sampler whose weights would stay as they are.
+    """Refuse a sampler that cannot receive weights.
 
     Raises:
-        ValueError: saying what to do.
+        ValueError: The sampler cannot; the message says what to do.
     """
     if not can_update(inference, run):
         raise ValueError(
-            f"{type(inference).__name__} cannot be given the weights of this run: it would sample with the first "
-            "policy for ever, and training would go wrong without a word. Make it updatable (an endpoint: "
-            'OpenAIInference(..., weights="adapter")), or say allow_stale=True where that is meant'
+            f"{type(inference).__name__} cannot receive the weights of this run: it would keep sampling from the first "
+            "policy, and training would go wrong silently. Make it updatable (for an endpoint: "
+            'OpenAIInference(..., weights="adapter")), or pass allow_stale=True if this is intended'
         )
 
 
 def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Optimizer steps between the policy that wrote a token and the one that is trained on it: mean and maximum.
+    """Optimizer steps between the policy that wrote a token and the trained policy: mean and maximum.
 
     Args:
-        trajectories: what is trained on.
-        version: optimizer steps that the trained policy has taken.
+        trajectories: The trajectories trained on.
+        version: Number of optimizer steps that the trained policy has taken.
     """
     steps = [step for each in trajectories for step in each.steps if len(step.response_ids)]
     if not steps:

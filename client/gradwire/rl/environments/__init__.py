@@ -1,4 +1,4 @@
-"""Environments: interaction only. Rewards come after, from ``gradwire.rl.rewards``."""
+"""Environments: interaction only. Rewards are computed afterwards by ``gradwire.rl.rewards``."""
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
 from gradwire.rl.environments.conversation import ConversationEnvironment

@@ -1,4 +1,4 @@
-"""What an environment is: interaction, and nothing of rewards."""
+"""The environment interface: interaction, without rewards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradwire.rl.types import Action, Message, Prompt, State, Task, ToolResult
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the world answered to an action.
+    """The environment's answer to an action.
 
     Attributes:
-        observation: text for the policy; empty when there is nothing to say.
-        terminated: the episode is over by its own rules, a limit of turns that belongs to the task among them.
-        truncated: it was cut off by a limit that is not the task's: a time limit, a full context.
-        tool_results: of the tools that the action called.
-        data: changes to the state's ``data``.
-        role: of the observation's message.
+        observation: Text for the policy; empty if there is none.
+        terminated: The episode ended by its own rules, including the task's limit of turns.
+        truncated: A limit that is not the task's cut it off: a time limit, a full context.
+        tool_results: Results of the tools that the action called.
+        data: Changes to the state's ``data``.
+        role: Role of the observation's message.
     """
 
     observation: str = ""
@@ -32,16 +32,16 @@ class StepResult:
 
 
 class BaseEnvironment(ABC):
-    """An environment serves any number of episodes at once: what belongs to one is in its :class:`State`.
+    """An environment that serves any number of episodes at once; the data of one episode is in its :class:`State`.
 
-    ``reset`` and ``step`` may be ``async def``. Plain ones run in a thread of their own, so that a slow one holds up
-    its own episode only; set ``blocking = False`` where they return at once.
+    ``reset`` and ``step`` may be ``async def``. Plain methods run in their own thread, so that a slow one delays only
+    its own episode; set ``blocking = False`` if they return immediately.
 
     Attributes:
-        max_steps: the task's own limit of turns: the episode ends (``terminated``) with the last one, and what is not
-            done by then has failed. None: the task has none, and where the rollouts stop (``max_steps_per_rollout``)
-            the episode is ``truncated``.
-        stop: strings at which the policy's writing ends.
+        max_steps: The task's own limit of turns: the episode ends (``terminated``) with the last one, and an unsolved
+            task counts as failed. None: the task has no limit, and an episode that reaches ``max_steps_per_rollout`` is
+            ``truncated``.
+        stop: Strings at which the policy's response ends.
     """
 
     blocking: bool = True
@@ -50,36 +50,36 @@ class BaseEnvironment(ABC):
 
     @abstractmethod
     def reset(self, task: Task, seed: int) -> State | Awaitable[State]:
-        """The state that an episode starts from; the same for the same task and seed."""
+        """Return the start state of an episode; the same for the same task and seed."""
 
     @abstractmethod
     def step(self, state: State, action: Action) -> StepResult | Awaitable[StepResult]:
-        """What the world answers."""
+        """Return the environment's answer to the action."""
 
     def parse_action(self, state: State, raw: str) -> Action:
-        """What the policy's text means here. May not raise on any text: a bad action is an action too."""
+        """Interpret the policy's text. Must not raise for any text: an invalid action is an action too."""
         return Action(raw, raw.strip())
 
     def is_terminal(self, state: State) -> bool:
         return state.terminated or state.truncated
 
     def build_prompt(self, state: State) -> Prompt:
-        """What the policy is given: by default the whole conversation."""
+        """Build the policy's prompt: by default the whole conversation."""
         return state.messages
 
     def observation(self, state: State) -> str:
-        """The text that the policy sees last."""
+        """Return the newest text that the policy sees."""
         for message in reversed(state.messages):
             if message["role"] != "assistant":
                 return message["content"]
         return ""
 
     def state_key(self, state: State) -> Hashable:
-        """What tells states apart where credit is given per state (GiGPO's anchors): by default the observation."""
+        """Return the key that identifies states in state-level credit (GiGPO's anchors): by default the observation."""
         return self.observation(state)
 
     def update_state(self, state: State, action: Action, result: StepResult) -> State:
-        """The next state: the conversation grows by the action and, where there is one, the observation."""
+        """Build the next state: the conversation grows by the action and the observation, if any."""
         messages: list[Message] = [*state.messages, {"role": "assistant", "content": action.raw}]
         if result.observation:
             messages.append({"role": result.role, "content": result.observation})
@@ -93,12 +93,12 @@ class BaseEnvironment(ABC):
             data=result.data,
         )
 
-    def close(self, state: State) -> None:  # noqa: B027 - most have nothing to let go of
-        """The episode is over: lets go of what its state holds (processes, files)."""
+    def close(self, state: State) -> None:  # noqa: B027 - most environments have nothing to release
+        """Release what the state of a finished episode holds (processes, files)."""
 
 
 def first_messages(task: Task, system: str = "") -> tuple[Message, ...]:
-    """The task's prompt as messages, after a system message if there is one."""
+    """Return the task's prompt as messages, after a system message if there is one."""
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     if isinstance(task.prompt, str):
         messages.append({"role": "user", "content": task.prompt})

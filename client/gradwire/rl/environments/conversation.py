@@ -1,4 +1,4 @@
-"""Several turns with someone who answers: a function, a script, another model."""
+"""Conversations of several turns with a respondent: a function, a script, another model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Respond = Callable[[State, Action], Reply | Awaitable[Reply]]
 
 
 class ConversationEnvironment(BaseEnvironment):
-    """A conversation from the task's messages on; prompts are conversations, so a chat template writes them.
+    """A conversation that starts with the task's messages; the chat template formats the prompts.
 
     Args:
-        respond: ``(state, action) -> text`` of the other side; None ends the episode; a :class:`StepResult` says more.
-            May be ``async``; a plain one runs in a thread of its own while ``blocking``.
-        max_turns: of the policy.
-        system: a system message before the task's own.
-        stop: strings at which a turn ends.
+        respond: ``(state, action) -> text`` of the other side; None ends the episode; a :class:`StepResult` gives full
+            control. May be ``async``; a plain one runs in its own thread while ``blocking``.
+        max_turns: The policy's limit of turns.
+        system: A system message before the task's own.
+        stop: Strings at which a turn ends.
 
-    Inherit and override :meth:`respond` instead of giving one, where it needs more than a function.
+    Subclass and override :meth:`respond` if a function is not enough.
     """
 
     def __init__(
         self, respond: Respond | None = None, *, max_turns: int = 8, system: str = "", stop: tuple[str, ...] = ()
     ) -> None:
         if max_turns < 1:
-            raise ValueError(f"max_turns must be at least 1; this is {max_turns}")
+            raise ValueError(f"max_turns must be at least 1, got {max_turns}")
         self._respond = respond
         self.max_steps = max_turns
         self.system = system
@@ -39,7 +39,7 @@ class ConversationEnvironment(BaseEnvironment):
         return State(task, first_messages(task, self.system), data={"seed": seed})
 
     def respond(self, state: State, action: Action) -> Reply | Awaitable[Reply]:
-        """The other side's turn; by default the function given at construction, or the end."""
+        """Return the other side's turn; by default calls the function given at construction, or ends the episode."""
         return self._respond(state, action) if self._respond is not None else None
 
     async def step(self, state: State, action: Action) -> StepResult:

@@ -1,4 +1,4 @@
-"""Whose environments the members of a group are: a builder makes them together, one mixture deals them by task."""
+"""Builders that make the environments of a group together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gradwire.rl.types import Task
 class GroupBuilder(ABC):
     """Makes the environments of a group of episodes, in place of one environment that serves all.
 
-    The same object for every member lets them share something costly (a container, an index). Different objects that
-    know each other make one episode of several agents: each member is one agent, with a trajectory of its own; where
-    one waits for another's move, its ``step`` is ``async`` and waits, and ``interactive`` is True.
+    Returning the same object for every member lets them share a costly resource (a container, an index). Different
+    objects that know each other make one multi-agent episode: each member is one agent with its own trajectory; if one
+    waits for another's move, its ``step`` is ``async`` and ``interactive`` is True.
 
     Attributes:
-        interactive: members wait for one another. All of a group are then started together, and the sampler is not
-            kept waiting for those that wait, so that sampling depends on timing.
+        interactive: Members wait for one another. All members of a group are then started together, and the sampler
+            does not wait for waiting members, so that sampling depends on timing.
     """
 
     interactive: bool = False
@@ -27,10 +27,10 @@ class GroupBuilder(ABC):
     def environments(
         self, task: Task, size: int, seed: int
     ) -> Sequence[BaseEnvironment] | Awaitable[Sequence[BaseEnvironment]]:
-        """One environment a member, ``size`` in all.
+        """Make ``size`` environments, one per member.
 
         Args:
-            task: of the group.
-            size: members.
-            seed: of the group; each environment is reset with it.
+            task: The group's task.
+            size: Number of members.
+            seed: The group's seed; each environment is reset with it.
         """

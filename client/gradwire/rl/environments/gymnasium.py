@@ -1,4 +1,4 @@
-"""Gymnasium environments whose observations can be written as text, and whose actions can be read from it."""
+"""Gymnasium environments with textual observations and actions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gradwire.rl.types import Action, State, Task
 
 
 class GymnasiumEnvironment(BaseEnvironment):
-    """One Gymnasium environment an episode, made, reset with the episode's seed and closed.
+    """One Gymnasium environment per episode: created, reset with the episode's seed, and closed.
 
     Args:
-        make: an environment id for ``gymnasium.make``, or ``task -> environment``.
-        parse: the policy's text -> an action of the environment; a ``ValueError``, or an action that is not in its
-            ``action_space``, is told to the policy, and the environment does not move.
-        describe: an observation -> text.
-        system: a system message.
-        max_turns: of the policy.
-        stop: strings at which a turn ends.
+        make: An environment id for ``gymnasium.make``, or ``task -> environment``.
+        parse: Converts the policy's text to an action. A ``ValueError``, or an action outside
+            ``action_space``, is reported to the policy, and the environment does not step.
+        describe: Converts an observation to text.
+        system: A system message.
+        max_turns: The policy's limit of turns.
+        stop: Strings at which a turn ends.
 
-    The environment's own rewards are kept in the state's ``data["env_rewards"]``, one a step: see
+    The environment's own rewards are kept in the state's ``data["env_rewards"]``, one per step: see
     :func:`~gradwire.rl.rewards.environment_reward`.
     """
 
@@ -64,7 +64,8 @@ class GymnasiumEnvironment(BaseEnvironment):
         except ValueError as error:
             return StepResult(f"error: {error}", data={"env_rewards": (*rewards, 0.0)})
         world = state.data["world"]
-        space = None if isinstance(move, str) else getattr(world, "action_space", None)  # worlds of text list few signs
+        # text spaces have few characters
+        space = None if isinstance(move, str) else getattr(world, "action_space", None)
         if space is not None and not space.contains(move):
             return StepResult(f"error: {move!r} is not an action: {space}", data={"env_rewards": (*rewards, 0.0)})
         observation, reward, terminated, truncated, info = world.step(move)

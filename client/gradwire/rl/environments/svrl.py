@@ -14,15 +14,15 @@ _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 
 
 class SVRLEnvironment(ToolEnvironment):
-    """A :class:`ToolEnvironment` in which verification costs, and only ``<answer>…</answer>`` commits.
+    """A :class:`ToolEnvironment` in which verification has a cost, and only ``<answer>…</answer>`` commits.
 
     A turn that neither calls a tool nor commits is asked to do one of the two. When the budget is spent, further
-    calls are refused and the policy is told to commit. The state's ``data`` keeps ``verification_cost``, ``budget``
+    calls are refused and the policy is told to commit. The state's ``data`` has ``verification_cost``, ``budget``
     and, at the end, ``answer``, for :class:`~gradwire.rl.rewards.SVRLRewardComputer`.
 
     Args:
-        tools: what verifies; each call costs the tool's ``cost``.
-        budget: of all calls of an episode.
+        tools: The verification tools; each call costs the tool's ``cost``.
+        budget: Budget of all calls of an episode.
     """
 
     def __init__(self, tools: Iterable[Tool | Callable[..., Any]], *, budget: float = 3.0, **options: Any) -> None:

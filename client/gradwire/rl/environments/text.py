@@ -1,4 +1,4 @@
-"""One prompt, one response: what most verifiable tasks are."""
+"""One prompt, one response: the form of most verifiable tasks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from gradwire.rl.types import Action, Message, Prompt, State, Task
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """The policy continues the prompt once, and the episode is over. Messages are written by the chat template.
+    """The policy continues the prompt once and the episode ends. The chat template formats messages.
 
     Args:
-        template: how a prompt of plain text is written for the policy, e.g. ``"Q: {prompt}\\nA:"``.
-        stop: strings at which the response ends.
+        template: Format of a plain text prompt, e.g. ``"Q: {prompt}\nA:"``.
+        stop: Strings at which the response ends.
     """
 
     blocking = False
 
     def __init__(self, template: str = "{prompt}", stop: tuple[str, ...] = ()) -> None:
         if "{prompt}" not in template:
-            raise ValueError(f'template must contain "{{prompt}}"; this is {template!r}')
+            raise ValueError(f'template must contain "{{prompt}}", got {template!r}')
         self.template = template
         self.stop = stop
 

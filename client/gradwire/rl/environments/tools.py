@@ -1,4 +1,4 @@
-"""Tools that a policy may call, and the environment in which it does."""
+"""Tools that a policy can call, and the environment that runs them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Tool:
     """A function that a policy may call.
 
     Attributes:
-        name, description: as the policy is told.
-        function: takes the arguments by name and returns anything (its ``str`` is the result); may be ``async``.
+        name, description: Shown to the policy.
+        function: Takes the arguments by name and returns anything (its ``str`` is the result); may be ``async``.
         parameters: JSON schema of the arguments.
-        cost: of one call, in the units of a budget.
-        timeout_s: a call that takes longer fails.
+        cost: Cost of one call, in the units of a budget.
+        timeout_s: A call that takes longer fails.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Tool:
 
     @staticmethod
     def of(function: Tool | Callable[..., Any]) -> Tool:
-        """From a function: its name, its docstring, its signature."""
+        """Build a tool from a function: its name, docstring and signature."""
         if isinstance(function, Tool):
             return function
         if not callable(function):
-            raise TypeError(f"a tool is a function or a Tool; this is {function!r}: give the function itself")
+            raise TypeError(f"a tool is a function or a Tool, got {function!r}: pass the function itself")
         hints = get_type_hints(function)
         properties, required = {}, []
         for name, parameter in inspect.signature(function).parameters.items():
@@ -64,7 +64,7 @@ class Tool:
         return Tool(function.__name__, inspect.getdoc(function) or "", function, schema)
 
     def schema(self) -> dict[str, Any]:
-        """The form that chat templates and OpenAI-compatible endpoints take."""
+        """The schema that chat templates and OpenAI-compatible endpoints accept."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
@@ -76,7 +76,7 @@ class Toolbox:
         self.tools = {tool.name: tool for tool in map(Tool.of, tools)}
 
     def describe(self) -> str:
-        """What the policy is told of the tools, for models with no tool template of their own."""
+        """Describe the tools to the policy, for models without a tool template."""
         lines = [
             'Call a tool with <tool_call>{"name": ..., "arguments": {...}}</tool_call>. The tools:',
             *(
@@ -100,7 +100,7 @@ class Toolbox:
                 content = await called(functools.partial(tool.function, **call.arguments))
         except TimeoutError:
             return ToolResult(call, "", f"{call.name} took more than {tool.timeout_s:g} s", tool.cost)
-        except Exception as error:  # a tool is the user's code: its failure is what the policy gets to see
+        except Exception as error:  # a tool is the user's code: the policy gets to see its failure
             return ToolResult(call, "", f"{call.name}: {type(error).__name__}: {error}", tool.cost)
         return ToolResult(
             call, content if isinstance(content, str) else json.dumps(content, default=str), cost=tool.cost
@@ -108,7 +108,8 @@ class Toolbox:
 
 
 def parse_tool_calls(text: str) -> tuple[tuple[ToolCall, ...], str]:
-    """The calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` in a text, and what is wrong with it."""
+    """Parse the calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` in a text, and collect the
+    errors."""
     calls: list[ToolCall] = []
     for body in _CALL.findall(text):
         try:
@@ -125,16 +126,16 @@ def parse_tool_calls(text: str) -> tuple[tuple[ToolCall, ...], str]:
 
 
 class ToolEnvironment(BaseEnvironment):
-    """The policy may call tools; it ends the episode by an answer that calls none.
+    """An environment with tools; the policy ends the episode by an answer without a tool call.
 
     Args:
-        tools: functions or :class:`Tool` objects.
-        max_turns: of the policy.
-        system: put before the description of the tools.
-        describe_tools: tell the policy of the tools in the system message.
-        stop: strings at which a turn ends.
+        tools: Functions or :class:`Tool` objects.
+        max_turns: The policy's limit of turns.
+        system: Text before the description of the tools.
+        describe_tools: Describe the tools in the system message.
+        stop: Strings at which a turn ends.
 
-    How calls are written is :meth:`parse_action`'s to know; override it for another format. Its ``parsed`` is the
+    :meth:`parse_action` defines the format of calls; override it for another format. Its ``parsed`` is the
     tuple of calls.
     """
 
@@ -159,7 +160,7 @@ class ToolEnvironment(BaseEnvironment):
         return State(task, first_messages(task, self.system), data={"seed": seed, "tool_cost": 0.0, "tool_calls": 0})
 
     def parse_action(self, state: State, raw: str) -> Action:
-        # A stop string ends the text before it, so the closing tag has to be put back.
+        # A stop string ends the text before it, so the closing tag must be restored.
         opened = raw.count("<tool_call>") > raw.count("</tool_call>")
         calls, wrong = parse_tool_calls(raw + "</tool_call>" if opened else raw)
         return Action(raw, wrong or calls)
@@ -177,5 +178,5 @@ class ToolEnvironment(BaseEnvironment):
         return StepResult(self.show(results), tool_results=results, data=data, role="tool")
 
     def show(self, results: tuple[ToolResult, ...]) -> str:
-        """The observation that tells the policy of the results."""
+        """Format the results of tools as an observation."""
         return "\n".join(f"error: {result.error}" if result.error else result.content for result in results)

@@ -1,6 +1,6 @@
 """Classic environments of ``verifiers`` (0.1 to 0.3): a dataset, ``env_response`` and ``is_completed``.
 
-Messages are plain text here; an environment that expects parsed ``tool_calls`` in them wants a ``ToolEnvironment``.
+Messages are plain text here; use a ``ToolEnvironment`` for an environment that expects parsed ``tool_calls``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from gradwire.rl.types import Action, Message, State, Task
 
 
 def verifiers_tasks(env: Any, split: str = "train") -> list[Task]:
-    """The dataset of a ``verifiers`` environment (``prompt`` or ``question``, ``answer``, ``info``) as tasks."""
+    """Return the dataset of a ``verifiers`` environment (``prompt`` or ``question``, ``answer``, ``info``) as tasks."""
     dataset = env.get_eval_dataset() if split != "train" and hasattr(env, "get_eval_dataset") else env.get_dataset()
     return [Task.of(row) for row in dataset]
 
 
 class VerifiersEnvironment(BaseEnvironment):
-    """Wraps an object with ``env_response`` and ``is_completed``, plain or ``async``, of the signatures in use:
-    ``(messages, state)`` or ``(state)`` for the latter, and messages alone or with the state as the response.
+    """Wraps an object with ``env_response`` and ``is_completed``, plain or ``async``.
 
-    Its state is kept, as the mapping that it expects, in the state's ``data["verifiers"]``.
+    Supported signatures: ``(messages, state)`` or ``(state)`` for ``is_completed``; ``env_response`` returns messages,
+    or messages and the state. The state mapping is kept in the state's ``data["verifiers"]``.
 
     Args:
-        env: the environment.
-        max_turns: of the policy; by default the environment's own ``max_turns``.
+        env: The environment.
+        max_turns: The policy's limit of turns; by default the environment's own ``max_turns``.
     """
 
     def __init__(self, env: Any, *, max_turns: int | None = None, stop: tuple[str, ...] = ()) -> None:
         missing = [name for name in ("env_response", "is_completed") if not hasattr(env, name)]
         if missing:
-            raise TypeError(f"{type(env).__name__} has no {' and no '.join(missing)}: not an environment of this style")
+            raise TypeError(
+                f"{type(env).__name__} has no {' and no '.join(missing)}: it is not an environment of this kind"
+            )
         self.env = env
         own = getattr(env, "max_turns", None)
         self.max_steps = max_turns or (own if isinstance(own, int) and own > 0 else None)
@@ -90,7 +92,7 @@ class VerifiersEnvironment(BaseEnvironment):
 
 
 def _own_messages(env: Any) -> Callable[[Sequence[Message]], list[Any]]:
-    """Writes messages as the environment's library has them: with types of their own since 0.1.11, as dicts before."""
+    """Convert messages to the library's form: its own types since 0.1.11, dicts before."""
     if any(base.__module__.startswith("verifiers.") for base in type(env).__mro__):
         with contextlib.suppress(ImportError, AttributeError):
             normalize = importlib.import_module("verifiers.utils.message_utils").normalize_messages

@@ -1,4 +1,4 @@
-"""What generates: one protocol, and backends over the run's own sampler, local models and endpoints."""
+"""Inference: one protocol, and backends over the run's own sampler, local models and endpoints."""
 
 from gradwire.rl.generation import (
     Generation,

@@ -1,4 +1,4 @@
-"""A Hugging Face model in this process. Needs torch and transformers, which are imported when one is made."""
+"""A Hugging Face model in this process. Imports torch and transformers when an instance is made."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import ADAPTER_FILE, WeightFolder, is_adapter
 from gradwire.rl.types import FloatArray
 
-MISFIT = "the run's weights do not fit the model of LocalInference, which has to be the run's base model"
+MISFIT = "the run's weights do not fit the model of LocalInference, which must be the run's base model"
 
 
 class LocalInference(WeightFolder, ToolGeneration):
     """A ``transformers`` causal LM in this process.
 
-    A LoRA run's adapter is put on the model with ``peft``; the weights of a run that trains all of them replace the
-    model's own. So the model has to be the run's base model.
+    A LoRA run's adapter is loaded onto the model with ``peft``; the weights of a fully trained run replace the
+    model's own. The model must be the run's base model.
 
     Args:
-        model: a loaded model.
-        tokenizer: its tokenizer.
+        model: A loaded model.
+        tokenizer: Its tokenizer.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -45,7 +45,7 @@ class LocalInference(WeightFolder, ToolGeneration):
 
     @staticmethod
     def from_pretrained(path: str, **options: Any) -> LocalInference:
-        """Loads model and tokenizer; ``options`` go to ``AutoModelForCausalLM.from_pretrained``."""
+        """Load model and tokenizer; ``options`` go to ``AutoModelForCausalLM.from_pretrained``."""
         transformers = require("transformers", "server", "LocalInference")
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
         return LocalInference(model, transformers.AutoTokenizer.from_pretrained(path))

@@ -1,4 +1,4 @@
-"""Any endpoint that speaks OpenAI's completions: vLLM, SGLang, llama.cpp, a hosted model."""
+"""Any endpoint with OpenAI's completions API: vLLM, SGLang, llama.cpp, a hosted model."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from gradwire.rl.types import FloatArray
 
 
 class OpenAIInference(WeightFolder, ToolGeneration):
-    """``POST {base_url}/completions``, with the standard library.
+    """Client of ``POST {base_url}/completions``.
 
-    To train on samples of another temperature than 1, the endpoint has to tell their log-probabilities at it: vLLM does
-    with ``--logprobs-mode processed_logprobs``.
+    To train on samples of another temperature than 1, the endpoint must return log-probabilities at that temperature:
+    vLLM does with ``--logprobs-mode processed_logprobs``.
 
     Args:
-        base_url: up to and including ``/v1``.
-        model: the endpoint's name for it.
-        codec: its tokenizer. Prompts travel as token ids where ``send_ids`` (vLLM, SGLang), else as text.
-        api_key: sent as a bearer token.
-        send_ids: also asks for the ids of what was sampled (vLLM's ``return_token_ids``); without them the text is
+        base_url: Up to and including ``/v1``.
+        model: The endpoint's name of the model.
+        codec: The model's tokenizer. Prompts are sent as token ids if ``send_ids`` (vLLM, SGLang), else as text.
+        api_key: Sent as a bearer token.
+        send_ids: Also requests the sampled ids (vLLM's ``return_token_ids``); without them the text is
             encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
-            that knows no ids (OpenAI's own, ``transformers serve``) refuses a ``top_k`` and ``ignore_eos`` as well.
-        weights: how the endpoint takes new weights, which training needs. ``"adapter"``: a LoRA run's, by
-            ``POST load_lora_adapter``; of vLLM that wants ``--enable-lora`` and
+            without ids (OpenAI's own, ``transformers serve``) refuses ``top_k`` and ``ignore_eos`` as well.
+        weights: How the endpoint receives new weights, which training needs. ``"adapter"``: a LoRA run's, by
+            ``POST load_lora_adapter``; vLLM needs ``--enable-lora`` and
             ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
-            ``reload_weights``, which wants ``VLLM_SERVER_DEV_MODE=1``; check that it does on yours: with vLLM 0.32 on
+            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; verify it on your version: with vLLM 0.32 on
             a CPU log-probabilities were off afterwards. None: not at all.
-        weights_folder: where to export weights to; the endpoint has to see it under this name.
-        adapters_url: the endpoint's ``load_lora_adapter``; by default below ``base_url``, as vLLM has it (SGLang has
+        weights_folder: Folder to export weights to; the endpoint must see it under the same path.
+        adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
             it at the root).
-        concurrency: requests in flight.
-        timeout_s: of a request.
+        concurrency: Requests in flight.
+        timeout_s: Time limit of a request.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         timeout_s: float = 300.0,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must start with http:// or https://; this is {base_url!r}")
+            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
         if weights not in (None, "adapter", "model"):
-            raise ValueError(f'weights must be "adapter", "model" or None; this is {weights!r}')
+            raise ValueError(f'weights must be "adapter", "model" or None, got {weights!r}')
         self.model = model
         self._base_url = base_url.rstrip("/")
         self._url = f"{self._base_url}/completions"
@@ -89,7 +89,9 @@ class OpenAIInference(WeightFolder, ToolGeneration):
     async def load_weights(self, folder: Path, version: int) -> None:
         if is_adapter(folder) != (self._weights == "adapter"):
             trained = "an adapter" if is_adapter(folder) else "all weights"
-            raise ValueError(f'the run trains {trained}, and OpenAIInference was made with weights="{self._weights}"')
+            raise ValueError(
+                f'the run trains {trained}, but OpenAIInference was created with weights="{self._weights}"'
+            )
         if self._weights == "model":
             root = self._base_url.removesuffix("/v1")
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -100,7 +102,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         name = folder.name
         await self._call(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
         self.model, self.version = name, version
-        # Requests under way still name the one before: it stays until the next comes.
+        # Requests in flight still name the previous adapter: it is kept until the next one arrives.
         loaded = (*self._adapters, name)
         self._adapters = loaded[-2:]
         for old in loaded[:-2]:
@@ -155,13 +157,11 @@ class OpenAIInference(WeightFolder, ToolGeneration):
     def _logprobs(self, answer: Any, name: str, count: int) -> Any:
         found = (answer["choices"][0].get("logprobs") or {}).get(name) or ()
         if len(found) < count:
-            raise UnsupportedError(
-                f"{self._url} gives {len(found)} of {count} {name}: it does not score what it is given"
-            )
+            raise UnsupportedError(f"{self._url} returned {len(found)} of {count} {name}: it does not score prompts")
         return found
 
     async def _text(self, ids: list[int]) -> str:
-        """Without the token that begins a text: the endpoint's tokenizer adds it again."""
+        """Decode without the token that begins a text, because the endpoint's tokenizer adds it again."""
         start = (await self._codec.encode([""]))[0].tolist()
         return (await self._codec.decode([ids[len(start) :] if start == ids[: len(start)] else ids]))[0]
 

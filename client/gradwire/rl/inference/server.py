@@ -1,4 +1,4 @@
-"""The default backend: a run's own sampler on the server, with the weights of program order."""
+"""The default backend: a run's own sampler on the server, with the weights at that point of the program."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.types import FloatArray, IntArray
 
 HOT = 1024.0
-"""A temperature at which all tokens are nearly as likely; a power of two, so that dividing by it rounds nothing."""
+"""A temperature that makes all tokens nearly equally likely; a power of two, so that division by it is exact."""
 ROUNDS = 16
 
 
 class RunInference(ToolGeneration):
     """Samples with the current weights of a run.
 
-    A sample that is asked for after ``optim_step`` sees that step, with nothing to be sent; ``version`` is what
-    :meth:`update_weights` was told last, so that each response knows the policy that wrote it.
+    A sample requested after ``optim_step`` sees that step without any transfer of weights; ``version`` is the last
+    value passed to :meth:`update_weights`, so that each response records the policy that wrote it.
 
     Args:
-        run: a ``TrainingClient``.
-        codec: text to ids and back; :meth:`RunInference.of` makes one.
-        vocab_size: of the model, for :meth:`get_logits`.
+        run: A ``TrainingClient``.
+        codec: Converts text to ids and back; :meth:`RunInference.of` makes one.
+        vocab_size: The model's vocabulary size, for :meth:`get_logits`.
     """
 
     def __init__(self, run: Any, codec: TextCodec, *, vocab_size: int | None = None) -> None:
@@ -45,7 +45,7 @@ class RunInference(ToolGeneration):
 
     @staticmethod
     async def of(service: Any, run: Any, tokenizer: Any = None) -> RunInference:
-        """For a run of a service; with the user's own tokenizer, or the server's."""
+        """Create the backend for a run of a service, with the user's own tokenizer or the server's."""
         info = await run.info()
         models = {model.name: model for model in await service.list_models()}
         model = models.get(info.base_model)
@@ -97,7 +97,8 @@ class RunInference(ToolGeneration):
         return list(await self.run.compute_logprobs(ids, temperature=temperature))
 
     async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
-        """As in the protocol: samples of one token, cut to the likeliest, find these, which are then scored."""
+        """Return the most probable next tokens: one-token samples restricted to them find them, then they are
+        scored."""
         rows = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         likeliest = await self._likeliest(rows, min(top_k, self._vocab_size or top_k))
         continued = [np.append(row, token) for row, tokens in zip(rows, likeliest) for token in tokens]
@@ -110,17 +111,17 @@ class RunInference(ToolGeneration):
         return result
 
     async def _likeliest(self, rows: Sequence[IntArray], top_k: int) -> list[list[int]]:
-        """The ``top_k`` likeliest next tokens of each row, in order of their ids."""
+        """Find the ``top_k`` most probable next tokens of each row, in order of their ids."""
         found: list[set[int]] = [set() for _ in rows]
         for seed in range(ROUNDS):
             left = [index for index, tokens in enumerate(found) if len(tokens) < top_k]
             if not left:
                 return [sorted(tokens) for tokens in found]
-            # A token of k that are equally likely is missed by 8 k samples once in three thousand times.
+            # 8 k samples miss one of k equally likely tokens about once in three thousand times.
             result = await self.run.sample(
                 [rows[index] for index in left],
                 n=8 * top_k, max_tokens=1, temperature=HOT, top_k=top_k, seed=seed, ignore_eos=True,
             )  # fmt: skip
             for index, samples in zip(left, result.samples):
                 found[index].update(int(sample.token_ids[0]) for sample in samples)
-        raise UnsupportedError(f"the sampler showed fewer than {top_k} tokens: is that more than the vocabulary has?")
+        raise UnsupportedError(f"the sampler found fewer than {top_k} tokens: is top_k larger than the vocabulary?")

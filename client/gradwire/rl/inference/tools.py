@@ -12,7 +12,7 @@ from gradwire.rl.types import Trajectory
 
 
 class ToolGeneration:
-    """Gives an inference module :meth:`batch_generate_with_tools`."""
+    """Adds :meth:`batch_generate_with_tools` to an inference module."""
 
     async def batch_generate_with_tools(
         self: Any,
@@ -23,7 +23,7 @@ class ToolGeneration:
         max_turns: int = 8,
         num_parallel: int = 64,
     ) -> list[Trajectory]:
-        """Lets the model call tools until it answers, for all prompts at once; the conversations, in order."""
+        """Let the model call tools until it answers, for all prompts at once; return the conversations in order."""
         environment = ToolEnvironment(available_tools, max_turns=max_turns)
         manager = RolloutManager(self, environment, num_parallel=num_parallel, params=params or SamplingParams())
         return (await manager.collect(prompts)).trajectories

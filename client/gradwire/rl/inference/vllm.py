@@ -1,4 +1,4 @@
-"""vLLM in this process. Needs vllm, which is imported when one is made."""
+"""vLLM in this process. Imports vllm when an instance is made."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class VLLMInference(WeightFolder, ToolGeneration):
     update: after vLLM's ``reload_weights`` (0.32, on a CPU) log-probabilities were off by up to 0.3.
 
     Args:
-        llm: the engine, or the name or path of a model for it: the run's base model. Your own engine needs
+        llm: The engine, or the name or path of a model for it: the run's base model. Your own engine needs
             ``logprobs_mode="processed_logprobs"`` to train on samples of another temperature than 1, and
             ``enable_lora=True`` with a ``max_lora_rank`` for LoRA runs.
-        options: of ``vllm.LLM`` where a name is given. LoRA is on up to rank 64 unless they say
-            otherwise.
+        options: Options of ``vllm.LLM`` if a name is given. LoRA is enabled up to rank 64 by default.
     """
 
     def __init__(self, llm: Any, **options: Any) -> None:
@@ -53,7 +52,7 @@ class VLLMInference(WeightFolder, ToolGeneration):
             self.version = version
 
     def _load_adapter(self, folder: Path) -> None:
-        # Under a number of its own, lest what vLLM keeps of prompts by the old weights be taken for the new ones'.
+        # A new adapter number per version, so that vLLM does not reuse its prompt cache of the old weights.
         number, engine = next(self._adapters), self._llm.llm_engine
         adapter = require("vllm.lora.request", "vllm", "VLLMInference").LoRARequest(f"v{number}", number, str(folder))
         engine.add_lora(adapter)
@@ -63,12 +62,13 @@ class VLLMInference(WeightFolder, ToolGeneration):
 
     def _load_model(self, folder: Path) -> None:
         raise UnsupportedError(
-            "VLLMInference takes adapters only, and this run trains all weights: vLLM's reload_weights left other "
-            "log-probabilities than the run's (0.32 on a CPU). Train with lora={...}, or sample with the run itself"
+            "VLLMInference accepts adapters only, and this run trains all weights: after vLLM's reload_weights (0.32 "
+            "on "
+            "a CPU) log-probabilities differed from the run's. Train with lora={...}, or sample with the run itself"
         )
 
     async def _run(self, rows: Sequence[TokenRow], **options: Any) -> tuple[list[Any], int]:
-        """vLLM's outputs, and the version of the weights that they are of."""
+        """Return vLLM's outputs, and the version of the weights that produced them."""
         prompts = [{"prompt_token_ids": np.asarray(row).tolist()} for row in rows]
         async with self._lock:
             params, adapter, version = self._vllm.SamplingParams(**options), self._adapter, self.version

@@ -1,4 +1,4 @@
-"""How weights reach an inference module: exported by the run into a folder, and loaded from there."""
+"""Transfer of weights to an inference module: the run exports them to a folder, and the module loads them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 class WeightFolder(ABC):
-    """Gives an inference module :meth:`update_weights` by way of a folder.
+    """Adds :meth:`update_weights` through a folder to an inference module.
 
     The last two versions stay on disk: a backend may read an adapter again for requests that were sent before the
-    newest one came.
+    newest one arrived.
 
     Attributes:
-        version: optimizer steps of the policy whose weights are loaded.
-        weights_folder: where to export to; None: a temporary folder. A server elsewhere must see it under this name.
+        version: Optimizer steps of the policy whose weights are loaded.
+        weights_folder: Folder to export to; None: a temporary folder. A remote server must see it under the same path.
     """
 
     version: int = 0
@@ -38,11 +38,11 @@ class WeightFolder(ABC):
         return hasattr(run, "export")
 
     async def update_weights(self, run: Any, version: int) -> None:
-        """Loads the weights that the run has after the operations submitted so far.
+        """Load the weights that the run has after the operations submitted so far.
 
         Args:
-            run: a ``TrainingClient``.
-            version: its optimizer steps by then.
+            run: A ``TrainingClient``.
+            version: Number of optimizer steps by then.
         """
         folder = self._new_folder(version)
         try:
@@ -69,9 +69,10 @@ class WeightFolder(ABC):
 
     @abstractmethod
     async def load_weights(self, folder: Path, version: int) -> None:
-        """Takes the weights of a folder that ``TrainingClient.export`` wrote (an adapter, or a whole model), and their
-        ``version``: at once, so that no sample is of other weights than it says.
+        """Load a folder written by ``TrainingClient.export`` (an adapter or a whole model), with its ``version``.
+
+        Weights and version change together, so that every sample reports the right version.
 
         Raises:
-            ValueError: when they do not fit the model that is loaded here.
+            ValueError: The weights do not fit the loaded model.
         """

@@ -44,16 +44,18 @@ class Stage:
 
     Args:
         flags: of `gradwire serve`. Checkpoints every few steps, so that recoveries meet them.
+        state_dir: the server's state folder; by default a folder `state` in `folder`.
     """
 
-    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+    def __init__(self, model: Path, folder: Path, *flags: str, state_dir: Path | None = None) -> None:
         self.folder = folder
+        self.state_dir = state_dir or folder / "state"
         self.crash_file = folder / "crash"
         self.out = folder / "results.jsonl"
         address = f"127.0.0.1:{free_port()}"
         folder.mkdir(exist_ok=True)
         flags = ("--address", address, "--checkpoint-every-steps", "7", "--threads", "1", *flags)
-        self.server = Server(model, folder / "state", *flags)
+        self.server = Server(model, self.state_dir, *flags)
         self.client: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Stage:
@@ -109,7 +111,7 @@ class Stage:
 
     def query(self, sql: str, *values: Any) -> list[Any]:
         """Reads the server's database from outside."""
-        connection = sqlite3.connect(f"file:{self.folder}/state/gradwire.db?mode=ro", uri=True, timeout=10)
+        connection = sqlite3.connect(f"file:{self.state_dir}/gradwire.db?mode=ro", uri=True, timeout=10)
         try:
             return connection.execute(sql, values).fetchall()
         finally:
@@ -128,7 +130,7 @@ class Stage:
         with gradwire.sync.connect(self.server.address, connect_timeout=PATIENCE_S) as service:
             run = service.get_training_client(run_id)
             run.save_checkpoint("final").result(PATIENCE_S)
-        manifest = self.folder / "state" / "runs" / run_id / "checkpoints" / "final" / "manifest.json"
+        manifest = self.state_dir / "runs" / run_id / "checkpoints" / "final" / "manifest.json"
         content = json.loads(manifest.read_text())["content"]
         return {"step": content["step"], "seq": content["seq"]} | {
             name: stored["blake2b"] for name, stored in content["files"].items()

@@ -27,6 +27,7 @@ from typing import Literal
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gradwire_server.durable_files import make_folder, sync
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class KeyFile:
 
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._path.parent, 0o700)
         lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -147,6 +148,7 @@ class KeyFile:
                 file.flush()
                 os.fsync(file.fileno())
             partial.rename(self._path)
+            sync(self._path.parent)
         finally:
             os.close(lock)
 

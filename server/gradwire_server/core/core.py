@@ -25,6 +25,7 @@ from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.run_creation import RunCreation
 from gradwire_server.core.session import Session
 from gradwire_server.core.tokenizing import Tokenizers
+from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal.journal import Journal, StoredResult
@@ -84,7 +85,7 @@ class Core:
             SystemExit: The state folder is in use or cannot be read, or OpenTelemetry is not installed; with a message.
         """
         config = self.config
-        config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(config.state_dir, 0o700)
         self._lock_state()
         try:
             self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")

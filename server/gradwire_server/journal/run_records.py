@@ -19,6 +19,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.errors import ServiceError, unknown_checkpoint, unknown_run
 from gradwire_server.journal.database import RUN, Database
 
@@ -379,13 +380,15 @@ class RunRecords:
         target = self.folder(record.run_id, "checkpoints", ORIGIN)
 
         def copy() -> None:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(target.parent)
             try:
                 shutil.copytree(folder, target, copy_function=_link_or_copy)
             except OSError as error:
                 if folder.exists():
                     raise
                 raise unknown_checkpoint(record.forked_from) from error  # deleted meanwhile
+            sync_tree(target)
+            sync(target.parent)
 
         await asyncio.to_thread(copy)
 

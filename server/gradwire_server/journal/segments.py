@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire_server.durable_files import make_folder, sync
+
 _HEADER = struct.Struct("<4sQ16s")
 _MAGIC = b"gwr1"
 SEGMENT_BYTES = 64 << 20
@@ -40,7 +42,7 @@ class Segments:
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder, self._segment_bytes = folder, segment_bytes
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._fd = -1
         self._dirty = False
         numbers = self.numbers()
@@ -121,9 +123,7 @@ class Segments:
         self._fd = -1
         self._current += 1
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-        folder = os.open(self._folder, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        sync(self._folder)
 
 
 def _read(fd: int, offset: int) -> bytearray:

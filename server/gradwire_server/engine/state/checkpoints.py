@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.durable_files import make_folder
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.state.folders import replacing
 
@@ -243,7 +244,7 @@ class CheckpointStore:
                 rule=NAME.pattern,
             )
         parent = self._runs / run_id / kind
-        parent.mkdir(parents=True, exist_ok=True)
+        make_folder(parent)
         return parent / name
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.durable_files import sync, sync_tree
 from gradwire_server.engine.errors import OperationError
 
 
@@ -33,15 +34,14 @@ def replacing(place: Path) -> Iterator[Path]:
     try:
         try:
             yield new
-            for entry in [*new.rglob("*"), new]:
-                _sync(entry)
+            sync_tree(new)
             crash_point("engine.before_rename")
             if place.exists():
                 _exchange(new, place)
             else:
                 new.rename(place)
             crash_point("engine.after_rename")
-            _sync(place.parent)
+            sync(place.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
@@ -67,11 +67,3 @@ def _exchange(new: Path, place: Path) -> None:
     place.rename(aside)
     new.rename(place)
     shutil.rmtree(aside)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

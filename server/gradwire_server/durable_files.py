@@ -1,0 +1,33 @@
+"""Folders and names that survive a power cut: what a program creates is on disk once its folder is fsynced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Fsync a file's content, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Fsync every file and folder below this one, and the names in it; its own name is up to the folder above."""
+    for entry in [*folder.rglob("*"), folder]:
+        sync(entry)
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create a folder, and those above it where they are missing; their names are on disk when this returns.
+
+    Args:
+        mode: of the folder itself. An existing one keeps its own.
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode, exist_ok=True)
+        sync(path.parent)

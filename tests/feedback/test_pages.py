@@ -155,12 +155,20 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     expect(page.get_by_text("training needs 10")).to_be_visible(timeout=PATIENCE_MS)
     api.post("/feedback/shop", json=scores(34, 6))
     assert api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}).status_code == 200
+    typed = page.get_by_label("v40 %", exact=True)
+    typed.fill("30")
     begun = api.post("/train_policy/shop", json=QUICK | {"maxSteps": 12}, headers={"Prefer": "respond-async"})
     expect(page.get_by_text("v40.1: training")).to_be_visible(timeout=PATIENCE_MS)
     with api.stream("GET", f"/jobs/{begun.json()['id']}/events") as stream:
         assert "event: end" in list(stream.iter_lines())
     expect(page.get_by_text("The last training made v40.1.")).to_be_visible(timeout=PATIENCE_MS)
-    expect(page.get_by_label("v40.1 %", exact=True)).to_be_visible(timeout=PATIENCE_MS)  # the card was made anew
+    expect(page.get_by_label("v40.1 %", exact=True)).to_be_visible(timeout=PATIENCE_MS)
+    expect(typed).to_be_focused()
+    expect(typed).to_have_value("30")
+    api.put("/shop/deployment", json={"v40.1": 1.0})  # somebody else
+    expect(page.get_by_text("Answers come from: v40.1 100%")).to_be_visible(timeout=PATIENCE_MS)
+    expect(page.get_by_label("v40.1 %", exact=True)).to_have_value("100")
+    expect(typed).to_have_value("30")
     for version, share in (("base", "0"), ("v40", "50"), ("v40.1", "50")):
         page.get_by_label(f"{version} %", exact=True).fill(share)
     page.get_by_role("button", name="Deploy", exact=True).click()
@@ -175,6 +183,7 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     keep(page, "feedback-policies")
     page.get_by_role("button", name="Roll back").click()
     expect(page.get_by_text("Answers come from: v40 100%")).to_be_visible(timeout=PATIENCE_MS)
+    expect(typed).to_have_value("100")
     assert api.get("/shop/deployment").json()["weights"] == {"v40": 1.0}
 
 

@@ -11,10 +11,10 @@ from starlette.concurrency import run_in_threadpool
 
 from gradwire_feedback.context import Context
 from gradwire_feedback.pages import charts
+from gradwire_feedback.pages.deployment_card import DeploymentCard
 from gradwire_feedback.pages.overview import Overview, load
 from gradwire_feedback.pages.session import STYLE, entrance, signed_in
 from gradwire_feedback.pages.training_card import TrainingCard
-from gradwire_feedback.store import deployments
 from gradwire_feedback.store.keys import Role
 from gradwire_feedback.store.problems import ProblemError
 
@@ -36,6 +36,7 @@ class _Policies:
     def __init__(self, context: Context, agent_id: str, may_train: bool) -> None:
         self._context, self._agent_id, self._may_train = context, agent_id, may_train
         self._shown: Overview | None = None
+        self._deployment = DeploymentCard(context, agent_id, may_train, self._act)
 
     async def show(self) -> None:
         self._shown = await run_in_threadpool(load, self._context, self._agent_id)
@@ -47,18 +48,23 @@ class _Policies:
             training = TrainingCard(self._context, self._agent_id, self._may_train, self._act)
             training.show()
             self._versions()
-            self._deployment()
+            self._deployment.show(self._shown)
             self._comparison()
 
         async def refresh() -> None:
             await training.refresh()
             found = await run_in_threadpool(load, self._context, self._agent_id)
-            if found != self._shown:  # the charts and what somebody is typing stay as long as nothing changed
-                self._shown = found
-                for part in (self._scores, self._versions, self._deployment, self._comparison):
-                    part.refresh()
+            if found != self._shown:  # the charts stay as long as nothing changed
+                self._update(found)
+                self._scores.refresh()
 
         ui.timer(REFRESH_S, refresh)
+
+    def _update(self, found: Overview) -> None:
+        self._shown = found
+        self._versions.refresh()
+        self._deployment.refresh(found)
+        self._comparison.refresh()
 
     @ui.refreshable_method
     def _scores(self) -> None:
@@ -109,43 +115,6 @@ class _Policies:
                 ui.echart(charts.curves(histories)).style("height: 16rem")
 
     @ui.refreshable_method
-    def _deployment(self) -> None:
-        assert self._shown is not None
-        weights = self._shown.weights
-        with ui.card().classes("full-width").mark("deployment"):
-            ui.label("Deployed").classes("text-h6")
-            shares = ", ".join(f"{version} {weight:.0%}" for version, weight in weights.items())
-            ui.label(f"Answers come from: {shares}").mark("deployed")
-            if not self._may_train:
-                return
-            inputs: dict[str, ui.number] = {}
-            with ui.row().classes("items-end"):
-                for version in ["base", *(each.version for each in self._shown.versions)][-6:]:
-                    inputs[version] = ui.number(
-                        f"{version} %", value=round(100 * weights.get(version, 0.0)), min=0, max=100, step=5
-                    ).style("width: 7rem")
-            with ui.row():
-
-                async def deploy() -> None:
-                    shares = {version: (field.value or 0) / 100 for version, field in inputs.items()}
-
-                    def store() -> dict[str, float]:
-                        with self._context.database.write() as session:
-                            return deployments.deploy(session, self._agent_id, shares)
-
-                    await self._act(store, "Deployed.")
-
-                async def roll_back() -> None:
-                    def store() -> dict[str, float]:
-                        with self._context.database.write() as session:
-                            return deployments.roll_back(session, self._agent_id)
-
-                    await self._act(store, "Rolled back.")
-
-                ui.button("Deploy", on_click=deploy).props("no-caps")
-                ui.button("Roll back", on_click=roll_back).props("no-caps outline")
-
-    @ui.refreshable_method
     def _comparison(self) -> None:
         assert self._shown is not None
         found = self._shown.comparison
@@ -186,8 +155,6 @@ class _Policies:
         except ProblemError as error:
             ui.notify(str(error), type="negative")
             return False
-        self._shown = await run_in_threadpool(load, self._context, self._agent_id)
-        for part in (self._deployment, self._versions, self._comparison):
-            part.refresh()
+        self._update(await run_in_threadpool(load, self._context, self._agent_id))
         ui.notify(done, type="positive")
         return True

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from gradwire.rlhf import TrainingResult
 from support.feedback import QUICK, FeedbackService, scores
+from support.server import Server, free_port
 
 STEPS = 25
 PATIENCE_S = 300
@@ -45,6 +46,34 @@ def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, t
         assert rows == (1,)
     finally:
         assert service.end() == 0
+
+
+def test_a_job_survives_the_death_of_a_server_that_runs_elsewhere(tiny_model_path: Path, tmp_path: Path) -> None:
+    """The server of ``--service``, which whoever runs it starts again at the same address."""
+    server = Server(tiny_model_path, tmp_path / "server", "--address", f"127.0.0.1:{free_port()}").start()
+    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
+    try:
+        with service.client() as api:
+            assert api.post("/feedback/bot", json=scores(12)).status_code == 201
+            begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": STEPS}, headers={"Prefer": "respond-async"})
+            job = begun.json()["id"]
+            wait_for_step(service, job, 3)
+            assert server.end(signal.SIGKILL) == -signal.SIGKILL
+            assert 3 <= step_of(service, job) < STEPS, "the server died in the middle of the job"
+            server.start()
+            wait_for_step(service, job, STEPS)
+            while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
+                time.sleep(0.2)
+            assert ended["status"] == "succeeded", ended
+            assert [each["version"] for each in api.get("/bot").json()] == ["v12"]
+            api.put("/bot/deployment", json={"v12": 1.0})
+            answer = api.post("/bot/generate", json={"prompt": "Say 1", "maxNewTokens": 4})
+            assert answer.status_code == 200 and answer.json()["version"] == "v12", answer.text
+        result = TrainingResult.load(tmp_path / "models" / "bot" / "v12")
+        assert result.training_steps == len(result.reward_history) == STEPS
+    finally:
+        assert service.end() == 0
+        server.end()
 
 
 @pytest.mark.slow

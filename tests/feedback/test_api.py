@@ -235,6 +235,16 @@ def ask(api: httpx.Client, user: str) -> dict[str, str]:
     return dict(answer.json())
 
 
+def test_a_seed_gives_the_same_answer_again(trained: FeedbackService, api: httpx.Client) -> None:
+    api.put("/bot/deployment", json={"v15": 1.0})
+    seeds = (1, 1, 2**53 - 1)
+    bodies = [{"prompt": "Say 1", "maxNewTokens": 12, "temperature": 2, "seed": seed} for seed in seeds]
+    answers = [api.post("/bot/generate", json=body).json() for body in bodies]
+    assert answers[0]["response"] == answers[1]["response"] != answers[2]["response"]
+    assert answers[0]["runId"] != answers[1]["runId"]
+    assert api.post("/bot/generate", json={"prompt": "Say 1", "seed": -1}).status_code == 422
+
+
 def test_a_deployed_version_answers_as_its_folder_does(trained: FeedbackService, api: httpx.Client) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -86,6 +86,7 @@ async def generate(agent_id: AgentId, request: GenerateIn, context: TheContext, 
         user_id=request.user_id,
         max_new_tokens=request.max_new_tokens,
         temperature=request.temperature,
+        seed=request.seed,
     )
     return GenerateOut(run_id=answer.run_id, agent_id=agent_id, version=answer.version, response=answer.response)
 

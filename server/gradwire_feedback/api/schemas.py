@@ -12,6 +12,9 @@ from pydantic.alias_generators import to_camel
 from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS
 from gradwire_feedback.settings import LIMITS
 
+LARGEST_SEED = 2**53 - 1
+"""The largest integer that every JSON reader takes exactly."""
+
 
 class Body(BaseModel):
     """Base of all bodies: camelCase outside, snake_case inside, unknown fields refused."""
@@ -199,6 +202,9 @@ class GenerateIn(Body):
     user_id: RunId | None = Field(default=None, description="Keeps this user on one version.")
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 128
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = Field(
+        default=None, description="Of the sampling: the same version gives the same answer to a seed."
+    )
 
 
 class GenerateOut(Body):

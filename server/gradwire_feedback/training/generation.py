@@ -36,6 +36,7 @@ async def generate_answer(
     user_id: str | None,
     max_new_tokens: int,
     temperature: float,
+    seed: int | None,
 ) -> GeneratedAnswer:
     """Answers from a version drawn by weight, the same one for the same user, and queues the answer for raters.
 
@@ -54,7 +55,7 @@ async def generate_answer(
 
     version, model = await run_in_threadpool(choose)
     response = await server.complete(
-        model, prompt, max_tokens=max_new_tokens, temperature=temperature, top_k=TOP_K, top_p=TOP_P
+        model, prompt, max_tokens=max_new_tokens, temperature=temperature, top_k=TOP_K, top_p=TOP_P, seed=seed
     )
 
     def remember() -> None:

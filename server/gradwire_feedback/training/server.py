@@ -92,20 +92,28 @@ class TrainingServer:
         )
 
     async def complete(
-        self, model: str, prompt: str, *, max_tokens: int, temperature: float, top_k: int, top_p: float
+        self,
+        model: str,
+        prompt: str,
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: int | None,
     ) -> str:
         """Continues a prompt.
 
         Args:
             model: a model of the server's, or a checkpoint.
             prompt: the text.
-            max_tokens, temperature, top_k, top_p: as of :meth:`gradwire.SamplingClient.sample`.
+            max_tokens, temperature, top_k, top_p, seed: as of :meth:`gradwire.SamplingClient.sample`.
 
         Raises:
             gradwire.GradwireError: when the server refuses the prompt, or cannot be reached.
         """
         result = await self.service.sampling_client(model).sample(
-            [prompt], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+            [prompt], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         text = result.samples[0][0].text
         if text is None:

@@ -141,7 +141,7 @@ async def test_a_forward_that_fails_is_the_error_and_the_second_number_is_given_
         (1.0, "return a torch loss"),
         (torch.zeros(3, requires_grad=True), "one number"),
         ((1.0, {"logprobs": [np.zeros(9)]}), "lengths"),
-        ((1.0, {"values": []}), "was not asked for"),
+        ((1.0, {"values": []}), "not one of the requested scores"),
     ],
 )
 async def test_a_loss_that_returns_something_else(returned: Any, text: str) -> None:

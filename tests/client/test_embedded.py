@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def test_what_it_wrote_is_shown_when_it_does_not_start() -> None:
     with pytest.raises(gradwire.ServerStartError, match="no-such-flag") as caught:
         await gradwire.connect(models=["tiny"], server_args=["--no-such-flag"])
-    assert "ended with code 2" in str(caught.value)
+    assert "ended with exit code 2" in str(caught.value)
 
 
 async def test_a_service_of_ones_own(tiny_model_path: Path) -> None:
@@ -67,5 +67,5 @@ async def test_its_death_is_not_waited_out(tiny_model_path: Path) -> None:
         run = await service.create_run("tiny", lora=2)
         assert service._embedded is not None
         os.kill(service._embedded._process.pid, signal.SIGKILL)
-        with pytest.raises(gradwire.ConnectionLostError, match="embedded server ended with code -9"):
+        with pytest.raises(gradwire.ConnectionLostError, match="embedded server ended with exit code -9"):
             await run.optim_step()

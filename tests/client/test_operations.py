@@ -177,7 +177,7 @@ async def test_a_failure_nobody_asked_for_is_logged_once(caplog: pytest.LogCaptu
             with pytest.raises(gradwire.AbortedPredecessorError):
                 await step
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("gradwire")]
-    assert [message for message in messages if "nobody asked" in message] == [messages[0]]
+    assert [message for message in messages if "its result was never retrieved" in message] == [messages[0]]
     assert "operation 1 is not finite" in messages[0]
 
 

@@ -86,7 +86,7 @@ async def follow(engine: Any, model: Path, lora: Any) -> None:
 async def test_vllm_in_this_process_follows_an_adapter(engine: Any, model: Path) -> None:
     await follow(engine, model, {"rank": 8})
     async with gradwire.connect(models=[f"tiny={model}"]) as service:
-        with pytest.raises(gradwire.UnsupportedError, match="takes adapters only"):
+        with pytest.raises(gradwire.UnsupportedError, match="accepts adapters only"):
             await VLLMInference(engine).update_weights(await service.create_run("tiny"), 1)
 
 

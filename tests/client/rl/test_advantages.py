@@ -234,5 +234,5 @@ def test_gigpo_anchor_states_do_not_cross_groups() -> None:
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="sum to 3 where there are 2"):
+    with pytest.raises(ValueError, match="sum to 3 but there are 2"):
         advantages.gae([1, 2], [0, 0], [3])

@@ -365,7 +365,7 @@ async def test_weights_go_to_whatever_samples(rule_inference: Callable[..., Any]
         def can_update(self, run: Any) -> bool:
             return False
 
-    with pytest.raises(ValueError, match=r"Fixed cannot be given the weights of this run.*allow_stale=True"):
+    with pytest.raises(ValueError, match=r"Fixed cannot receive the weights of this run.*allow_stale=True"):
         GRPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=Fixed(walk))
     algorithm = GRPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=Fixed(walk), allow_stale=True)
     history = await algorithm.train(3, progress_bar=False)
@@ -412,8 +412,8 @@ async def test_failures_are_logged_once_and_shown(
     )
     await algorithm.train(1)
     assert [record.getMessage() for record in caplog.records if record.name == "gradwire.rl"] == [
-        "iteration 0: 8 of 8 trajectories: wordy: returned str; a reward is a number or an EvaluateResult",
-        "iteration 0: no trajectory can be trained on; the policy stays as it is",
+        "iteration 0: 8 of 8 trajectories: wordy: returned str; a reward must be a number or an EvaluateResult",
+        "iteration 0: no trajectory can be trained on; the policy is unchanged",
     ]
     assert "not_scored 8" in capsys.readouterr().err
 
@@ -476,12 +476,12 @@ def len_of(response: str) -> int:
         ({"tasks": [3]}, "a task is a prompt .* this is 3"),
         ({"tasks": []}, "there are no tasks"),
         ({"reward": 3}, "the reward is int; it must be a function, a scorer"),
-        ({"reward": lambda answer: 1.0}, "has a parameter 'answer' that nothing fills"),
-        ({"run": None}, "run is NoneType; it must be a TrainingClient, as `await service.create_run"),
+        ({"reward": lambda answer: 1.0}, "has a parameter 'answer' that is unknown"),
+        ({"run": None}, "run is NoneType; it must be a TrainingClient, as returned by `await service.create_run"),
         ({"inference": None}, "pass a service or an inference module"),
-        ({"config": config(eval_every=1)}, "eval_every needs eval_tasks"),
-        ({"run": object.__new__(gradwire.sync.TrainingClient)}, r"gradwire.sync, which waits.*asyncio.run\(\)"),
-        ({"config": config(group_size=1)}, "compares a group: group_size must be at least 2"),
+        ({"config": config(eval_every=1)}, "eval_every needs held-out tasks"),
+        ({"run": object.__new__(gradwire.sync.TrainingClient)}, r"the run comes from gradwire.sync.*asyncio.run\(\)"),
+        ({"config": config(group_size=1)}, "compares within a group: set group_size to at least 2"),
     ],
 )
 async def test_what_an_algorithm_cannot_begin_with(
@@ -567,7 +567,7 @@ def test_curricula() -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1; this is 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"max_staleness": -1}, "max_staleness must not be negative"),
         ({"save_every": 1}, "save_every needs a checkpoint_dir"),
         ({"on_failure": "ignore"}, 'on_failure must be "stop" or "warn"; this is .ignore.'),

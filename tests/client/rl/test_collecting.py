@@ -161,7 +161,7 @@ async def test_stale_groups_are_dropped_or_corrected(rule_inference: Callable[..
         for name, value in (("old_log_probs", -0.75), ("sampler_log_probs", -0.5)):
             given = [row for group in batch[name] for row in group]
             assert all((row[mask] == value).all() for row, mask in zip(given, masks))
-    with pytest.raises(ValueError, match='PPOAlgorithm has no correction for stale samples: on_stale="drop"'):
+    with pytest.raises(ValueError, match='PPOAlgorithm has no correction for stale samples: use on_stale="drop"'):
         run = SlowRun()
         run.info = lambda: _value(SimpleNamespace(head="value", step=0))  # type: ignore[method-assign]
         ppo = PPOAlgorithm(None, run, ["a"], heads, config(on_stale="correct"), inference=rule_inference(coin))
@@ -238,7 +238,7 @@ async def test_a_rollout_manager_of_the_users(rule_inference: Callable[..., Any]
         async def collect(self, tasks: Any, **settings: Any) -> Any:
             return await manager.collect(tasks, **settings)
 
-    with pytest.raises(ValueError, match="Elsewhere cannot be given the weights"):
+    with pytest.raises(ValueError, match="Elsewhere cannot receive the weights"):
         GRPOAlgorithm(None, run, ["a"], heads, config(), rollout_manager=Elsewhere())
     algorithm = GRPOAlgorithm(None, run, ["a"], heads, config(), rollout_manager=Elsewhere(), allow_stale=True)
     (metrics,) = await algorithm.train(1, progress_bar=False)

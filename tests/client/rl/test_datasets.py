@@ -52,7 +52,7 @@ async def test_mathematics(tmp_path: Path) -> None:
     ):
         math_tasks([{"question": "?"}])
     file.write_text("{")
-    with pytest.raises(ValueError, match=r"math.jsonl, line 1: this is not JSON"):
+    with pytest.raises(ValueError, match=r"math.jsonl, line 1: not valid JSON"):
         math_tasks(str(file))
 
 

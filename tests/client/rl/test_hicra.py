@@ -111,7 +111,7 @@ def test_it_works_where_prometheus_client_is_missing(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("rewards", "mask", "message"),
     [
-        ([1.0, 2.0], None, r"\[episodes, steps\], got the shape \[2\]"),
+        ([1.0, 2.0], None, r"\[episodes, steps\], got \[2\]"),
         ([[1.0, 2.0], [1.0]], None, "padded to one length"),
         ([[1.0, 2.0]], [[1]], r"mask has the shape \[1, 1\] but rewards have \[1, 2\]"),
         ([[1.0, 2.0]], [[1, 2]], "true or false"),

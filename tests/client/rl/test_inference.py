@@ -165,7 +165,7 @@ async def test_an_endpoint_is_given_new_weights(endpoint: Any, rule_inference: C
     with pytest.raises(ValueError, match="load_lora_adapter answered 400"):
         await inference.update_weights(run, 6)
     assert inference.version == 5
-    with pytest.raises(ValueError, match=r'trains all weights, and OpenAIInference was made with weights="adapter"'):
+    with pytest.raises(ValueError, match=r'trains all weights, but OpenAIInference was created with weights="adapter"'):
         await inference.update_weights(ExportingRun("model.safetensors"), 6)
     whole = OpenAIInference(url, "m", codec, weights="model")
     await whole.update_weights(ExportingRun("model.safetensors"), 7)

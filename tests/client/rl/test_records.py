@@ -117,7 +117,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n')
     with pytest.raises(SystemExit):
         main([str(tmp_path / "metrics.jsonl")])
-    assert "line 1 is no trajectory" in capsys.readouterr().err
+    assert "line 1 is not a trajectory" in capsys.readouterr().err
     (tmp_path / "empty.jsonl").write_text("")
     for command in (["gradwire_server.cli", "trajectories", "view"], ["gradwire.rl.viewer"]):
         result = subprocess.run(

@@ -84,13 +84,13 @@ async def test_a_batch_function_sees_a_group_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ("good", "returned str; a reward is a number or an EvaluateResult"),
+        ("good", "returned str; a reward must be a number or an EvaluateResult"),
         (None, "returned NoneType"),
         (math.nan, "the score is nan; it must be finite"),
-        ({"points": 1}, "returned a mapping with points; a reward has at least a score"),
+        ({"points": 1}, "returned a mapping with points; a reward needs at least a score"),
         ({"score": "1"}, "the score is str; it must be a number"),
         ({"score": 1, "step_outputs": [{"step_index": 0.0, "base_reward": 1}]}, "step_index is float"),
-        ({"score": 1, "step_outputs": [3]}, "a step output has at least step_index and base_reward"),
+        ({"score": 1, "step_outputs": [3]}, "a step output needs at least step_index and base_reward"),
     ],
 )
 async def test_wrong_answers_cost_one_evaluation_and_say_so(answer: Any, error: str) -> None:
@@ -128,7 +128,7 @@ async def test_asynchronous_judges() -> None:
 
 
 def test_parameters_that_nothing_fills_are_refused() -> None:
-    with pytest.raises(TypeError, match="has a parameter 'answer' that nothing fills"):
+    with pytest.raises(TypeError, match="has a parameter 'answer' that is unknown"):
 
         @reward_function
         def wrong(answer: str) -> float:
@@ -146,7 +146,7 @@ def test_step_outputs_find_their_steps() -> None:
 @pytest.mark.parametrize(
     ("outputs", "error"),
     [
-        ([StepOutput(3, 1.0)], r"step_outputs\[0\] has step_index 3, and the trajectory has steps 0 to 2"),
+        ([StepOutput(3, 1.0)], r"step_outputs\[0\] has step_index 3, but the trajectory has steps 0 to 2"),
         ([StepOutput(-4, 1.0)], "has step_index -4"),
         ([StepOutput(1, 1.0), StepOutput(-2, 1.0)], r"step_outputs\[1\] and step_outputs\[0\] are both for step 1"),
     ],

@@ -229,7 +229,7 @@ async def test_one_who_answers_slowly_holds_up_nobody_else(rule_inference: Calla
 
 
 async def test_arguments_that_cannot_be(rule_inference: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="num_parallel must be at least 1; this is 0"):
+    with pytest.raises(ValueError, match="num_parallel must be at least 1, got 0"):
         RolloutManager(rule_inference(digits), Countdown(), num_parallel=0)
     with pytest.raises(ValueError, match='a task needs "prompt"'):
         await RolloutManager(rule_inference(digits), Countdown()).collect([{"text": "x"}])

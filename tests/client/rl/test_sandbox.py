@@ -158,7 +158,7 @@ def test_what_cannot_travel_is_named() -> None:
 
     with handle, pytest.raises(NotPortableError, match=r"reward: handle \(TextIOWrapper\) cannot be sent"):
         Sandbox(reward)
-    with pytest.raises(NotPortableError, match="takes plain functions; this is builtin"):
+    with pytest.raises(NotPortableError, match="needs a plain function, got builtin"):
         Sandbox(len)
 
 

@@ -1,6 +1,6 @@
 """The toolkit for plain scripts: the same parts without ``await``, under the names of docs/rl_primitives.md.
 
-Everything here waits for the asynchronous parts of :mod:`gradwire.rl`, which run in a thread of their own.
+Calls block while the asynchronous parts of :mod:`gradwire.rl` run in their own thread.
 ``python -m gradwire.rl.primitives.environment`` and ``…inference`` are demonstrations.
 """
 

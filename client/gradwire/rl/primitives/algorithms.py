@@ -1,4 +1,4 @@
-"""Training loops over the parts of this package, while the script waits."""
+"""Blocking training loops over the parts of this package."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ FROM_PARTS = ("num_parallel", "max_steps_per_rollout", "rollout_timeout_s", "max
 
 @dataclass(frozen=True)
 class AlgorithmConfig(algorithms.AlgorithmConfig):
-    """Settings of a training: those of :class:`gradwire.rl.AlgorithmConfig`, and a few.
+    """Settings of a training: those of :class:`gradwire.rl.AlgorithmConfig`, and a few more.
 
     Attributes:
-        batch_size: trajectories an iteration.
-        group_size: trajectories a task, of which ``batch_size`` is a multiple; None: 8 for GRPO, else 1.
-        learning_rate: None: that of the ``BackpropModule``'s optimizer.
-        checkpoint_dir: for checkpoints, the log and, of each saved checkpoint, the weights as a Hugging Face folder.
-        use_wandb: log to Weights & Biases.
-        wandb_project: of ``wandb.init``.
-        reward_method: passed to ``compute_rewards``.
+        batch_size: Trajectories per iteration.
+        group_size: Trajectories per task; must divide ``batch_size``. None: 8 for GRPO, else 1.
+        learning_rate: None: the learning rate of the ``BackpropModule``'s optimizer.
+        checkpoint_dir: Folder for checkpoints, the log, and the weights of each checkpoint as a Hugging Face folder.
+        use_wandb: Log to Weights & Biases.
+        wandb_project: Project of ``wandb.init``.
+        reward_method: Passed to ``compute_rewards``.
 
-    Of rollouts (``num_parallel``, ``max_steps_per_rollout``), length and temperature, the rollout manager and its
-    inference module say; they may not be given here.
+    The rollout manager and its inference module define the rollouts (``num_parallel``, ``max_steps_per_rollout``),
+    length and temperature; these settings may not be given here.
     """
 
     batch_size: int = 32
-    group_size: int | None = None  # type: ignore[assignment]  # filled by the algorithm
-    learning_rate: float | None = None  # type: ignore[assignment]  # filled by the optimizer's
+    group_size: int | None = None  # type: ignore[assignment]  # set by the algorithm
+    learning_rate: float | None = None  # type: ignore[assignment]  # set from the optimizer
     use_wandb: bool = False
     wandb_project: str | None = None
     reward_method: Method = "absolute"
@@ -58,13 +58,13 @@ class AlgorithmConfig(algorithms.AlgorithmConfig):
         changed = [name for name in FROM_PARTS if getattr(self, name) != defaults[name]]
         if changed:
             raise ValueError(
-                f"{', '.join(changed)}: say that to the RolloutManager or to the InferenceModule (max_new_tokens, "
-                "temperature), which sample"
+                f"{', '.join(changed)}: set these on the RolloutManager or the InferenceModule (max_new_tokens, "
+                "temperature), which do the sampling"
             )
 
 
 class _WithFolders:
-    """Beside each checkpoint on the server, its weights as a Hugging Face folder."""
+    """Saves the weights as a Hugging Face folder beside each checkpoint on the server."""
 
     async def save_checkpoint(self: Any, name: str = "", best: bool = False) -> Any:
         checkpoint = await super().save_checkpoint(name, best)  # type: ignore[misc]
@@ -74,30 +74,30 @@ class _WithFolders:
 
 
 class PPO(_WithFolders, algorithms.PPOAlgorithm):
-    """:class:`gradwire.rl.PPOAlgorithm` with folders."""
+    """:class:`gradwire.rl.PPOAlgorithm` that also saves folders."""
 
 
 class GRPO(_WithFolders, algorithms.GRPOAlgorithm):
-    """:class:`gradwire.rl.GRPOAlgorithm` with folders."""
+    """:class:`gradwire.rl.GRPOAlgorithm` that also saves folders."""
 
 
 class REINFORCE(_WithFolders, algorithms.REINFORCEAlgorithm):
-    """:class:`gradwire.rl.REINFORCEAlgorithm` with folders."""
+    """:class:`gradwire.rl.REINFORCEAlgorithm` that also saves folders."""
 
 
 class _Algorithm:
-    """A training of a model in an environment.
+    """Trains a model in an environment.
 
     Args:
-        env: the environment, whose ``inference`` samples; the trained weights are brought to it after each iteration.
-        rollout_manager: how rollouts are collected; by default one of the environment.
-        reward_computer: an object with ``compute_rewards(trajectories, method=...)`` that gives a number, or an
-            :class:`~gradwire.rl.EvaluateResult`, a trajectory.
-        backprop: what trains the model.
-        config: settings.
+        env: The environment, whose ``inference`` samples; it receives the trained weights after each iteration.
+        rollout_manager: Collects the rollouts; by default one of the environment.
+        reward_computer: An object with ``compute_rewards(trajectories, method=...)`` that returns a number, or an
+            :class:`~gradwire.rl.EvaluateResult`, per trajectory.
+        backprop: Trains the model.
+        config: The settings.
 
     Attributes:
-        algorithm: the asynchronous algorithm underneath, once training has begun.
+        algorithm: The underlying asynchronous algorithm, once training has begun.
     """
 
     kind: ClassVar[type[Any]]
@@ -113,7 +113,9 @@ class _Algorithm:
         config: AlgorithmConfig | None = None,
     ) -> None:
         if backprop is None or env.inference is None:
-            raise ValueError("give the environment an inference module, and a backprop=BackpropModule(...)")
+            raise ValueError(
+                "the environment needs an inference module, and the algorithm a backprop=BackpropModule(...)"
+            )
         self.env, self.backprop = env, backprop
         self.rollout_manager = rollout_manager or RolloutManager(env)
         self.config = config or AlgorithmConfig()
@@ -121,11 +123,11 @@ class _Algorithm:
         self.algorithm: Any = None
 
     def loss_arguments(self) -> dict[str, Any]:
-        """The ``BackpropModule``'s config as the loss takes it."""
+        """The ``BackpropModule``'s config as arguments of the loss."""
         raise NotImplementedError
 
     def train(self, num_iterations: int, progress_bar: bool = True) -> list[dict[str, float]]:
-        """Trains for so many iterations more; the metrics of each."""
+        """Train for this many more iterations; return the metrics of each."""
 
         async def training() -> list[dict[str, float]]:
             history: list[dict[str, float]] = await (await self._ready()).train(num_iterations, progress_bar)
@@ -134,11 +136,11 @@ class _Algorithm:
         return wait_for(training())
 
     def save_checkpoint(self, iteration: int | None = None, best: bool = False) -> Path | None:
-        """Saves the run, and its weights as a Hugging Face folder of ``checkpoint_dir``, which it returns.
+        """Save the run, and its weights as a Hugging Face folder in ``checkpoint_dir``; return that folder.
 
         Args:
-            iteration: for the name, ``iteration-N``; by default that of the training.
-            best: keep it as the best, for :meth:`resume`.
+            iteration: Number for the name, ``iteration-N``; by default the current iteration.
+            best: Keep it as the best, for :meth:`resume`.
         """
 
         async def saved() -> Path | None:
@@ -151,7 +153,8 @@ class _Algorithm:
         return wait_for(saved())
 
     def resume(self, best: bool = False) -> int:
-        """Goes on from the last checkpoint of ``checkpoint_dir``, or the best; the iterations done before it."""
+        """Continue from the last checkpoint in ``checkpoint_dir``, or the best; return the number of finished
+        iterations."""
 
         async def resumed() -> int:
             done: int = await (await self._ready()).resume(best)
@@ -160,7 +163,7 @@ class _Algorithm:
         return wait_for(resumed())
 
     def close(self) -> None:
-        """Ends loggers; the ``BackpropModule`` is yours to close."""
+        """Close the loggers; the caller closes the ``BackpropModule``."""
         if self.algorithm is not None:
             self.algorithm.close()
 
@@ -173,7 +176,7 @@ class _Algorithm:
                 name for name, usual in ADAM.items() if self.backprop.optimizer_settings.get(name, usual) != usual
             }
             if changed:
-                logger.warning("train() steps with the usual %s of AdamW, not the optimizer's", " and ".join(changed))
+                logger.warning("train() uses AdamW's default %s, not the optimizer's", " and ".join(changed))
             loggers: list[MetricLogger] = []
             if self.config.use_wandb:
                 loggers.append(
@@ -191,7 +194,7 @@ class _Algorithm:
         given = {each.name: getattr(self.config, each.name) for each in fields(self.config) if each.name not in OWN}
         size = self.config.group_size or min(self.group_size, self.config.batch_size)
         if self.config.batch_size % size:
-            raise ValueError(f"batch_size {self.config.batch_size} is no multiple of group_size {size}")
+            raise ValueError(f"batch_size {self.config.batch_size} is not a multiple of group_size {size}")
         rate = self.backprop.learning_rate if self.config.learning_rate is None else self.config.learning_rate
         rollouts, inference = self.rollout_manager.config, self.env.inference
         return algorithms.AlgorithmConfig(
@@ -213,7 +216,7 @@ class _Algorithm:
 
 
 class PPOAlgorithm(_Algorithm):
-    """Proximal policy optimisation, with a critic on the server."""
+    """Proximal policy optimisation with a critic on the server."""
 
     kind = PPO
 
@@ -222,7 +225,7 @@ class PPOAlgorithm(_Algorithm):
 
 
 class GRPOAlgorithm(_Algorithm):
-    """Group relative policy optimisation: episodes that start from one state are each other's baseline."""
+    """Group relative policy optimisation: the baseline is the mean of the episodes that start from the same state."""
 
     kind = GRPO
     group_size = 8
@@ -234,7 +237,7 @@ class GRPOAlgorithm(_Algorithm):
 
 
 class REINFORCEAlgorithm(_Algorithm):
-    """Vanilla policy gradient; a reward's baseline is the mean of its batch."""
+    """Vanilla policy gradient; the baseline is the mean reward of the batch."""
 
     kind = REINFORCE
     options: ClassVar[dict[str, Any]] = {"baseline": "batch"}

@@ -1,4 +1,4 @@
-"""The event loop that the synchronous face runs on, in a thread of its own; started at the first need."""
+"""The event loop of the synchronous interface, in its own thread; started at first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _loops: list[LoopThread] = []
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result. Interrupting the wait cancels it."""
+    """Block until the coroutine returns, and return its result. An interrupt cancels it."""
     with _lock:
         if not _loops:
             _loops.append(LoopThread())

@@ -1,4 +1,4 @@
-"""Advantages, losses and updates of a model that a server trains, while the script waits."""
+"""Blocking advantages, losses and updates of a model that a server trains."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 
 @dataclass(frozen=True)
 class BackpropConfig:
-    """What advantages and losses take.
+    """Settings of advantages and losses.
 
     Attributes:
-        gamma: discount of a token.
-        gae_lambda: bias against variance of the advantages.
-        ppo_clip_range: the ratio is clipped to ``1 - ppo_clip_range`` and ``1 + ppo_clip_range``.
-        kl_coef: weight of the KL to the reference: ``ref_model``, or the policy as it was at the start; 0: no KL.
-        normalize_advantages: mean 0 and variance 1 over a batch.
-        entropy_coef: weight of an entropy bonus.
-        max_grad_norm: gradients are scaled down to it.
-        learning_rate: where there is no optimizer and no other says.
+        gamma: Discount per token.
+        gae_lambda: Trade-off between bias and variance of the advantages.
+        ppo_clip_range: The ratio is clipped to ``1 - ppo_clip_range`` and ``1 + ppo_clip_range``.
+        kl_coef: Weight of the KL to the reference: ``ref_model``, or the initial policy; 0: no KL.
+        normalize_advantages: Scale advantages to mean 0 and variance 1 over a batch.
+        entropy_coef: Weight of an entropy bonus.
+        max_grad_norm: Gradient clipping norm.
+        learning_rate: Learning rate if there is no optimizer.
     """
 
     gamma: float = 0.99
@@ -51,13 +51,13 @@ class BackpropConfig:
 
 
 class PPOLoss:
-    """A loss that is yet to be computed: ``float(loss)`` computes it, ``BackpropModule.update`` trains on it."""
+    """A lazily computed loss: ``float(loss)`` computes it, ``BackpropModule.update`` trains on it."""
 
     def __init__(self, owner: BackpropModule, batch: Mapping[str, Any], loss_kwargs: Mapping[str, Any]) -> None:
         self.owner, self.batch, self.loss_kwargs = owner, batch, loss_kwargs
 
     def item(self) -> float:
-        """The loss under the weights as they are now, by a forward pass."""
+        """Compute the loss under the current weights by a forward pass."""
 
         async def forward() -> float:
             run = await self.owner.run()
@@ -72,16 +72,17 @@ class PPOLoss:
 class BackpropModule:
     """Trains a model on a gradwire server.
 
-    A loaded ``transformers`` model is served by an embedded server that starts at the first need, and its weights are
-    written back into it after each update. The gradients are computed there; nothing of torch's autograd is used here.
+    An embedded server, started at first use, serves a loaded ``transformers`` model, and the trained weights are
+    written back into the model after each update. The server computes the gradients; torch's autograd is not used here.
 
     Args:
-        model: a loaded model, a name or path, or an :class:`InferenceModule` with ``backend="server"``.
-        ref_model: what KL is measured against: a loaded model, a name or path; by default the model as it is now.
-        optimizer: ``torch.optim.Adam`` or ``AdamW`` of the model's parameters: its settings are taken over, the moments
-            are the server's.
-        config: settings.
-        options: of :class:`~gradwire.rl.primitives.hosting.ServedModel`: ``lora``, ``address``, ``state_dir``, …
+        model: A loaded model, a name or path, or an :class:`InferenceModule` with ``backend="server"``.
+        ref_model: The reference of the KL: a loaded model, a name or path; by default the model as it is now.
+        optimizer: ``torch.optim.Adam`` or ``AdamW`` of the model's parameters: its settings are used, its moments are
+            not.
+        config: The settings.
+        options: Options of :class:`~gradwire.rl.primitives.hosting.ServedModel`: ``lora``, ``address``, ``state_dir``,
+            …
     """
 
     def __init__(
@@ -96,13 +97,15 @@ class BackpropModule:
         self.optimizer_settings = settings_of(optimizer) if optimizer is not None else {}
         self.version = 0
         self._model, self._ref_model = model, ref_model
-        # A copy of the model is the model as it is now, which the server has anyway.
+        # A copy of the model equals the current model, which the server already has.
         self._own_reference = ref_model is None or same_weights(ref_model, model)
         if isinstance(model, InferenceModule):
             if model.served is None:
-                raise TypeError('an InferenceModule can be trained with backend="server" only; else give its model')
+                raise TypeError(
+                    'only an InferenceModule with backend="server" can be trained; otherwise pass its model'
+                )
             if not self._own_reference:
-                raise ValueError("ref_model has to be on the server of the InferenceModule; leave it out")
+                raise ValueError("ref_model must be on the server of the InferenceModule; leave it out")
             self.served = model.served
         else:
             reference = None if self._own_reference else ref_model
@@ -111,25 +114,25 @@ class BackpropModule:
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's, or the config's."""
+        """The learning rate of the optimizer, or of the config."""
         return float(self.optimizer_settings.get("learning_rate", self.config.learning_rate))
 
     def reference(self) -> dict[str, Any]:
-        """The losses' arguments for the KL."""
+        """The KL arguments of the losses."""
         if not self.config.kl_coef:
             return {}
         return {"reference_model": "ema" if self._own_reference else "reference", "beta": self.config.kl_coef}
 
     async def run(self) -> TrainingClient:
-        """The run on the server, which it starts at the first call."""
+        """The run on the server, which starts at the first use."""
         return await self.served.run()
 
     def keep_state_in(self, folder: Path) -> None:
-        """Where the embedded server keeps checkpoints, if it has not started."""
+        """Set the folder for the embedded server's checkpoints, if the server has not started."""
         self.served.keep_state_in(folder)
 
     def compute_values(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
-        """Of each trajectory, ``[tokens]``: the critic's value of the state before each token that the policy wrote."""
+        """Compute per trajectory ``[tokens]``: the critic's value of the state before each policy token."""
 
         async def scored() -> list[Floats]:
             rows = rows_of(trajectories)
@@ -143,14 +146,14 @@ class BackpropModule:
         return wait_for(scored())
 
     def compute_advantages(self, rewards: Any, values: Any = None) -> Any:
-        """Generalised advantage estimation, normalised if the config says so.
+        """Compute generalised advantage estimates, normalised if the config says so.
 
         Args:
-            rewards: one number a trajectory, or a sequence of numbers a trajectory (a step's, or a token's).
-            values: of the same shape; zeros by default. One number a trajectory is its baseline.
+            rewards: One number per trajectory, or a sequence of numbers per trajectory (per step, or per token).
+            values: The same shape; zeros by default. One number per trajectory is its baseline.
 
         Returns:
-            An array ``[trajectories]``, or a list of one array a trajectory.
+            An array ``[trajectories]``, or a list of one array per trajectory.
         """
         flat = not any(np.ndim(each) for each in rewards)
         rows = [np.atleast_1d(np.asarray(each, np.float64)) for each in rewards]
@@ -171,11 +174,11 @@ class BackpropModule:
         return advantages if flat else np.split(advantages, np.cumsum(lengths)[:-1])
 
     def compute_ppo_loss(self, trajectories: Sequence[Trajectory], advantages: Sequence[Any]) -> PPOLoss:
-        """The clipped surrogate, with the KL to the reference.
+        """Build the clipped surrogate loss with the KL to the reference.
 
         Args:
-            trajectories: of rollouts, with the log-probabilities of the policy that wrote them.
-            advantages: of each, one number, or one a step, or one a token that the policy wrote.
+            trajectories: Trajectories of rollouts, with the log-probabilities of the policy that wrote them.
+            advantages: Per trajectory one number, or one per step, or one per policy token.
         """
         if len(trajectories) != len(advantages):
             raise ValueError(f"there are {len(advantages)} advantages for {len(trajectories)} trajectories")
@@ -218,12 +221,14 @@ class BackpropModule:
         }
 
     def update(self, loss: PPOLoss) -> dict[str, float]:
-        """One optimizer step on a loss of :meth:`compute_ppo_loss`; its metrics, ``loss`` and ``grad_norm`` with them.
+        """Take one optimizer step on a loss of :meth:`compute_ppo_loss`.
+
+        Returns the metrics, with ``loss`` and ``grad_norm``.
 
         The weights are written back into a loaded model.
         """
         if not isinstance(loss, PPOLoss):
-            raise TypeError(f"update takes what compute_ppo_loss gave; this is {type(loss).__name__}")
+            raise TypeError(f"update needs the result of compute_ppo_loss, got {type(loss).__name__}")
 
         async def step() -> dict[str, float]:
             run = await self.run()
@@ -239,16 +244,16 @@ class BackpropModule:
         return wait_for(step())
 
     def update_ref_model(self, method: Literal["ema", "copy"] = "ema", decay: float = 0.99) -> None:
-        """Moves the reference towards the policy, or makes it the policy (``copy``).
+        """Move the reference towards the policy (``ema``), or set it to the policy (``copy``).
 
-        A loaded ``ref_model`` follows. One that was not the model itself at the start stays as it is on the server, and
-        cannot be moved.
+        A loaded ``ref_model`` is updated as well. A reference that was another model than the policy at the start is
+        frozen on the server and cannot be moved.
 
         Args:
-            decay: share of the old reference that stays.
+            decay: Share of the old reference that is kept.
         """
         if method not in ("ema", "copy"):
-            raise ValueError(f'method must be "ema" or "copy"; this is {method!r}')
+            raise ValueError(f'method must be "ema" or "copy", got {method!r}')
         if not self._own_reference:
             raise UnsupportedError(
                 "a ref_model of other weights than the model's is frozen; leave it out, or copy the model"
@@ -264,7 +269,7 @@ class BackpropModule:
                 theirs.data.mul_(share).add_(ours.data, alpha=1 - share)
 
     def close(self) -> None:
-        """Ends the embedded server."""
+        """Close the connection and stop the embedded server."""
         self.served.close()
 
     def __enter__(self) -> BackpropModule:
@@ -275,15 +280,15 @@ class BackpropModule:
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
-    """What ``optim_step`` takes over from an optimizer of torch's.
+    """Convert a torch optimizer to the arguments of ``optim_step``.
 
     Raises:
-        ValueError: for one that the server does not have.
+        ValueError: The server has no such optimizer.
     """
     groups, name = optimizer.param_groups, type(optimizer).__name__
     first = {key: value for key, value in groups[0].items() if key != "params"}
     if name not in ("Adam", "AdamW") or any(first.get(each) for each in ("amsgrad", "maximize")):
-        raise ValueError(f"the server steps with AdamW; {name} with these settings cannot be taken over: {first}")
+        raise ValueError(f"the server uses AdamW; {name} with these settings cannot be used: {first}")
     if name == "Adam" and first["weight_decay"] and not first.get("decoupled_weight_decay"):
         raise ValueError(
             "Adam's weight_decay is added to the gradient, the server's is decoupled: use torch.optim.AdamW"

@@ -1,4 +1,4 @@
-"""A random model of a few thousand parameters, for demonstrations that download nothing."""
+"""A random model of a few thousand parameters, for demonstrations without downloads."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 def demonstration_inference(arguments: list[str] | None = None) -> InferenceModule:
-    """An inference module of the model that the command line names, or of a random one."""
+    """Create an inference module of the model named on the command line, or of a random model."""
     given = sys.argv[1:] if arguments is None else arguments
     if len(given) > 1 or (given and given[0].startswith("-")):
         raise SystemExit("one argument at most: the name or path of a model; without it, a random one is made")
     if given:
         return InferenceModule(given[0], max_new_tokens=16)
     model, tokenizer = random_model()
-    print("a random model of a few thousand parameters: what it writes means nothing\n")
+    print("a random model of a few thousand parameters: its output is meaningless\n")
     return InferenceModule(model=model, tokenizer=tokenizer, max_new_tokens=8)
 
 
 def random_model() -> tuple[Any, Any]:
-    """A Llama and a tokenizer with a token a character."""
+    """Create a Llama model and a tokenizer with one token per character."""
     torch = require("torch", "server", "the demonstration")
     transformers = require("transformers", "server", "the demonstration")
     tokenizers = require("tokenizers", "server", "the demonstration")

@@ -8,7 +8,7 @@ from gradwire.rl.primitives.rollouts import RolloutManager
 
 
 class Letters(BaseEnvironment):
-    """The policy writes until it has written a dozen different letters, or four times."""
+    """An environment that ends after a dozen different letters, or four turns."""
 
     def reset(self) -> State:
         return State(prompt="the state is", data={"letters": set()})

@@ -1,4 +1,4 @@
-"""Environments with a loop of their own: ``reset``, then ``step`` until ``is_terminal``; and no rewards."""
+"""Environments with their own loop: ``reset``, then ``step`` until ``is_terminal``; no rewards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gradwire.rl.types import State as AsyncState
 
 @dataclass
 class State:
-    """Where an episode stands; changed in place, or replaced, by the environment.
+    """The state of an episode; the environment changes or replaces it.
 
     Attributes:
-        prompt: what the policy is given next, by default: text, or messages.
-        response: what it wrote last.
-        step_count: steps taken.
-        done: the environment's own sign that it is over.
-        data: anything that the environment keeps.
+        prompt: The default of the next prompt: text, or messages.
+        response: The last response.
+        step_count: Number of steps taken.
+        done: The environment's own flag for the end.
+        data: Data of the environment.
     """
 
     prompt: Prompt = ""
@@ -36,19 +36,21 @@ class State:
 
 
 class BaseEnvironment:
-    """Inherit, and override ``reset`` and what else differs. One object serves many episodes, in threads: what belongs
-    to an episode is in its :class:`State`, or in attributes that ``reset`` sets (each episode has a shallow copy).
+    """Base class: override ``reset`` and other methods as needed.
+
+    One object serves many episodes, in threads: the data of an episode belongs in its :class:`State`, or in attributes
+    that ``reset`` sets (each episode has a shallow copy).
 
     Args:
-        inference: what ``step`` generates with; in rollouts, the policy.
-        prompts: texts, messages, rows or tasks; an episode has one of them as ``self.task``.
-        max_steps: an episode is over after so many; None: when ``is_terminal`` says so.
-        options: for the other classes of a multiple inheritance.
+        inference: The inference module that ``step`` uses; in rollouts, the policy.
+        prompts: Texts, messages, rows or tasks; an episode has one of them as ``self.task``.
+        max_steps: Maximum number of steps per episode; None: until ``is_terminal``.
+        options: Arguments of other classes in a multiple inheritance.
 
     Attributes:
-        task: of the episode, with ``prompt`` and ``ground_truth``; an empty one where there are no prompts.
-        rng: a ``random.Random`` that is the same for all episodes of a group.
-        stop: strings at which a response ends.
+        task: The episode's task, with ``prompt`` and ``ground_truth``; an empty one if there are no prompts.
+        rng: A ``random.Random`` that is the same for all episodes of a group.
+        stop: Strings at which a response ends.
     """
 
     stop: Sequence[str] = ()
@@ -66,11 +68,11 @@ class BaseEnvironment:
         self.rng = random.Random(0)
 
     def reset(self) -> State:
-        """The state that an episode starts from; by default with the task's prompt."""
+        """Return the start state of an episode; by default with the task's prompt."""
         return State(prompt=self.task.prompt)
 
     def step(self, state: State) -> State:
-        """One turn: by default the policy's response to ``build_prompt``, and what ``update_state`` makes of it."""
+        """Take one turn: by default, generate a response to ``build_prompt`` and apply ``update_state``."""
         (response,) = self.inference.generate([self.build_prompt(state)])
         state = self.update_state(state, response)
         state.step_count += 1
@@ -81,23 +83,23 @@ class BaseEnvironment:
         return state.done or (self.max_steps is not None and state.step_count >= self.max_steps)
 
     def build_prompt(self, state: State) -> Prompt:
-        """What the policy is given."""
+        """Build the policy's prompt."""
         return state.prompt
 
     def update_state(self, state: State, response: str) -> State:
-        """The state after a response; by default the same one, with the response."""
+        """Return the state after a response; by default the same state with the response added."""
         state.response = response
         return state
 
     def tasks(self, start: int = 0) -> Iterator[Task]:
-        """The tasks of one episode after the other, without end: the prompts in turn."""
+        """Yield the tasks of successive episodes without end: the prompts in turn."""
         while True:
             yield self.prompts[start % len(self.prompts)] if self.prompts else Task("", task_id=f"episode {start}")
             start += 1
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """A prompt and a response to it; with more steps, the policy continues what it has written."""
+    """A prompt and a response; with more steps, the policy continues its own text."""
 
     def __init__(
         self, inference: InferenceModule | None = None, prompts: Iterable[AnyTask] = (), max_steps: int | None = 1
@@ -120,7 +122,7 @@ class ConversationEnvironment(BaseEnvironment):
 
     Args:
         respond: ``(state) -> text`` of the other side, None to end it; or override :meth:`respond`.
-        system: a system message before the task's prompt.
+        system: A system message before the task's prompt.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class ConversationEnvironment(BaseEnvironment):
         return State(prompt=messages)
 
     def respond(self, state: State) -> str | None:
-        """What the other side says to ``state.response``; None ends the conversation."""
+        """Return the other side's answer to ``state.response``; None ends the conversation."""
         return self._respond(state) if self._respond is not None else None
 
     def update_state(self, state: State, response: str) -> State:
@@ -160,10 +162,10 @@ class SVRLEnvironment(BaseEnvironment):
     """Self-verification: tools may check an answer, within a budget, before ``<answer>…</answer>`` commits to it.
 
     Args:
-        tools: functions, tools, or names of registered ones; each call costs the tool's ``cost`` (1 by default).
-        budget: of all calls of an episode.
-        prompts: questions; with a ``ground_truth`` for :class:`SVRLRewardComputer`.
-        max_steps: turns of the policy.
+        tools: Functions, tools, or names of registered ones; each call costs the tool's ``cost`` (1 by default).
+        budget: Budget of all calls of an episode.
+        prompts: Questions, with a ``ground_truth`` for :class:`SVRLRewardComputer`.
+        max_steps: The policy's limit of turns.
     """
 
     stop = ("</tool_call>",)
@@ -200,5 +202,5 @@ class SVRLEnvironment(BaseEnvironment):
 
 
 def as_list(prompt: Prompt) -> list[Message]:
-    """The prompt as messages."""
+    """Convert the prompt to messages."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,4 +1,4 @@
-"""A model on a gradwire server, for scripts: the server is started where none is given."""
+"""A model on a gradwire server, for scripts; starts a server if no address is given."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradwire.training import TrainingClient
 
 
 class ServedModel:
-    """One run, and what it takes to have it.
+    """One run, with the connection and the server that it needs.
 
     Args:
-        model: a loaded ``transformers`` model, which is saved into a temporary folder and served from there, or a name
+        model: A loaded ``transformers`` model, which is saved to a temporary folder and served from there, or a name
             or a path.
-        reference: a second model for the server, likewise.
-        address: of a running server that has the model under this name; None: an embedded one.
-        state_dir: of the embedded server; None: a temporary folder.
-        lora: rank of an adapter; None trains all weights.
-        head: of the run.
-        options: of ``gradwire.connect``.
+        reference: A second model for the server, in the same forms.
+        address: Address of a running server that has the model under this name; None: an embedded server.
+        state_dir: State folder of the embedded server; None: a temporary folder.
+        lora: Rank of an adapter; None trains all weights.
+        head: Head of the run.
+        options: Options of ``gradwire.connect``.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class ServedModel:
         _open.add(self)
 
     def keep_state_in(self, folder: Path) -> None:
-        """Where an embedded server that has not started keeps its state, unless ``state_dir`` said so."""
+        """Set the state folder of an embedded server that has not started, unless ``state_dir`` was given."""
         self._state_dir = self._state_dir or folder
 
     @property
     def address(self) -> str:
-        """``HOST:PORT`` of the server; empty where it has not started."""
+        """``HOST:PORT`` of the server; empty if it has not started."""
         return str(self._service.address) if self._service is not None else ""
 
     async def run(self) -> TrainingClient:
-        """The run; its first use starts the server."""
+        """The run; the first use starts the server."""
         if self._run is None:
             names = {"policy": self._name("policy", self._model)}
             if self._reference is not None:
@@ -71,7 +71,7 @@ class ServedModel:
                 self._service = await connect(self._address, **self._options)
             base = "policy" if self._address is None else names["policy"]
             self._run = await self._service.create_run(base, **self._settings)
-            # The reference "ema" is what the policy is now.
+            # The reference "ema" starts as a copy of the current policy.
             await self._run.update_reference(ema=1.0)
         return self._run
 
@@ -89,15 +89,13 @@ class ServedModel:
                 'InferenceModule with backend="server"'
             )
         if self._address is not None:
-            raise ValueError(
-                "a loaded model is served by an embedded server; with an address, name a model of that server"
-            )
+            raise ValueError("a loaded model needs an embedded server; with an address, name a model of that server")
         folder = Path(self._folder.name) / role
         model.save_pretrained(folder)
         return str(folder)
 
     def close(self) -> None:
-        """Ends the connection, and the embedded server."""
+        """Close the connection, and stop the embedded server."""
         service, self._service = self._service, None
         if service is not None:
             wait_for(service.close())
@@ -109,7 +107,7 @@ _open: weakref.WeakSet[ServedModel] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends the connections of a script that has not; embedded servers end with the process in any case."""
+    """Close connections that the script left open; embedded servers end with the process in any case."""
     for each in list(_open):
-        with contextlib.suppress(RuntimeError):  # from there on Python starts no threads to wait in
+        with contextlib.suppress(RuntimeError):  # after this point Python starts no threads
             each.close()

@@ -14,7 +14,7 @@ def main() -> None:
         print(f"  {len(logprobs)} tokens, log-probability {logprobs.sum():.2f}")
     logits = inference.get_logits(prompts[:1], responses[:1], top_k=3)
     for number, likeliest in enumerate(logits[0][:3]):
-        print(f"  before token {number} the likeliest are {likeliest.token_ids.tolist()}")
+        print(f"  before token {number} the most probable tokens are {likeliest.token_ids.tolist()}")
     answers, calls = inference.batch_generate_with_tools(prompts, available_tools=["calculator"], max_turns=2)
     print(f"with a calculator: {sum(map(len, calls))} calls, {len(answers)} answers")
 

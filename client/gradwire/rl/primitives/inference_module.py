@@ -1,4 +1,4 @@
-"""The synchronous face of an inference module: strings in, strings out."""
+"""The synchronous interface of an inference module: strings in, strings out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NO_TOKENS = np.zeros(0, np.int64)
 
 
 class HuggingFaceBackend(LocalInference):
-    """A ``transformers`` model in this process: every method, and slower than the others.
+    """A ``transformers`` model in this process: supports every method, but is slower than the others.
 
     Args:
-        model: a loaded model, or a name or path.
-        tokenizer: its tokenizer; loaded with a model that is named.
-        options: of ``AutoModelForCausalLM.from_pretrained``, where a name is given.
+        model: A loaded model, or a name or path.
+        tokenizer: Its tokenizer; loaded automatically for a named model.
+        options: Options of ``AutoModelForCausalLM.from_pretrained``, for a named model.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, **options: Any) -> None:
@@ -39,17 +39,17 @@ class HuggingFaceBackend(LocalInference):
             tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(model)
             model = transformers.AutoModelForCausalLM.from_pretrained(model, **options).eval()
         if tokenizer is None:
-            raise ValueError("a model that is loaded already needs its tokenizer: InferenceModule(model=, tokenizer=)")
+            raise ValueError("a loaded model needs its tokenizer: InferenceModule(model=, tokenizer=)")
         super().__init__(model, tokenizer)
         self.model = model
 
 
 class GeneratedText(str):
-    """A response: a string that knows its tokens.
+    """A response: a string with its tokens.
 
     Attributes:
-        prompt_ids, token_ids: ``[tokens]``, empty where the text was not sampled here.
-        logprobs: ``[tokens]``, of each sampled token in nats.
+        prompt_ids, token_ids: ``[tokens]``, empty if the text was not sampled here.
+        logprobs: ``[tokens]``, log-probability of each sampled token in nats.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
     """
 
@@ -60,7 +60,7 @@ class GeneratedText(str):
 
     @classmethod
     def of(cls, prompt_ids: IntArray, generation: Generation) -> Self:
-        """From a generation of an inference module."""
+        """Convert a generation of an inference module."""
         text = cls(generation.text)
         text.prompt_ids, text.token_ids = prompt_ids, generation.token_ids
         text.logprobs, text.stop_reason = generation.logprobs, generation.stop_reason
@@ -68,24 +68,24 @@ class GeneratedText(str):
 
 
 class InferenceModule:
-    """What generates, for scripts without an event loop.
+    """Text generation for scripts without an event loop.
 
     ``InferenceModule(model=model, tokenizer=tokenizer)`` samples with a loaded ``transformers`` model,
-    ``InferenceModule("name", backend=...)`` makes the backend: ``"hf"``, ``"vllm"`` or ``"server"`` (a run on a
-    gradwire server; an embedded one where no ``address`` is given). ``model`` may also be a backend: anything that is a
+    ``InferenceModule("name", backend=...)`` creates the backend: ``"hf"``, ``"vllm"`` or ``"server"`` (a run on a
+    gradwire server; an embedded one if no ``address`` is given). ``model`` may also be a backend: any
     :class:`gradwire.rl.InferenceModule`.
 
     Args:
-        model: a loaded model, a name or path, or a backend.
-        tokenizer: of a loaded model.
-        backend: for a model that is named; ``"hf"`` by default.
-        max_new_tokens: the longest response, in rollouts too.
-        temperature: of sampling, in rollouts too.
-        options: of the backend.
+        model: A loaded model, a name or path, or a backend.
+        tokenizer: Tokenizer of a loaded model.
+        backend: Backend of a named model; ``"hf"`` by default.
+        max_new_tokens: Maximum response length, also in rollouts.
+        temperature: Sampling temperature, also in rollouts.
+        options: Options of the backend.
 
     Attributes:
-        backend: the asynchronous module that does the work.
-        served: the server and the run behind it, for ``backend="server"``.
+        backend: The underlying asynchronous module.
+        served: The server and the run behind it, for ``backend="server"``.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class InferenceModule:
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.served: ServedModel | None = None
         if backend not in (None, "hf", "vllm", "server"):
-            raise ValueError(f'backend must be "hf", "vllm" or "server"; this is {backend!r}')
+            raise ValueError(f'backend must be "hf", "vllm" or "server", got {backend!r}')
         self.backend: AsyncInferenceModule
         if hasattr(model, "codec"):
             self.backend = model
@@ -115,7 +115,7 @@ class InferenceModule:
 
     @property
     def params(self) -> SamplingParams:
-        """How responses are sampled where nothing else is said."""
+        """The default sampling parameters."""
         return SamplingParams(max_tokens=self.max_new_tokens, temperature=self.temperature)
 
     def generate(
@@ -129,10 +129,10 @@ class InferenceModule:
         stop: Sequence[str] = (),
         seed: int | None = None,
     ) -> list[GeneratedText]:
-        """One response a prompt, in order. A prompt is text, or messages that the chat template writes.
+        """Generate one response per prompt, in order. A prompt is text, or messages for the chat template.
 
-        Inside an environment's ``step`` of a rollout, the prompts go to the sampler together with those of the other
-        episodes, and the length, temperature and seed are the rollout's.
+        Inside an environment's ``step`` of a rollout, the prompts are batched with those of the other
+        episodes, and the rollout sets length, temperature and seed.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         episode = running_episode(self)
@@ -151,7 +151,7 @@ class InferenceModule:
         return [GeneratedText.of(row, generation) for row, generation in zip(rows, made)]
 
     def get_logprobs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[FloatArray]:
-        """Of each response, ``[tokens]``: the log-probability of each of its tokens after the prompt, in nats."""
+        """Return ``[tokens]`` per response: the log-probability of each of its tokens after the prompt, in nats."""
 
         async def scored() -> list[FloatArray]:
             pairs = await self._pairs(prompts, responses)
@@ -163,18 +163,20 @@ class InferenceModule:
     def get_logits(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, top_k: int | None = None
     ) -> list[FloatArray] | list[list[TopLogits]]:
-        """What the model expects at each token of the responses, as log-probabilities: logits up to a constant.
+        """Return the next-token distribution at each response token, as log-probabilities (logits up to a constant).
 
         Args:
-            top_k: None: of the whole vocabulary, ``[tokens, vocabulary]`` a response, by ids, which only the Hugging
-                Face backend gives. A number: a list of :class:`~gradwire.rl.inference.TopLogits`, one a token.
+            top_k: None: the whole vocabulary, ``[tokens, vocabulary]`` per response, indexed by id; only the Hugging
+                Face backend supports it. A number: a list of :class:`~gradwire.rl.inference.TopLogits`, one per token.
 
         Raises:
-            ValueError: without ``top_k``, on a backend that tells only the likeliest tokens.
+            ValueError: ``top_k`` is None on a backend that returns only the most probable tokens.
         """
         dense = top_k is None
         if dense and not isinstance(self.backend, HuggingFaceBackend):
-            raise ValueError(f"{type(self.backend).__name__} gives the likeliest tokens only: say how many, top_k=20")
+            raise ValueError(
+                f"{type(self.backend).__name__} returns only the most probable tokens: set their number, e.g. top_k=20"
+            )
         size = self.backend.model.config.vocab_size if isinstance(self.backend, HuggingFaceBackend) else 0
         found = wait_for(self._logits(prompts, responses, size if top_k is None else top_k))
         return [_by_ids(each, size) for each in found] if dense else found
@@ -195,14 +197,14 @@ class InferenceModule:
         max_new_tokens: int | None = None,
         max_turns: int = 8,
     ) -> tuple[list[str], list[list[ToolResult]]]:
-        """Lets the model call tools until it answers, for all prompts at once.
+        """Let the model call tools until it answers, for all prompts at once.
 
         Args:
-            available_tools: names of registered tools (see :func:`register_tool`), functions or tools.
-            max_turns: of the model, a prompt.
+            available_tools: Names of registered tools (see :func:`register_tool`), functions or tools.
+            max_turns: The model's limit of turns per prompt.
 
         Returns:
-            The last response to each prompt, and the calls that were made on the way with their results.
+            The last response to each prompt, and the tool calls with their results.
         """
         params = SamplingParams(max_tokens=max_new_tokens or self.max_new_tokens, temperature=self.temperature)
         generation = ToolGeneration.batch_generate_with_tools(
@@ -220,7 +222,9 @@ class InferenceModule:
 
     async def _pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[IntArray, IntArray]]:
         if len(prompts) != len(responses):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(responses)} responses; they go in pairs")
+            raise ValueError(
+                f"there are {len(prompts)} prompts but {len(responses)} responses; each prompt needs one response"
+            )
         pairs = []
         for prompt, response in zip(prompts, responses):
             ids = response.token_ids if isinstance(response, GeneratedText) else NO_TOKENS
@@ -230,7 +234,7 @@ class InferenceModule:
         return pairs
 
     def close(self) -> None:
-        """Ends the server of ``backend="server"``."""
+        """Stop the server of ``backend="server"``."""
         if self.served is not None:
             self.served.close()
 

@@ -1,4 +1,4 @@
-"""Rewards after collection, computed while the script waits, and any object with ``compute_rewards``."""
+"""Blocking reward computation after collection, for any object with ``compute_rewards``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Objective = Callable[[Trajectory], float]
 
 
 class EachScored:
-    """A scorer of one function of a trajectory; what fails costs that trajectory."""
+    """Scores trajectories one by one with a function; a failure costs only its trajectory."""
 
     def __init__(self, function: Callable[[Trajectory], Any]) -> None:
         self._function = function
@@ -37,11 +37,11 @@ class EachScored:
 
 
 class ComputedRewards:
-    """A scorer of an object with ``compute_rewards(trajectories, method=...)``.
+    """Scores with an object that has ``compute_rewards(trajectories, method=...)``.
 
     Args:
-        computer: the object; ``method`` is passed where it takes one.
-        method: of the computation.
+        computer: The object; ``method`` is passed if it accepts one.
+        method: The method of the computation.
     """
 
     def __init__(self, computer: Any, method: Method = "absolute") -> None:
@@ -65,7 +65,7 @@ class ComputedRewards:
             return [failed] * len(trajectories)
         if len(rewards) != len(trajectories):
             failed = EvaluateResult(
-                0.0, error=f"{name} gave {len(rewards)} rewards for {len(trajectories)} trajectories"
+                0.0, error=f"{name} returned {len(rewards)} rewards for {len(trajectories)} trajectories"
             )
             return [failed] * len(trajectories)
         return [self._result(each) for each in rewards]
@@ -78,12 +78,12 @@ class ComputedRewards:
 
 
 def rewards_by(computer: AsyncRewardComputer, trajectories: Sequence[Trajectory]) -> list[float]:
-    """The rewards that a computer of the toolkit gives, which are also written into the trajectories.
+    """Compute rewards with a computer of the toolkit, write them into the trajectories and return them.
 
-    Trajectories of one group are compared with each other; where no two are of one group, all are.
+    Trajectories of one group are compared with each other; if no two share a group, all are compared.
 
     Raises:
-        ValueError: for a trajectory that could not be scored, naming it.
+        ValueError: A trajectory could not be scored; names it.
     """
     alone = len({each.group for each in trajectories}) == len(trajectories)
     compared = [replace(each, group=0) for each in trajectories] if alone else list(trajectories)
@@ -96,12 +96,12 @@ def rewards_by(computer: AsyncRewardComputer, trajectories: Sequence[Trajectory]
 
 
 class ParetoRewardComputer:
-    """Several objectives at once, without weights: see :class:`gradwire.rl.ParetoRewardComputer`.
+    """Several objectives at once without weights: see :class:`gradwire.rl.ParetoRewardComputer`.
 
     Args:
-        objective_functions: each ``trajectory -> float``; more is better.
-        objective_names: as many; by default the functions' own.
-        objectives: the same as ``objective_functions``.
+        objective_functions: Functions ``trajectory -> float``; higher is better.
+        objective_names: Their names; by default the functions' own.
+        objectives: Alias of ``objective_functions``.
     """
 
     def __init__(
@@ -114,14 +114,17 @@ class ParetoRewardComputer:
         functions = [*objective_functions, *objectives]
         names = list(objective_names) if objective_names is not None else [_name(each) for each in functions]
         if not functions:
-            raise ValueError("give at least one objective: objective_functions=[...]")
+            raise ValueError("pass at least one objective: objective_functions=[...]")
         if len(names) != len(functions) or len(set(names)) != len(names):
-            raise ValueError(f"{len(functions)} objectives need as many different names; these are {names}")
+            raise ValueError(f"{len(functions)} objectives need {len(functions)} different names, got {names}")
         self._scorers = {name: EachScored(function) for name, function in zip(names, functions)}
 
     def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method = "pareto") -> list[float]:
-        """``pareto``: the rank by fronts and crowding, 0 to 1. ``absolute``: the mean of the objectives; ``relative``:
-        its rank, 0 to 1. The objectives are in each trajectory's ``evaluation.metrics``."""
+        """Return the rewards.
+
+        ``pareto``: the rank by fronts and crowding, 0 to 1. ``absolute``: the mean of the objectives; ``relative``:
+        its rank, 0 to 1. The objectives are in each trajectory's ``evaluation.metrics``.
+        """
         computer = AsyncParetoRewardComputer(self._scorers)
         rewards = rewards_by(computer, trajectories)
         if _checked(method) == "pareto":
@@ -131,18 +134,18 @@ class ParetoRewardComputer:
 
 
 class SVRLRewardComputer:
-    """Quality of the answer less what its verification cost: see :class:`gradwire.rl.SVRLRewardComputer`.
+    """Quality of the answer minus the cost of its verification: see :class:`gradwire.rl.SVRLRewardComputer`.
 
     Args:
-        quality: ``trajectory -> float``; by default 1 where ``<answer>…</answer>`` is the task's ``ground_truth``.
-        cost_weight: what spending the whole budget costs.
+        quality: ``trajectory -> float``; by default 1 if ``<answer>…</answer>`` is the task's ``ground_truth``.
+        cost_weight: Penalty for spending the whole budget.
     """
 
     def __init__(self, quality: Objective | None = None, *, cost_weight: float = 0.2) -> None:
         self._quality, self._cost_weight = EachScored(quality or answered), cost_weight
 
     def compute_rewards(self, trajectories: Sequence[Trajectory], method: Method = "absolute") -> list[float]:
-        """``absolute``: the score. ``relative``: its rank, 0 to 1."""
+        """Return the rewards. ``absolute``: the score. ``relative``: its rank, 0 to 1."""
         if _checked(method) == "pareto":
             raise ValueError('SVRLRewardComputer has one objective; method is "absolute" or "relative"')
         mode: Any = method
@@ -152,9 +155,9 @@ class SVRLRewardComputer:
 
 
 def answered(trajectory: Trajectory) -> float:
-    """1 where the answer that an episode of :class:`SVRLEnvironment` committed to is the ground truth."""
+    """Return 1 if the committed answer of an episode of :class:`SVRLEnvironment` is the ground truth."""
     if trajectory.ground_truth is None:
-        raise ValueError("the task has no ground_truth; give prompts with one, or SVRLRewardComputer(quality=...)")
+        raise ValueError("the task has no ground_truth; use prompts with one, or SVRLRewardComputer(quality=...)")
     answer = trajectory.state.data.get("answer") if trajectory.state is not None else None
     return float(answer is not None and str(answer).strip() == str(trajectory.ground_truth).strip())
 
@@ -165,5 +168,5 @@ def _name(function: Any) -> str:
 
 def _checked(method: str) -> str:
     if method not in ("absolute", "relative", "pareto"):
-        raise ValueError(f'method must be "absolute", "relative" or "pareto"; this is {method!r}')
+        raise ValueError(f'method must be "absolute", "relative" or "pareto", got {method!r}')
     return method

@@ -1,4 +1,4 @@
-"""Rollouts of an environment, collected while the script waits."""
+"""Blocking rollouts of an environment."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ logger = logging.getLogger("gradwire.rl")
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How rollouts are collected.
+    """Settings of rollouts.
 
     Attributes:
-        num_parallel: episodes under way at once.
-        maintain_parallel_count: the place of an episode that ends is taken by the next; else the next ``num_parallel``
+        num_parallel: Episodes in progress at once.
+        maintain_parallel_count: Start the next episode when one ends; False: the next ``num_parallel``
             start when all of the last have ended.
-        verbose: print a line about each collection.
-        enable_progress_bar: show one.
-        max_steps_per_rollout: an episode that is not over by then is truncated.
-        timeout_s: of one episode.
-        seed: of sampling and of the environments' ``rng``.
+        verbose: Print a line about each collection.
+        enable_progress_bar: Show a progress bar.
+        max_steps_per_rollout: Truncate an episode after this many steps.
+        timeout_s: Time limit per episode.
+        seed: Seed of sampling and of the environments' ``rng``.
     """
 
     num_parallel: int = 16
@@ -45,9 +45,9 @@ class RolloutManager:
     """Collects trajectories of an environment, many at once.
 
     Args:
-        env: the environment, with its ``inference``.
-        config: settings.
-        settings: fields of :class:`RolloutConfig`, in place of a config or over it.
+        env: The environment, with its ``inference``.
+        config: The settings.
+        settings: Fields of :class:`RolloutConfig`, instead of a config or overriding it.
     """
 
     def __init__(self, env: BaseEnvironment, config: RolloutConfig | None = None, **settings: Any) -> None:
@@ -59,16 +59,16 @@ class RolloutManager:
     def collect_rollouts(
         self, min_trajectories: int | None = None, max_steps_per_rollout: int | None = None
     ) -> list[Trajectory]:
-        """Trajectories of so many episodes (``num_parallel`` by default), the environment's prompts in turn.
+        """Collect this many episodes (``num_parallel`` by default), using the environment's prompts in turn.
 
-        Those that failed are left out; why is in the log, how many in the statistics.
+        Failed episodes are left out; the log has the reasons, the statistics the number.
 
         Raises:
-            RuntimeError: when all of them failed, with the first error.
+            RuntimeError: All episodes failed; the message has the first error.
         """
         config, count = self.config, min_trajectories or self.config.num_parallel
         if self.env.inference is None:
-            raise ValueError(f"{type(self.env).__name__} has no inference; give it one: Environment(inference=...)")
+            raise ValueError(f"{type(self.env).__name__} has no inference; pass one: Environment(inference=...)")
         manager = AsyncRolloutManager(
             self.env.inference.backend,
             EpisodeEnvironment(self.env),
@@ -98,9 +98,9 @@ class RolloutManager:
         return ran
 
     def get_statistics(self) -> dict[str, Any]:
-        """Figures of the last collection: ``avg_trajectory_length`` (steps), ``tokens_per_second``, ``failed``, …
+        """Return statistics of the last collection: ``avg_trajectory_length`` (steps), ``tokens_per_second``, …
 
-        They are the fields of :class:`~gradwire.rl.rollout_statistics.RolloutStatistics`.
+        The names are the fields of :class:`~gradwire.rl.rollout_statistics.RolloutStatistics`.
         """
         if self._statistics is None:
             raise RuntimeError("nothing has been collected yet: call collect_rollouts first")

@@ -1,8 +1,8 @@
-"""An environment's own loop, ``step`` after ``step``, as an episode of the toolkit's.
+"""Run an environment's own ``step`` loop as an episode of the toolkit.
 
-There, the world answers an action that the toolkit sampled; here, ``step`` asks for the sample itself. So each episode
-has a thread in which the environment's ``step`` runs; where it calls ``generate``, the thread stands still until the
-toolkit has sampled, together with all other episodes, and recorded what it did.
+In the toolkit, the environment answers an action that the toolkit sampled; here, ``step`` requests the sample itself.
+So each episode has a thread in which the environment's ``step`` runs; a call of ``generate`` blocks the thread until
+the toolkit has sampled for all waiting episodes and recorded the response.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from gradwire.rl.types import State as AsyncState
 IDLE_STEPS = 1000
 KEPT_STARTS = 4096
 FIGURES = ("verification_cost", "tool_cost", "budget", "answer")
-"""What rewards read in a state's data."""
+"""Keys of a state's data that rewards read."""
 
 
 class EpisodeClosed(BaseException):
-    """Ends the thread of an episode that nobody waits for; not an ``Exception``, lest user code catch it."""
+    """Ends the thread of an abandoned episode; not an ``Exception``, so that user code does not catch it."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The environment wants a response to this."""
+    """The environment requests a response to this prompt."""
 
     prompt: Prompt
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The environment is done."""
+    """The environment has ended the episode."""
 
     state: Any
 
@@ -53,12 +53,12 @@ class Failed:
 
 
 class Episode:
-    """One episode of a user's environment, in a thread of its own.
+    """One episode of a user's environment, in its own thread.
 
     Args:
-        environment: a copy that belongs to this episode.
-        state: to start from.
-        inference: whose ``generate`` is the policy's.
+        environment: The episode's own copy.
+        state: The start state.
+        inference: The module whose ``generate`` is the policy's.
     """
 
     def __init__(self, environment: Any, state: Any, inference: Any) -> None:
@@ -69,12 +69,12 @@ class Episode:
         self._asked = 0
 
     async def start(self) -> Asked | Ended:
-        """Until the first prompt."""
+        """Run until the first prompt."""
         threading.Thread(target=self._run, name="gradwire episode", daemon=True).start()
         return await self._event()
 
     async def answer(self, text: str) -> Asked | Ended:
-        """The response to the last prompt; until the next one."""
+        """Pass the response to the last prompt; run until the next prompt."""
         self._answers.put(text)
         return await self._event()
 
@@ -82,7 +82,7 @@ class Episode:
         self._answers.put(None)
 
     def ask(self, prompt: Prompt) -> str:
-        """In the thread: the policy's response."""
+        """Called in the thread: return the policy's response."""
         self._asked += 1
         self._tell(Asked(prompt))
         answer = self._answers.get()
@@ -116,9 +116,9 @@ class Episode:
             self._tell(Ended(self.state))
         except EpisodeClosed:
             return
-        except Exception as error:  # the user's environment may raise anything; it costs this episode
+        except Exception as error:  # the user's environment may raise anything; only this episode fails
             self._tell(Failed(error))
-        except BaseException as error:  # exit() in user code is a failure of that code alone
+        except BaseException as error:  # exit() in user code must fail only that code
             self._tell(Failed(RuntimeError(f"{type(error).__name__} in the environment")))
 
 
@@ -126,13 +126,13 @@ _thread = threading.local()
 
 
 def running_episode(inference: Any) -> Episode | None:
-    """The episode whose environment runs in this thread, where this is its policy."""
+    """Return the episode whose environment runs in this thread, if this module is its policy."""
     episode: Episode | None = getattr(_thread, "episode", None)
     return episode if episode is not None and episode.inference is inference else None
 
 
 class EpisodeEnvironment(AsyncEnvironment):
-    """A user's environment for the toolkit's rollouts.
+    """Adapts a user's environment to the toolkit's rollouts.
 
     Each episode has a shallow copy of the environment; those of a group start from copies of one ``reset()``.
     """
@@ -166,7 +166,9 @@ class EpisodeEnvironment(AsyncEnvironment):
         environment.task, environment.rng = task, random.Random(seed)
         state = await called(environment.reset)
         if state is None or not hasattr(state, "prompt"):
-            raise TypeError(f"{type(environment).__name__}.reset returned {type(state).__name__}; it returns a State")
+            raise TypeError(
+                f"{type(environment).__name__}.reset returned {type(state).__name__}; it must return a State"
+            )
         return environment, state
 
     def build_prompt(self, state: AsyncState) -> Prompt:
@@ -199,7 +201,7 @@ def as_messages(prompt: Prompt) -> tuple[Message, ...]:
 
 
 def what_is_new(before: Prompt, response: str, prompt: Prompt) -> str:
-    """What a prompt says beyond the last one and the response to it; all of it where it does not continue them."""
+    """Return the part of a prompt beyond the last prompt and its response; all of it if it does not continue them."""
     if isinstance(prompt, str):
         told = before + response if isinstance(before, str) else ""
         return prompt.removeprefix(told) if told else prompt

@@ -17,7 +17,7 @@ MOST_DIGITS = 300
 
 
 def calculator(expression: str) -> str:
-    """Evaluates arithmetic: numbers, + - * / // % ** and parentheses."""
+    """Evaluate arithmetic: numbers, + - * / // % ** and parentheses."""
     return str(_evaluated(ast.parse(expression.strip(), mode="eval").body))
 
 
@@ -51,7 +51,7 @@ _tools: dict[str, Tool] = {"calculator": Tool.of(calculator)}
 
 
 def register_tool(tool: Tool | Callable[..., Any], name: str | None = None) -> None:
-    """Makes a tool available under its name, or another; one of the same name is replaced."""
+    """Register a tool under its name or another one; replaces a tool of the same name."""
     made = Tool.of(tool)
     if name is not None:
         made = Tool(name, made.description, made.function, made.parameters, made.cost, made.timeout_s)
@@ -59,10 +59,10 @@ def register_tool(tool: Tool | Callable[..., Any], name: str | None = None) -> N
 
 
 def tools_of(tools: Iterable[str | Tool | Callable[..., Any]]) -> list[Tool]:
-    """The tools, those given by name from what is registered.
+    """Resolve tools; names refer to registered tools.
 
     Raises:
-        ValueError: for a name that is not registered.
+        ValueError: A name is not registered.
     """
     found = []
     for each in tools:

@@ -1,4 +1,4 @@
-"""Rewards: computed after collection, by rules, functions, models or the world itself."""
+"""Rewards: computed after collection, by rules, functions, models or the environment."""
 
 from gradwire.rl.rewards._sandbox.program import IsolationError, PolicyProgram, ProgramError
 from gradwire.rl.rewards.aligner import StepAlignmentError, align, align_batch

@@ -1,4 +1,4 @@
-"""From a verdict's step outputs to the steps of its trajectory."""
+"""Assign the step outputs of a result to the steps of its trajectory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ logger = logging.getLogger("gradwire.rl")
 
 
 class StepAlignmentError(ValueError):
-    """A step output names a step that there is not, or one twice."""
+    """A step output names a step that does not exist, or names a step twice."""
 
 
 def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward: float = 0.0) -> None:
-    """Writes the verdict into the trajectory: its reward, and each step's reward and metrics.
+    """Write a result into the trajectory: its reward, and each step's reward and metrics.
 
-    A step that no step output names gets ``default_step_reward``. Where there are no step outputs at all, the last step
+    A step that no step output names gets ``default_step_reward``. Without any step outputs, the last step
     gets the score: the credit of an episode that is judged by its end.
 
     Raises:
-        StepAlignmentError: for an index that matches no step, or one that is given twice. Nothing is written then.
+        StepAlignmentError: An index matches no step, or is given twice. Nothing is written then.
     """
     steps = trajectory.steps
     rewards: dict[int, int] = {}
@@ -30,7 +30,7 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
         if not 0 <= index < len(steps):
             there = f"steps 0 to {len(steps) - 1}" if steps else "no steps"
             raise StepAlignmentError(
-                f"step_outputs[{number}] has step_index {output.step_index}, and the trajectory has {there}; an index "
+                f"step_outputs[{number}] has step_index {output.step_index}, but the trajectory has {there}; an index "
                 "counts the policy's turns, not messages"
             )
         if index in rewards:
@@ -56,12 +56,12 @@ def align(trajectory: Trajectory, result: EvaluateResult, *, default_step_reward
 def align_batch(
     trajectories: Sequence[Trajectory], results: Sequence[EvaluateResult], *, default_step_reward: float = 0.0
 ) -> None:
-    """:func:`align` for as many verdicts as trajectories; errors name the trajectory.
+    """Apply :func:`align` to one result per trajectory; errors name the trajectory.
 
-    A verdict that cannot be aligned becomes one with an ``error``: it costs its own trajectory only.
+    A result that cannot be aligned is replaced by one with an ``error``, which affects only its own trajectory.
 
     Raises:
-        StepAlignmentError: when the numbers differ.
+        StepAlignmentError: The numbers of results and trajectories differ.
     """
     if len(trajectories) != len(results):
         raise StepAlignmentError(f"{len(results)} results for {len(trajectories)} trajectories")

@@ -1,4 +1,4 @@
-"""Rewards for answers that mean the same in other words: mathematics, and options of a question."""
+"""Rewards for equivalent answers: mathematics, and options of a question."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _ALONE = re.compile(r"(?<![A-Za-z])([A-Z])(?![A-Za-z'])")
 
 
 def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = None, workers: int = 4) -> RewardFunction:
-    r"""1 when the response's answer equals the ground truth as mathematics: ``\frac{1}{2}`` is 0.5, sets have no order.
+    r"""Return 1 if the answer equals the ground truth mathematically: ``\frac{1}{2}`` equals 0.5; sets have no order.
 
-    Numbers, LaTeX and plain expressions, by the library ``math-verify`` (``gradwire[math]``); what the response says
-    last, or in a ``\boxed{}``, is its answer. In the sandbox, since simplifying can take for ever.
+    Numbers, LaTeX and plain expressions, compared by the library ``math-verify`` (``gradwire[math]``). The answer is
+    the last expression of the response, or the content of a ``\boxed{}``. Runs in the sandbox, because simplifying may
+    not terminate.
 
     Args:
-        format_score: for a response with a wrong answer; one with none gets 0.
-        limits: of one evaluation.
-        workers: evaluations at once.
+        format_score: Score of a wrong answer; a response without an answer gets 0.
+        limits: Limits of one evaluation.
+        workers: Evaluations at once.
     """
     math_verify = require("math_verify", "math", "the reward math_answer")
 
@@ -36,7 +37,7 @@ def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = Non
         bare = "$" not in truth and "\\boxed" not in truth
         wanted = math_verify.parse(f"${truth}$" if bare else truth, parsing_timeout=None)
         if not wanted:
-            raise ValueError(f"the ground truth {truth!r} is no mathematics that math-verify reads")
+            raise ValueError(f"the ground truth {truth!r} cannot be parsed by math-verify")
         found = math_verify.parse(response, parsing_timeout=None)
         if not found:
             return 0.0
@@ -46,11 +47,11 @@ def math_answer(*, format_score: float = 0.0, limits: SandboxLimits | None = Non
 
 
 def find_choice(text: str, options: int = 26) -> str | None:
-    r"""The letter of the option that a text chooses: in a ``\boxed{}``, after "answer", or the last that stands alone.
+    r"""Find the letter of the chosen option: in a ``\boxed{}``, after "answer", or the last letter that stands alone.
 
     Args:
-        text: of the policy.
-        options: how many there are; other letters are none of them ("I" is a word).
+        text: The policy's text.
+        options: Number of options; other letters are ignored ("I" is a word).
     """
     letters = LETTERS[:options]
     for pattern in (_BOXED, _TOLD, _ALONE):
@@ -62,16 +63,18 @@ def find_choice(text: str, options: int = 26) -> str | None:
 
 
 def multiple_choice(*, format_score: float = 0.0) -> RewardFunction:
-    """1 when the response chooses the option whose letter is the ground truth.
+    """Return 1 if the response chooses the option whose letter is the ground truth.
 
     Args:
-        format_score: for a response that chooses another; one that chooses none gets 0.
+        format_score: Score of a wrong choice; a response without a choice gets 0.
     """
 
     def multiple_choice(response: str, ground_truth: Any, data: dict[str, Any]) -> float:
         wanted, found = str(ground_truth).strip().upper(), find_choice(response, len(data.get("options") or LETTERS))
         if len(wanted) != 1 or not wanted.isalpha():
-            raise ValueError(f"the ground truth {ground_truth!r} is no option's letter; choice_tasks makes it one")
+            raise ValueError(
+                f"the ground truth {ground_truth!r} is not the letter of an option; choice_tasks converts it to one"
+            )
         return 0.0 if found is None else 1.0 if found == wanted else format_score
 
     return RewardFunction(multiple_choice, sandboxed=False)

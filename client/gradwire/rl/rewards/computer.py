@@ -1,4 +1,4 @@
-"""Rewards after collection: scores, and what becomes of them within a group."""
+"""Rewards after collection: scores, and their comparison within a group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RewardReport:
-    """What a computation of rewards found.
+    """The result of a reward computation.
 
     Attributes:
-        metrics: means over the trajectories that were scored, by name.
-        errors: how often each error came.
+        metrics: Means over the scored trajectories, by name.
+        errors: Number of occurrences of each error.
     """
 
     metrics: Mapping[str, float]
@@ -36,14 +36,14 @@ class RewardReport:
 class RewardComputer:
     """Scores trajectories and writes the rewards into them.
 
-    Trajectories that failed are not scored; ones that could not be scored keep the reason in their evaluation's
-    ``error``. Both leave the training and the baselines of their groups.
+    Failed trajectories are not scored; a trajectory that could not be scored has the reason in its evaluation's
+    ``error``. Both are excluded from training and from the baselines of their groups.
 
     Args:
-        scorer: a function, a reward model, or anything with ``evaluate``.
+        scorer: A function, a reward model, or any object with ``evaluate``.
         mode: ``absolute``: the reward is the score. ``relative``: it is the score's rank within the group, from 0 for
-            the worst to 1 for the best, ties sharing the mean of their ranks; 0.5 in a group of one or all equal.
-        default_step_reward: of steps that the scorer says nothing of.
+            the worst to 1 for the best; ties share the mean of their ranks; 0.5 in a group of one or of equal scores.
+        default_step_reward: Reward of steps that the scorer does not name.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class RewardComputer:
     ) -> None:
         if mode not in ("absolute", "relative"):
             raise ValueError(
-                f'mode must be "absolute" or "relative"; this is {mode!r}. For several objectives: ParetoRewardComputer'
+                f'mode must be "absolute" or "relative", got {mode!r}. For several objectives: ParetoRewardComputer'
             )
         self.scorer = as_scorer(scorer)
         self.mode = mode
         self.default_step_reward = default_step_reward
 
     async def compute(self, trajectories: Sequence[Trajectory]) -> RewardReport:
-        """Fills ``reward`` and ``evaluation`` of the trajectories, and ``reward`` of their steps."""
+        """Set ``reward`` and ``evaluation`` of the trajectories, and ``reward`` of their steps."""
         ran = [each for each in trajectories if each.status in ("completed", "truncated")]
         results = await self._evaluate(ran)
         align_batch(ran, results, default_step_reward=self.default_step_reward)
@@ -80,7 +80,7 @@ class RewardComputer:
         return scores if self.mode == "absolute" else normalised_ranks(scores)
 
     def close(self) -> None:
-        """Ends what the scorer holds (sandboxes)."""
+        """Release the scorer's resources (sandboxes)."""
         close_scorer(self.scorer)
 
 
@@ -88,19 +88,19 @@ Reward = RewardComputer | Scorer | Callable[..., Any]
 
 
 def as_computer(reward: Reward) -> RewardComputer:
-    """A reward computer from one, from a scorer, or from a plain function.
+    """Return a reward computer unchanged; wrap a scorer or a plain function.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: Anything else.
     """
     return reward if isinstance(reward, RewardComputer) else RewardComputer(reward)
 
 
 def as_scorer(scorer: Scorer | Callable[..., Any]) -> Scorer:
-    """A scorer from one, or from a plain function.
+    """Return a scorer unchanged; wrap a plain function.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: Anything else.
     """
     if hasattr(scorer, "evaluate"):
         return scorer
@@ -126,7 +126,7 @@ def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def normalised_ranks(scores: npt.ArrayLike) -> Floats:
-    """``[n]`` from 0 (worst) to 1 (best); ties share the mean of their ranks; 0.5 for one alone."""
+    """Rank ``[n]`` from 0 (worst) to 1 (best); ties share the mean of their ranks; 0.5 for a single entry."""
     scores = np.asarray(scores, np.float64)
     below = (scores[None, :] < scores[:, None]).sum(axis=1)
     equal = (scores[None, :] == scores[:, None]).sum(axis=1)
@@ -153,18 +153,18 @@ def _report(trajectories: Sequence[Trajectory], scored: Sequence[Trajectory]) ->
 
 
 class ParetoRewardComputer(RewardComputer):
-    """Several objectives at once, without weights: non-dominated fronts, and crowding within them.
+    """Several objectives at once without weights: non-dominated fronts, and crowding within them.
 
     Within each group, trajectories are sorted into fronts (the first is dominated by none, the second only by the
-    first, …), and in a front the one in the less crowded place comes first (Deb et al. 2002, NSGA-II). The reward is
+    first, …), and within a front those in less crowded regions come first (Deb et al. 2002, NSGA-II). The reward is
     the rank in this order, from 0 to 1.
 
     Args:
-        objectives: name -> scorer or function, or a list of them, which are then named as their functions are; more
+        objectives: Name -> scorer or function, or a list of them, which are then named after their functions; higher
             is better.
-        default_step_reward: of each step.
+        default_step_reward: Reward of each step.
 
-    The scores are in the evaluation's ``metrics`` under the objectives' names, their mean is its score.
+    The evaluation's ``metrics`` have the scores under the objectives' names; its score is their mean.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ParetoRewardComputer(RewardComputer):
         place = -fronts.astype(np.float64)
         for front in range(int(fronts.max(initial=-1)) + 1):
             members = np.flatnonzero(fronts == front)
-            # Less than a front apart, and ordered by crowding.
+            # Less than the distance between fronts, ordered by crowding.
             place[members] += normalised_ranks(crowding_distances(scores[members])) / 2
         return normalised_ranks(place)
 
@@ -206,7 +206,7 @@ class ParetoRewardComputer(RewardComputer):
 
 
 def _by_name(scorers: Sequence[Scorer | Callable[..., Any]]) -> dict[str, Scorer | Callable[..., Any]]:
-    """Under the names of their functions, with a number where that says nothing or comes twice."""
+    """Name objectives after their functions, with a number if the name is missing or ambiguous."""
     result: dict[str, Scorer | Callable[..., Any]] = {}
     for number, scorer in enumerate(scorers):
         name = getattr(scorer, "__name__", type(scorer).__name__)
@@ -215,7 +215,7 @@ def _by_name(scorers: Sequence[Scorer | Callable[..., Any]]) -> dict[str, Scorer
 
 
 def pareto_fronts(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """``[n, objectives] -> [n]``: the front of each, from 0; more is better."""
+    """Compute each entry's front, ``[n, objectives] -> [n]``, from 0; higher is better."""
     scores = np.asarray(scores, np.float64)
     better = (scores[None, :] >= scores[:, None]).all(-1) & (scores[None, :] > scores[:, None]).any(-1)
     fronts, front = np.full(len(scores), -1, np.int64), 0
@@ -228,7 +228,8 @@ def pareto_fronts(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def crowding_distances(scores: npt.ArrayLike) -> Floats:
-    """``[n, objectives] -> [n]``: how far the neighbours are, summed over objectives; infinite at the ends."""
+    """Compute crowding distances, ``[n, objectives] -> [n]``: distance of the neighbours, summed over objectives;
+    infinite at the ends."""
     scores = np.asarray(scores, np.float64)
     distances = np.zeros(len(scores))
     for column in scores.T:
@@ -241,14 +242,14 @@ def crowding_distances(scores: npt.ArrayLike) -> Floats:
 
 
 class SVRLRewardComputer(RewardComputer):
-    """Quality of the answer against what its verification cost: ``quality - cost_weight * cost / budget``.
+    """Quality of the answer against the cost of its verification: ``quality - cost_weight * cost / budget``.
 
     For episodes of :class:`~gradwire.rl.environments.SVRLEnvironment`.
 
     Args:
-        scorer: of the quality.
-        cost_weight: what spending the whole budget costs.
-        mode, default_step_reward: as in :class:`RewardComputer`.
+        scorer: Scores the quality.
+        cost_weight: Penalty for spending the whole budget.
+        mode, default_step_reward: As in :class:`RewardComputer`.
     """
 
     def __init__(

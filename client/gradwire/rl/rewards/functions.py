@@ -1,4 +1,4 @@
-"""``@reward_function``: what a user writes to score trajectories, one at a time or a batch together."""
+"""``@reward_function``: user functions that score trajectories, one at a time or in a batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
 
 
 class Scorer(Protocol):
-    """Anything that scores trajectories: one result each, in order. Never raises for a single one: see ``error``."""
+    """Scores trajectories: one result each, in order. A single failure does not raise: see ``error``."""
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]: ...
 
 
 def view_of(trajectory: Trajectory) -> dict[str, Any]:
-    """What a reward function may ask for by the names of its parameters, as plain data."""
+    """Build the data that a reward function may request by the names of its parameters."""
     steps = [
         {
             "index": step.index,
@@ -54,12 +54,12 @@ PARAMETERS = ("messages", "ground_truth", "response", "prompt", "steps", "task_i
 
 
 class RewardFunction:
-    """A user's function as a :class:`Scorer`; calling it calls the function, here and now.
+    """A user's function as a :class:`Scorer`; calling the object calls the function directly.
 
     Attributes:
-        batch: it takes lists and returns a list: see :func:`reward_function`.
-        sandboxed: evaluations run in the sandbox.
-        limits: of one evaluation.
+        batch: The function takes lists and returns a list: see :func:`reward_function`.
+        sandboxed: Evaluations run in the sandbox.
+        limits: Limits of one evaluation.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RewardFunction:
         return [self._result(outcome) for outcome in await self._run_all(views)]
 
     def close(self) -> None:
-        """Ends the sandbox; the next evaluation makes a new one."""
+        """Stop the sandbox; the next evaluation starts a new one."""
         if self._sandbox is not None:
             self._sandbox.close()
             self._sandbox = None
@@ -114,7 +114,7 @@ class RewardFunction:
         value, error = outcome.value, outcome.error
         if not error and (not isinstance(value, list) or len(value) != size):
             got = f"{len(value)} results" if isinstance(value, list) else type(value).__name__
-            error = f"returned {got} for a batch of {size}; a batch function returns a list of as many results"
+            error = f"returned {got} for a batch of {size}; a batch function must return a list of {size} results"
         if error:
             return [EvaluateResult(0.0, error=f"{self.__name__}: {error}")] * size
         return [self._result(Outcome(value=each)) for each in value]
@@ -140,12 +140,12 @@ class RewardFunction:
                 return Outcome(await called(functools.partial(self.__reward_function__, **view)))
         except TimeoutError:
             return Outcome(error=f"took more than {self.limits.time_s:g} s")
-        except Exception as error:  # the user's function may raise anything, and that costs one evaluation
+        except Exception as error:  # the user's function may raise anything; only one evaluation fails
             return Outcome(error=f"{type(error).__name__}: {error}{_line(error, self.__reward_function__)}")
 
 
 def _line(error: BaseException, function: Callable[..., Any]) -> str:
-    """The line of the function's own file that it was raised in, as the sandbox tells it."""
+    """Find the line of the function's own file in which it was raised, from the sandbox's report."""
     own = getattr(getattr(function, "__code__", None), "co_filename", None)
     where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     return f" (line {where[-1].lineno})" if where else ""
@@ -160,29 +160,29 @@ def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
             wanted.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise TypeError(
-                f"{name} has a parameter {parameter.name!r} that nothing fills; a reward function may take "
+                f"{name} has a parameter {parameter.name!r} that is unknown; a reward function may take "
                 f"{', '.join(PARAMETERS)}"
             )
     return tuple(wanted)
 
 
 def to_result(value: Any) -> EvaluateResult:
-    """A function's answer as an :class:`EvaluateResult`: one already, a number, or its fields as a mapping.
+    """Convert a return value to an :class:`EvaluateResult`: an instance, a number, or a mapping of its fields.
 
     Raises:
-        TypeError, ValueError: for anything else, saying what it was.
+        TypeError, ValueError: Anything else; the message names it.
     """
     if isinstance(value, EvaluateResult):
         value = vars(value)
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         return EvaluateResult(_number(value, "the score"))
     if not isinstance(value, Mapping):
-        raise TypeError(f"returned {type(value).__name__}; a reward is a number or an EvaluateResult")
+        raise TypeError(f"returned {type(value).__name__}; a reward must be a number or an EvaluateResult")
     unknown = set(value) - {"score", "step_outputs", "metrics", "reason", "error", "scored_by_steps"}
     steps = tuple(_step(each) for each in value.get("step_outputs") or ())
     if unknown or (value.get("score") is None and not steps):
         raise TypeError(
-            f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}; a reward has at least a score, or "
+            f"returned a mapping with {', '.join(map(str, value)) or 'nothing'}; a reward needs at least a score, or "
             "step_outputs"
         )
     if value.get("score") is None or value.get("scored_by_steps"):
@@ -203,10 +203,10 @@ def _step(value: Any) -> StepOutput:
     if isinstance(value, StepOutput):
         value = vars(value)
     if not isinstance(value, Mapping) or not {"step_index", "base_reward"} <= set(value):
-        raise TypeError("a step output has at least step_index and base_reward")
+        raise TypeError("a step output needs at least step_index and base_reward")
     index = value["step_index"]
     if isinstance(index, bool) or not isinstance(index, int):
-        raise TypeError(f"step_index is {type(index).__name__}; it counts steps from 0")
+        raise TypeError(f"step_index is {type(index).__name__}; it must be an integer, counted from 0")
     return StepOutput(
         index,
         _number(value["base_reward"], f"base_reward of step {index}"),
@@ -239,17 +239,17 @@ def reward_function(
     limits: SandboxLimits | None = None,
     workers: int = 4,
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
-    """Makes a reward function of a function.
+    """Create a reward function from a function.
 
-    It takes, by the names of its parameters, any of ``messages``, ``ground_truth``, ``response`` (what the policy wrote
-    last), ``prompt``, ``steps``, ``task_id``, ``data``, ``status``, ``num_tokens`` (that it wrote), and returns an
+    Its parameters are any of ``messages``, ``ground_truth``, ``response`` (the policy's last response), ``prompt``,
+    ``steps``, ``task_id``, ``data``, ``status``, ``num_tokens`` (written by the policy). It returns an
     :class:`~gradwire.rl.types.EvaluateResult` or a number. See ``docs/reward_functions.md``.
 
     Args:
-        batch: it takes lists of these, of one group of trajectories together, and returns a list of results.
-        sandboxed: evaluations run in a process of their own, under limits; ``async`` functions never do.
-        limits: of one evaluation.
-        workers: sandboxed evaluations at once.
+        batch: The function takes lists of these for one group of trajectories, and returns a list of results.
+        sandboxed: Evaluations run in a separate process, under limits; ``async`` functions never do.
+        limits: Limits of one evaluation.
+        workers: Sandboxed evaluations at once.
     """
 
     def decorate(inner: Callable[..., Any]) -> RewardFunction:

@@ -1,4 +1,4 @@
-"""Scores that take into account how long a trajectory is: overlong responses, and shorter ones preferred."""
+"""Length-dependent scores: penalties for overlong responses, and a preference for shorter ones."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gradwire.rl.types import EvaluateResult, Trajectory
 
 
 class OverlongPenalty:
-    """Takes away from the score of responses that come near the limit of tokens (Yu et al. 2025, DAPO, eq. 13).
+    """Penalises responses that approach the token limit (Yu et al. 2025, DAPO, eq. 13).
 
-    Nothing up to ``max_tokens - buffer_tokens``, ``penalty`` at ``max_tokens`` and beyond, in proportion between.
+    No penalty up to ``max_tokens - buffer_tokens``, ``penalty`` at ``max_tokens`` and beyond, linear in between.
 
     Args:
-        scorer: a reward function, or any scorer.
-        max_tokens: that the policy may write in a trajectory.
-        buffer_tokens: before the limit, over which the penalty grows.
-        penalty: at the limit.
+        scorer: A reward function, or any scorer.
+        max_tokens: Token limit of the policy per trajectory.
+        buffer_tokens: Number of tokens before the limit over which the penalty grows.
+        penalty: Penalty at the limit.
     """
 
     def __init__(
         self, scorer: Scorer | Callable[..., Any], *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0
     ) -> None:
         if not 0 < buffer_tokens <= max_tokens:
-            raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}); this is {buffer_tokens}")
+            raise ValueError(f"buffer_tokens must be from 1 to max_tokens ({max_tokens}), got {buffer_tokens}")
         self._scorer = as_scorer(scorer)
         self._max, self._buffer, self._penalty = max_tokens, buffer_tokens, penalty
 
@@ -47,16 +47,16 @@ class OverlongPenalty:
 
 
 class LengthPenalty:
-    """Prefers the shorter of a group's responses (Kimi Team 2025, Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+    """Prefers the shorter responses of a group (Kimi Team 2025, Kimi k1.5, arXiv 2501.12599, section 2.3.3).
 
-    With ``l = 1/2 - (tokens - shortest) / (longest - shortest)``, a response that is right (a score of at least
-    ``success_threshold``) gets ``weight * l`` more, another ``weight * min(0, l)``. Where all are of one
+    With ``l = 1/2 - (tokens - shortest) / (longest - shortest)``, a correct response (a score of at least
+    ``success_threshold``) gets ``weight * l`` added, any other ``weight * min(0, l)``. If all have the same
     length, nothing changes.
 
     Args:
-        scorer: a reward function, or any scorer.
-        weight: of the length.
-        success_threshold: of the score.
+        scorer: A reward function, or any scorer.
+        weight: Weight of the length term.
+        success_threshold: Minimum score of a correct response.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LengthPenalty:
 
 
 def _changed(result: EvaluateResult, by: float, metrics: dict[str, float]) -> EvaluateResult:
-    """The result with another score; its own stays among the metrics as ``unshaped``."""
+    """Return the result with another score; the original is kept among the metrics as ``unshaped``."""
     if result.error:
         return result
     shaped = {**result.metrics, "unshaped": result.score, **metrics}

@@ -1,4 +1,4 @@
-"""Scores that come from elsewhere: a reward model on the server, or the environment itself."""
+"""Scores from other sources: a reward model on the server, or the environment itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
 
 
 class RewardModel:
-    """A run with a reward head, as a scorer.
+    """A run with a reward head, used as a scorer.
 
     Args:
-        run: a ``TrainingClient`` whose run has ``head="reward"``.
-        codec, template: how a conversation is written for it; without them it reads the very tokens that the policy saw
-            and wrote last, which is right where both have one tokenizer.
-        center, scale: the score is ``(reward - center) / scale``.
-        max_tokens: a longer row loses its beginning.
+        run: A ``TrainingClient`` whose run has ``head="reward"``.
+        codec, template: Format conversations for the reward model; without them it reads the exact tokens of the
+            policy's last prompt and response, which is right if both share one tokenizer.
+        center, scale: The score is ``(reward - center) / scale``.
+        max_tokens: Maximum row length; a longer row loses its beginning.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RewardModel:
         max_tokens: int | None = None,
     ) -> None:
         if template is not None and codec is None:
-            raise ValueError("a template writes text, and text needs a codec")
+            raise ValueError("a template produces text, so a codec is needed as well")
         self._run, self._codec, self._template = run, codec, template
         self._center, self._scale, self._max_tokens = center, scale, max_tokens
 
@@ -65,7 +65,8 @@ class RewardModel:
 
 
 class EnvironmentReward:
-    """The rewards that a world gave itself (``data["env_rewards"]``): their sum as score, each for its step."""
+    """The environment's own rewards (``data["env_rewards"]``): their sum is the score, and each is its step's
+    reward."""
 
     async def evaluate(self, trajectories: Sequence[Trajectory]) -> list[EvaluateResult]:
         return [self._of(trajectory) for trajectory in trajectories]
@@ -73,12 +74,12 @@ class EnvironmentReward:
     def _of(self, trajectory: Trajectory) -> EvaluateResult:
         rewards = trajectory.state.data.get("env_rewards") if trajectory.state is not None else None
         if rewards is None:
-            return EvaluateResult(0.0, error="this environment gives no rewards of its own")
+            return EvaluateResult(0.0, error="this environment has no rewards of its own")
         return EvaluateResult(
             float(sum(rewards)), tuple(StepOutput(index, float(reward)) for index, reward in enumerate(rewards))
         )
 
 
 def environment_reward() -> EnvironmentReward:
-    """The scorer of worlds that reward: see :class:`EnvironmentReward`."""
+    """Return the scorer of environments with own rewards: see :class:`EnvironmentReward`."""
     return EnvironmentReward()

@@ -1,7 +1,7 @@
-"""A function made portable: its code and what it refers to, for a process that never saw the module it is from.
+"""Make a function portable: its code and dependencies, for a process that cannot import its module.
 
 A function of a notebook or a script cannot be imported elsewhere, and running the script again would run its training.
-So functions of the same module travel as code; modules and everything that can be imported travel by name.
+So functions of the same module are sent as code; modules and everything importable are sent by name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class NotPortableError(TypeError):
 
 
 def capture(function: Callable[..., Any]) -> dict[str, Any]:
-    """What ``_sandbox.rebuild`` makes the function from.
+    """Capture a function in the form that ``_sandbox.rebuild`` reads.
 
     Raises:
-        NotPortableError: when it refers to something that can neither be imported nor copied, naming it.
+        NotPortableError: It refers to something that can neither be imported nor copied; names it.
     """
     if not isinstance(function, FunctionType):
         raise NotPortableError(
-            f"the sandbox takes plain functions; this is {type(function).__name__}. Call it in a function of yours, "
+            f"the sandbox needs a plain function, got {type(function).__name__}. Call it in your own function, "
             "or use reward_function(sandboxed=False)"
         )
     return _Capture(function).result()
@@ -89,7 +89,7 @@ class _Capture:
         if isinstance(value, FunctionType) and value.__module__ in (self._module, "__main__"):
             return "function", self._number(value)
         if isinstance(value, FunctionType | type) and value.__module__.startswith(SANDBOX):
-            # The sandbox has its own package under a shorter name, and gradwire is not imported there.
+            # The sandbox imports its own package under a shorter name and does not import gradwire.
             return "sandbox", [value.__module__.removeprefix(f"{__package__}."), value.__qualname__]
         of = value if isinstance(value, type) else type(value)
         if of.__module__ == "__main__":

@@ -1,11 +1,11 @@
-"""User code in a process of its own, with limits, so that the worst it can do is to cost its own evaluation.
+"""Run user code in a separate process with limits, so that a failure affects only its own evaluation.
 
-Limits of time, memory and processes, no network, no sight of other processes, none of the environment's variables but
-harmless ones, no capabilities, and a temporary folder as the only place to write to. On Linux with user namespaces
-(most distributions) all of them hold; where the kernel refuses those, and on macOS, a warning says what is missing, or
+Limits of time, memory and processes, no network, no view of other processes, only harmless environment
+variables, no capabilities, and a temporary folder as the only writable place. On Linux with user namespaces
+(most distributions) all of them hold; if the kernel refuses those, and on macOS, a warning lists what is missing, or
 nothing is run: :attr:`SandboxLimits.isolation`. Files that the user can read stay readable.
 
-That is for code of one's own. Code that a policy wrote is held to more: :class:`PolicyProgram`.
+This is meant for your own code. Code written by a policy runs under stricter limits: :class:`PolicyProgram`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ ENVIRONMENT = ("PATH", "HOME", "USER", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_A
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one evaluation may take.
+    """Limits of one evaluation.
 
     Attributes:
-        time_s: seconds by the clock.
-        memory_bytes: address space of each process.
-        file_bytes: size of any file that it writes.
-        open_files: at once.
-        max_processes: at once, itself included.
-        output_bytes: of what it prints, kept; the rest is dropped.
-        result_bytes: of what it returns, as JSON.
-        network: whether it may use it (a judge behind an endpoint).
-        environment: names of environment variables that it sees besides ``PATH``, ``HOME``, the language and the like.
-        isolation: ``"required"``: run nothing on a machine that cannot isolate it. ``"preferred"``: run it all the
-            same, with a warning. None: required for code that the policy wrote, preferred for functions of your own.
+        time_s: Wall-clock seconds.
+        memory_bytes: Address space of each process.
+        file_bytes: Maximum size of a written file.
+        open_files: Maximum number of open files.
+        max_processes: Maximum number of processes, itself included.
+        output_bytes: Captured output; the rest is dropped.
+        result_bytes: Maximum size of the result as JSON.
+        network: Whether it may use the network (a judge behind an endpoint).
+        environment: Names of visible environment variables besides ``PATH``, ``HOME``, the language and the like.
+        isolation: ``"required"``: run nothing on a machine that cannot isolate it. ``"preferred"``: run it
+            anyway, with a warning. None: required for code written by the policy, preferred for your own functions.
     """
 
     time_s: float = 5.0
@@ -71,12 +71,12 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         if self.isolation not in ("required", "preferred", None):
-            raise ValueError(f'isolation must be "required", "preferred" or None; this is {self.isolation!r}')
+            raise ValueError(f'isolation must be "required", "preferred" or None, got {self.isolation!r}')
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an evaluation: a value (as JSON has it), or an ``error`` that says what went wrong."""
+    """The result of an evaluation: a value (as JSON data), or an ``error`` message."""
 
     value: Any = None
     error: str = ""
@@ -86,13 +86,13 @@ class Outcome:
 
 
 class Sandbox:
-    """Evaluates one function, in ``workers`` processes at once; each call, and each part of a map, in a new fork.
+    """Evaluates one function in up to ``workers`` processes at once; each call, and each part of a map, is a new fork.
 
     Args:
-        function: a plain function; arguments may be anything that pickles, results anything that JSON holds,
-            dataclasses included.
-        limits: of one evaluation.
-        workers: evaluations at once.
+        function: A plain function; arguments must be picklable, results must be representable in JSON (dataclasses
+            included).
+        limits: Limits of one evaluation.
+        workers: Evaluations at once.
     """
 
     def __init__(self, function: Callable[..., Any], limits: SandboxLimits | None = None, *, workers: int = 4) -> None:
@@ -114,14 +114,14 @@ class Sandbox:
         self._warned = False
 
     async def call(self, *args: Any, **kwargs: Any) -> Outcome:
-        """One evaluation. Never raises for what the function does."""
+        """Run one evaluation. An exception of the function is returned as an error, never raised."""
         return (await self._evaluate([pickle.dumps((args, kwargs))]))[0]
 
     async def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """One evaluation for each of these arguments by name, in order; far cheaper than as many calls.
+        """Run one evaluation for each set of keyword arguments, in order; far cheaper than separate calls.
 
-        Evaluations share a process until one hangs or crashes, which costs that one alone. Neighbours go to different
-        processes: what hangs often comes in groups, and then hangs at the same time.
+        Evaluations share a process until one hangs or crashes, which costs only that one. Neighbours go to different
+        processes: hanging evaluations often come in groups, and then hang in parallel.
         """
         requests = [pickle.dumps(((), dict(arguments))) for arguments in calls]
         count = max(min(self._workers, len(calls)), -(-len(calls) // CHUNK))
@@ -135,7 +135,7 @@ class Sandbox:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._until_done, requests)
 
     def close(self) -> None:
-        """Ends the processes. A sandbox that is not closed ends with this process."""
+        """Stop the processes. An unclosed sandbox ends with this process."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for worker in self._all:
@@ -148,7 +148,7 @@ class Sandbox:
         return outcomes
 
     def _call(self, requests: list[bytes]) -> list[Outcome]:
-        """The outcomes of at least the first of these."""
+        """Return the outcomes of at least the first of these."""
         try:
             worker = self._idle.get_nowait()
         except queue.Empty:
@@ -169,8 +169,8 @@ class Sandbox:
         if answer["missing"] and self.limits.isolation != "required" and not self._warned:
             self._warned = True
             logger.warning(
-                "reward functions run without isolation here: this machine refuses %s. They can reach what this "
-                'process can. SandboxLimits(isolation="required") runs none instead',
+                "reward functions run without isolation here: this machine refuses %s. They can access everything that "
+                'this process can. With SandboxLimits(isolation="required") they are not run',
                 ", ".join(answer["missing"]),
             )
         return [Outcome(**each) for each in answer["results"]]
@@ -206,7 +206,7 @@ class _Worker:
             self.broken = True
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next answer; a process that died or is late is broken."""
+        """Return the next answer; a dead or late process counts as broken."""
         content = self._read(4, timeout_s)
         content = content and self._read(struct.unpack("<I", content)[0], timeout_s)
         if content is None:
@@ -232,7 +232,7 @@ class _Worker:
 
 
 def _environment(variables: Sequence[str]) -> dict[str, str]:
-    """What the sandbox's processes see of this one's environment: no keys, no tokens, no addresses."""
+    """Select the environment variables for the sandbox's processes: no keys, no tokens, no addresses."""
     passed = {name: os.environ[name] for name in (*ENVIRONMENT, *variables) if name in os.environ}
     return passed | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -241,7 +241,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
     try:
-        # At the end of its input it tidies up and goes.
+        # At the end of its input it cleans up and exits.
         process.wait(0.5)
     except subprocess.TimeoutExpired:
         process.kill()

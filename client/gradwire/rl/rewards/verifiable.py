@@ -1,4 +1,4 @@
-"""Rewards that a rule decides: the last number, a pattern, a schema, tests that pass."""
+"""Rule-based rewards: the last number, a pattern, a schema, passing tests."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _BLOCK = re.compile(r"```(?:json|python|py)?\s*\n(.*?)```", re.DOTALL)
 
 
 def find_last_number(text: str) -> float | None:
-    """The last number of a text (``1,234.5`` is one), or None."""
+    """Find the last number of a text (``1,234.5`` counts as one), or None."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def last_number(*, tolerance: float = 1e-6, format_score: float = 0.0) -> RewardFunction:
-    """1 when the response's last number is the ground truth's last number, as GSM8K wants it.
+    """Return 1 if the response's last number equals the ground truth's last number, as for GSM8K.
 
     Args:
-        tolerance: relative.
-        format_score: for a response with a wrong number; one with none gets 0.
+        tolerance: Relative tolerance.
+        format_score: Score of a wrong number; a response without a number gets 0.
     """
 
     def last_number(response: str, ground_truth: Any) -> float:
@@ -42,7 +42,8 @@ def last_number(*, tolerance: float = 1e-6, format_score: float = 0.0) -> Reward
 
 
 def regex_match(pattern: str | None = None, *, limits: SandboxLimits | None = None) -> RewardFunction:
-    """1 when the pattern (by default the ground truth) is found in the response; sandboxed: patterns can run away."""
+    """Return 1 if the pattern (default: the ground truth) matches in the response. Sandboxed: patterns can be very
+    slow."""
     if pattern is not None:
         re.compile(pattern)
 
@@ -53,10 +54,10 @@ def regex_match(pattern: str | None = None, *, limits: SandboxLimits | None = No
 
 
 def find_json(text: str) -> Any:
-    """The JSON of a text: all of it, of its last fenced block, or from its first brace on.
+    """Find JSON in a text: the whole text, its last fenced block, or from its first brace on.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: There is none.
     """
     blocks = _BLOCK.findall(text)
     start = min((at for bracket in "{[" if (at := text.find(bracket)) >= 0), default=-1)
@@ -69,11 +70,11 @@ def find_json(text: str) -> Any:
 
 
 def json_schema(schema: dict[str, Any] | None = None, *, valid_json_score: float = 0.0) -> RewardFunction:
-    """1 when the response holds JSON of this schema (by default the ground truth's); needs ``jsonschema``.
+    """Return 1 if the response contains JSON of this schema (by default the ground truth's); needs ``jsonschema``.
 
     Args:
         schema: JSON schema.
-        valid_json_score: for JSON that breaks the schema.
+        valid_json_score: Score of valid JSON that breaks the schema.
     """
     jsonschema = require("jsonschema", "rl", "the reward json_schema")
 
@@ -89,19 +90,18 @@ def json_schema(schema: dict[str, Any] | None = None, *, valid_json_score: float
 
 
 def find_code(text: str) -> str:
-    """The last fenced block of a text, or all of it."""
+    """Find the last fenced block of a text, or return all of it."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
 def code_passes(*, limits: SandboxLimits | None = None, workers: int = 4) -> RewardFunction:
-    """The share of the ground truth's tests that the response's code passes, in a process of its own.
+    """Return the share of the ground truth's tests that the response's code passes, run in a separate process.
 
-    The ground truth is a list of statements (``"assert add(1, 2) == 3"``), each with the names that the code defines,
-    or of whole programs' ``{"input": …, "output": …}`` (standard input and output); one alone need be in no list.
-    What the tests expect is never in the process that runs the code: see
-    :class:`~gradwire.rl.rewards.PolicyProgram`. Code that runs longer than ``limits.time_s`` fails the tests that are
-    left.
+    The ground truth is a list of statements (``"assert add(1, 2) == 3"``), each run with the code's names,
+    or of ``{"input": …, "output": …}`` for whole programs (standard input and output); a single test needs no list.
+    The expected results are never in the process that runs the code: see
+    :class:`~gradwire.rl.rewards.PolicyProgram`. Code that runs longer than ``limits.time_s`` fails the remaining tests.
     """
     limits = limits or SandboxLimits()
     program = {
@@ -113,6 +113,6 @@ def code_passes(*, limits: SandboxLimits | None = None, workers: int = 4) -> Rew
     def code_passes(response: str, ground_truth: Any) -> dict[str, Any]:
         return share_of_passed(find_code(response), ground_truth, program)
 
-    # The tests take time of their own, and what starts the program takes processes.
+    # The tests need time of their own, and starting the program needs processes.
     around = replace(limits, time_s=limits.time_s + 5, max_processes=limits.max_processes + 4)
     return RewardFunction(code_passes, limits=around, workers=workers)

@@ -110,7 +110,7 @@ def test_one_update_by_hand(loaded: Loaded) -> None:
         loaded.backprop.compute_ppo_loss(trajectories, advantages[:7])
     with pytest.raises(ValueError, match="trajectory 0 has 1 steps and"):
         loaded.backprop.compute_ppo_loss(trajectories[:1], [[1.0] * 9])
-    with pytest.raises(TypeError, match="update takes what compute_ppo_loss gave"):
+    with pytest.raises(TypeError, match="update needs the result of compute_ppo_loss"):
         loaded.backprop.update(1.0)  # type: ignore[arg-type]
 
     reference = [each.detach().clone() for each in loaded.ref_model.parameters()]
@@ -159,7 +159,7 @@ def test_grpo_and_reinforce(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.
         assert [metrics["rollouts/trajectories"], metrics["train/learning_rate"]] == [16, 1e-6]
         assert np.abs(loaded.weights() - before).max() > 0
         algo.close()
-    with pytest.raises(ValueError, match="batch_size 12 is no multiple of group_size 8"):
+    with pytest.raises(ValueError, match="batch_size 12 is not a multiple of group_size 8"):
         GRPOAlgorithm(loaded.env, manager, Letters(), loaded.backprop, AlgorithmConfig(batch_size=12)).train(1)
 
 
@@ -173,7 +173,7 @@ def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded) -> None:
         before = inference.get_logprobs(["ab"], ["cd"])[0]
         assert backprop.update(backprop.compute_ppo_loss(trajectories, [1.0, -1.0, 0.5, 0.0]))["grad_norm"] > 0
         assert np.abs(inference.get_logprobs(["ab"], ["cd"])[0] - before).max() > 0
-    with pytest.raises(TypeError, match='can be trained with backend="server" only'):
+    with pytest.raises(TypeError, match='only an InferenceModule with backend="server" can be trained'):
         BackpropModule(model=loaded.inference)
 
 

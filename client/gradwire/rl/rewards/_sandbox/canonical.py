@@ -1,7 +1,7 @@
-"""Values of builtin types as JSON, so that no object of the policy's own class crosses a pipe.
+"""Encode values of builtin types as JSON, so that no object of the policy's own class crosses a pipe.
 
-Subclasses of builtin types become the builtin; arrays and scalars of numpy become lists and numbers. Anything else is
-left to ``reference``, which gives it a number.
+Subclasses of builtin types become the builtin; numpy arrays and scalars become lists and numbers. Any other value is
+passed to ``reference``, which assigns it a number.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def _timedelta_of(text: str) -> datetime.timedelta:
 
 
 def encode(value: Any, reference: Callable[[Any], dict[str, Any]]) -> Any:
-    """The value for :func:`json.dumps`.
+    """Convert a value to data for :func:`json.dumps`.
 
     Raises:
-        RecursionError: for a value that contains itself.
+        RecursionError: The value contains itself.
     """
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        # As hexadecimal: decimal digits of long integers are slow, and refused beyond 4,300.
+        # Hexadecimal, because decimal conversion of long integers is slow and refused beyond 4,300 digits.
         number = int.__int__(value)
         return number if -(1 << 53) < number < 1 << 53 else {"int": hex(number)}
     if isinstance(value, float):
@@ -71,10 +71,10 @@ def encode(value: Any, reference: Callable[[Any], dict[str, Any]]) -> Any:
 
 
 def decode(content: Any, referent: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of what :func:`encode` made; anything else is given to ``referent``.
+    """Convert the output of :func:`encode` back to a value; references are passed to ``referent``.
 
     Raises:
-        ValueError, TypeError, ArithmeticError, RecursionError: for content that no :func:`encode` made.
+        ValueError, TypeError, ArithmeticError, RecursionError: The content is not the output of :func:`encode`.
     """
     if content is None or isinstance(content, bool | int | float | str):
         return content

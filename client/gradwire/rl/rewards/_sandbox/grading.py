@@ -1,4 +1,4 @@
-"""The share of tests that a program of the policy's passes."""
+"""The share of tests that a policy's program passes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .program import IsolationError, PolicyProgram, ProgramError
 
 
 def share_of_passed(code: str, tests: Any, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict over tests, each a text of statements or ``{"input": …, "output": …}`` of a whole program.
+    """Grade a program by tests, each a text of statements or ``{"input": …, "output": …}`` of a whole program.
 
-    Its metrics are how many passed and, where the machine isolated nothing, ``isolated`` as 0.
+    The metrics are the number of passed tests and, if the machine could not isolate the program, ``isolated`` as 0.
 
     Raises:
-        IsolationError: where the machine cannot isolate the program and ``limits`` require it.
+        IsolationError: The machine cannot isolate the program and ``limits`` require it.
     """
     tests = [tests] if isinstance(tests, str | Mapping) else list(tests)
     statements = [test for test in tests if not isinstance(test, Mapping)]
@@ -38,7 +38,7 @@ def share_of_passed(code: str, tests: Any, limits: Mapping[str, Any]) -> dict[st
 
 
 def _try_program(program: PolicyProgram, test: Mapping[str, Any]) -> str:
-    """Why the program fails the test, empty where it passes: lines are compared without the spaces at their ends."""
+    """Return why the program fails the test, empty if it passes; trailing spaces of lines are ignored."""
     if set(test) != {"input", "output"}:
         raise ValueError(f'a test of a program has "input" and "output"; this one has {", ".join(map(str, test))}')
     try:
@@ -58,7 +58,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _try_statements(program: PolicyProgram, tests: list[str]) -> list[str]:
-    """Why the program fails each test, empty where it passes."""
+    """Return why the program fails each test, empty where it passes."""
     with program:
         try:
             names = program.load()
@@ -71,16 +71,16 @@ def _try_statement(test: str, names: Mapping[str, Any]) -> str:
     compiled = compile(test, "test", "exec")
     try:
         exec(compiled, _scope(compiled, names))
-    except BaseException as error:  # SystemExit included: a test that ends early has not passed
+    except BaseException as error:  # includes SystemExit: a test that exits early has not passed
         return _reason(test, error)
     return ""
 
 
 def _scope(test: CodeType, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The global names of a test: the program's, but builtins and modules are this side's own.
+    """Build the global names of a test: the program's names, with builtins and modules of this process.
 
-    Otherwise a program that defines ``abs`` or patches ``math`` would decide its own test. A builtin's name is the
-    program's only where the test uses nothing else of it: then that is what the test is about.
+    Otherwise a program that defines ``abs`` or patches ``math`` could decide its own test. A builtin's name refers to
+    the program's definition only if the test uses nothing else of the program: then the definition is what is tested.
     """
     used = {name: names[name] for name in dict.fromkeys(_names(test)) if name in names}
     scope: dict[str, Any] = {"__name__": "test"}

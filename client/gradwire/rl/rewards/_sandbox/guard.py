@@ -1,4 +1,4 @@
-"""The process that watches over a worker: it waits, keeps what is printed, reports, kills."""
+"""The process that supervises a worker: it waits, captures output, reports, kills."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .worker import Pipes, fork_worker
 
 REFUSED = (
     "not run: isolation is required, and this machine refuses {}; allow user namespaces, install bubblewrap, or set "
-    'SandboxLimits(isolation="preferred") to run it all the same'
+    'SandboxLimits(isolation="preferred") to run it anyway'
 )
 
 
 def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folder: str) -> dict[str, Any]:
-    """In the guard: evaluations one after the other, up to the first that takes the worker with it."""
+    """In the guard: run evaluations one after the other, up to the first that ends the worker."""
     missing = isolate(limits["network"])
     namespaced = not missing
     reply_read, reply_write = os.pipe()
@@ -56,7 +56,7 @@ def evaluate(function: Any, requests: list[bytes], limits: dict[str, Any], folde
 
 
 class Reader:
-    """What the worker answers and prints."""
+    """Reads the worker's answers and output."""
 
     def __init__(self, reply: int, printed: int, limits: dict[str, Any]) -> None:
         self._reply, self._limits = reply, limits
@@ -64,7 +64,7 @@ class Reader:
         self._answers, self._printed = b"", b""
 
     def next_answer(self) -> tuple[bool, bytes | None]:
-        """Whether the time ran out, and the next answer, None when there will be none."""
+        """Return whether the time ran out, and the next answer or None if there will be none."""
         deadline = time.monotonic() + self._limits["time_s"]
         while True:
             if len(self._answers) >= 4:
@@ -83,13 +83,13 @@ class Reader:
             self._read(select.select(list(self._open), [], [], left)[0])
 
     def take_printed(self) -> dict[str, Any]:
-        """What was printed since the last answer."""
+        """Return the output printed since the last answer."""
         printed, self._printed = self._printed, b""
         limit = self._limits["output_bytes"]
         return {"printed": printed[:limit].decode(errors="replace"), "printed_cut": len(printed) > limit}
 
     def _drain(self) -> None:
-        """What was printed before the answer: no more than a pipe holds."""
+        """Read the output printed before the answer: at most one pipe buffer."""
         for _ in range(4):
             self._read(select.select(list(self._open - {self._reply}), [], [], 0)[0])
 
@@ -113,7 +113,7 @@ def read_answer(answer: bytes) -> dict[str, Any]:
 
 
 def end(child: int, namespaced: bool, *, kill: bool) -> int:
-    """Waits for the worker, after killing it and what it forked (its namespace, or its group); its status."""
+    """Kill the worker and its children (its namespace or its group), wait for it, and return its status."""
     if kill:
         try:
             os.kill(child, signal.SIGKILL)
@@ -125,7 +125,7 @@ def end(child: int, namespaced: bool, *, kill: bool) -> int:
 
 
 def cause(status: int, timed_out: bool, limits: dict[str, Any]) -> str:
-    """Why there is no answer."""
+    """Return why there is no answer."""
     if timed_out:
         return f"took more than {limits['time_s']:g} s and was killed"
     code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

@@ -1,4 +1,4 @@
-"""What keeps an evaluation to itself: namespaces, a file system that is read-only but for one folder, limits."""
+"""Isolation of an evaluation: namespaces, a file system that is read-only except for one folder, limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 CAPABILITY_VERSION_3, MAX_CAPABILITY = 0x20080522, 63
 SOMEBODY, NOBODY = 1000, 65534
-# What root without capabilities may still write to below /proc, by the owner's permission.
+# Paths below /proc that root without capabilities may still write to, because it owns the files.
 KERNEL_SETTINGS = (b"acpi", b"bus", b"fs", b"irq", b"scsi", b"sys", b"sysrq-trigger")
 NO_NAMESPACES = "network, processes and files of its own"
 
@@ -35,12 +35,12 @@ def die_with_parent() -> None:
 
 
 def isolate(network: bool) -> list[str]:
-    """Own user, PID, mount and (without network) network namespaces for what is forked next; what is missing."""
+    """Enter own user, PID, mount and (without network) network namespaces for later forks; return what is missing."""
     if sys.platform != "linux":
         return [NO_NAMESPACES]
     if os.getuid() == os.geteuid() == 0:
-        # The limit on processes is of the real user, and the kernel excuses root from it.
-        with contextlib.suppress(OSError):  # in a user namespace that has no such user
+        # The limit on processes applies to the real user, and the kernel exempts root from it.
+        with contextlib.suppress(OSError):  # in a user namespace without such a user
             os.setresuid(NOBODY, 0, 0)
         die_with_parent()
     _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -49,19 +49,19 @@ def isolate(network: bool) -> list[str]:
     if _libc.unshare(flags) != 0:
         return [NO_NAMESPACES]
     try:
-        # Not as 0: from that, a process without capabilities can make no user namespace of its own.
+        # Not as 0: from there, a process without capabilities cannot create a user namespace.
         users, groups = f"{uid or SOMEBODY} {uid} 1", f"{gid or SOMEBODY} {gid} 1"
         for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
     except OSError:
-        # Unmapped ids can still read and compute, which is what a reward function does.
+        # Unmapped ids can still read and compute, which is enough for a reward function.
         pass
     return []
 
 
 def enclose(folder: str) -> list[str]:
-    """In the first process of a PID namespace: only its own processes are seen, only this folder is writable.
+    """In the first process of a PID namespace: show only its own processes and make only this folder writable.
 
     Returns:
         What is missing.
@@ -70,7 +70,7 @@ def enclose(folder: str) -> list[str]:
     if _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
         return ["hidden processes", "read-only files"]
     missing = []
-    # Where the host masks parts of its /proc, as containers do, the kernel gives no new one: an empty one, then.
+    # If the host masks parts of its /proc, as containers do, the kernel refuses a new one: use an empty one.
     if (
         _libc.mount(b"proc", b"/proc", b"proc", flags, None) != 0
         and _libc.mount(b"none", b"/proc", b"tmpfs", flags, b"size=4096") != 0
@@ -87,7 +87,7 @@ def enclose(folder: str) -> list[str]:
 
 
 def _open_process_files() -> bool:
-    """``/proc`` writable again, as a further user namespace needs it, but for the kernel's settings."""
+    """Make ``/proc`` writable again, as a nested user namespace needs, except for the kernel's settings."""
     for name in KERNEL_SETTINGS:
         place = b"/proc/" + name
         if os.path.exists(place) and not (
@@ -104,9 +104,9 @@ def set_read_only(path: bytes, flags: int, *, on: bool) -> bool:
 
 
 def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
-    """A new root in an empty folder: these folders read-only, four devices, a ``/tmp`` to write to, and no ``/proc``.
+    """Enter a new root in an empty folder: these folders read-only, four devices, a writable ``/tmp``, no ``/proc``.
 
-    The process is left in ``/tmp``. Returns whether it could be done.
+    The process is left in ``/tmp``. Returns whether it succeeded.
     """
     top = os.fsencode(root)
 
@@ -119,7 +119,7 @@ def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
             os.makedirs(place, exist_ok=True)
         else:
             os.makedirs(os.path.dirname(place), exist_ok=True)
-            # Never through a folder that is bound already: that would be the file itself.
+            # Never through a folder that is already bound: that would write to the real file.
             os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444))
         return bool(_libc.mount(os.fsencode(path), place, None, MS_BIND | MS_REC, None) == 0)
 
@@ -144,7 +144,7 @@ def see_only(folders: list[str], root: str, size_bytes: int) -> bool:
 def _enter(root: bytes) -> bool:
     os.chdir(root)
     number = SYS_PIVOT_ROOT.get(os.uname().machine)
-    # The old root is stacked below the new one, and taken away.
+    # The old root is stacked below the new one; detach it.
     if number is None or _libc.syscall(number, b".", b".") != 0 or _libc.umount2(b".", MNT_DETACH) != 0:
         return False
     os.chdir("/tmp")
@@ -152,7 +152,7 @@ def _enter(root: bytes) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability for good: a program that it starts, also as root, gets none back."""
+    """Drop every capability permanently: started programs cannot regain any, not even as root."""
     if sys.platform != "linux":
         return
     for capability in range(MAX_CAPABILITY + 1):
@@ -164,7 +164,7 @@ def drop_capabilities() -> None:
 
 
 def restrict(limits: dict[str, Any], evaluations: int, namespaced: bool) -> None:
-    """Limits of this process, and of each that it forks."""
+    """Set the limits of this process and its children."""
 
     def limit(kind: int, value: int) -> None:
         _, hard = resource.getrlimit(kind)

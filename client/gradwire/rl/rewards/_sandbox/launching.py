@@ -1,4 +1,4 @@
-"""How the process of a policy's program is started: the commands to try, and what it may see of the machine."""
+"""Start the process of a policy's program: the commands to try, and the parts of the machine it may see."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1
 
 @dataclass(frozen=True)
 class Command:
-    """One way to start it.
+    """One way to start the process.
 
     Attributes:
-        words: the command line.
-        isolated: it isolates the program, or fails.
-        before: called in the new process first.
+        words: The command line.
+        isolated: It isolates the program, or fails.
+        before: Called first in the new process.
     """
 
     words: list[str]
@@ -32,7 +32,7 @@ class Command:
 
 
 def commands(limits: Mapping[str, Any]) -> Iterator[Command]:
-    """Best first: bubblewrap where it is installed, namespaces of our own, no isolation."""
+    """List the commands, best first: bubblewrap if installed, our own namespaces, no isolation."""
     if sys.platform == "linux":
         bubblewrap = shutil.which("bwrap")
         if bubblewrap is not None:
@@ -70,7 +70,7 @@ def _in_bubblewrap(bubblewrap: str, limits: Mapping[str, Any]) -> list[str]:
 
 
 def _python_path() -> list[str]:
-    """The standard library and installed packages: not the project's own folders."""
+    """Return the standard library and installed packages, without the project's own folders."""
     standard = os.path.dirname(os.__file__)
     return [
         path for path in sys.path
@@ -80,7 +80,7 @@ def _python_path() -> list[str]:
 
 
 def _folders() -> list[str]:
-    """What a program may read: the system's programs and libraries, Python and its packages, this package."""
+    """List what a program may read: the system's programs and libraries, Python and its packages, this package."""
     kept = list(SYSTEM_FOLDERS)
     for path in sorted({sys.base_prefix, *_python_path(), os.path.dirname(os.path.abspath(__file__))}, key=len):
         if not any(Path(path).is_relative_to(folder) for folder in kept if not os.path.islink(folder)):
@@ -89,5 +89,6 @@ def _folders() -> list[str]:
 
 
 def _one_user() -> None:
-    """Before bubblewrap, in a sandbox that left root's real user id another: it refuses two."""
+    """Set all user ids to one before bubblewrap starts: it refuses a real user id of root that differs from the
+    others."""
     os.setresuid(os.geteuid(), os.geteuid(), os.geteuid())

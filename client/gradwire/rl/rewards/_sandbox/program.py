@@ -1,8 +1,9 @@
-"""Code that the policy wrote, in a process of its own that knows nothing of what is expected of it.
+"""Run code written by a policy in a separate process that does not know the expected results.
 
-The tests run on this side. The program's functions appear here as :class:`Remote` objects: a call sends the arguments,
-and the result comes back as a value of builtin types (:mod:`.canonical`) or, for an object of the program's own class,
-as another :class:`Remote`. Comparisons with values of this side happen on this side, and a remote object equals none.
+The tests run in this process. The program's functions appear here as :class:`Remote` objects: a call sends the
+arguments, and the result comes back as a value of builtin types (:mod:`.canonical`) or, for an object of the program's
+own class, as another :class:`Remote`. Comparisons with values of this process happen in this process, and a remote
+object never equals one.
 
 One request, one reply, as frames of JSON:
 
@@ -10,7 +11,7 @@ One request, one reply, as frames of JSON:
     {"do": "operate", "name": …, "args": …, "kwargs": …} {"value": …, "changed": {argument: its new value}}
     {"do": "run", "code": …, "stdin": …}                 {"stdout": …}
 
-Any may be answered by ``{"raised": [class, its bases, …], "message": …}``, and while one runs, the program may call a
+Each may be answered by ``{"raised": [class, its bases, …], "message": …}``, and while one runs, the program may call a
 function that it was given: ``{"callback": number, "args": …}``, answered by ``{"returned": …}`` or ``{"failed": …}``.
 """
 
@@ -36,30 +37,30 @@ from .remote import Remote
 START_S = 20.0
 REFUSED = (
     "not run: this machine refuses to isolate the policy's code; allow user namespaces, install bubblewrap, or set "
-    'SandboxLimits(isolation="preferred") to run it all the same'
+    'SandboxLimits(isolation="preferred") to run it anyway'
 )
 
 
 class ProgramError(RuntimeError):
-    """The program ended, took too long, or raised an exception that has no name here."""
+    """The program ended, took too long, or raised an exception whose class does not exist here."""
 
 
 class IsolationError(RuntimeError):
-    """This machine cannot isolate a program, and it was to be isolated."""
+    """This machine cannot isolate a program although isolation is required."""
 
 
 class PolicyProgram:
-    """One program of the policy's; a context manager, which ends it.
+    """One program of the policy; a context manager, which ends it.
 
     Args:
         code: Python source.
-        time_s: seconds that it may run, all calls together.
-        memory_bytes, file_bytes, open_files: as in :class:`~gradwire.rl.rewards.SandboxLimits`.
-        result_bytes: of one answer.
-        network: whether it may use it.
-        isolation: ``"required"``: raise where it cannot be isolated; ``"preferred"``: run it all the same.
+        time_s: Total running time of all calls, in seconds.
+        memory_bytes, file_bytes, open_files: As in :class:`~gradwire.rl.rewards.SandboxLimits`.
+        result_bytes: Maximum size of one answer.
+        network: Whether it may use the network.
+        isolation: ``"required"``: raise if it cannot be isolated; ``"preferred"``: run it anyway.
 
-    It may start threads and no processes. It sees Python, the installed packages and an empty ``/tmp``.
+    The program may start threads but no processes. It sees Python, the installed packages and an empty ``/tmp``.
     """
 
     def __init__(
@@ -102,22 +103,22 @@ class PolicyProgram:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def load(self) -> dict[str, Any]:
-        """Runs the code; its global names: functions and other objects as :class:`Remote`, modules as text."""
+        """Run the code and return its global names: functions and other objects as :class:`Remote`, modules as text."""
         names = self._ask({"do": "load", "code": self._code}).get("names")
         if not isinstance(names, dict):
             raise ProgramError("its answer could not be read")
         return {str(name): self._named(value) for name, value in names.items()}
 
     def run(self, stdin: str = "") -> str:
-        """Runs the code as a program of its own; what it prints.
+        """Run the code as a program and return its output.
 
         Raises:
-            Exception: what the program raised, after whatever it printed.
+            Exception: The program's exception, raised after its output.
         """
         return str(self._ask({"do": "run", "code": self._code, "stdin": stdin}).get("stdout", ""))
 
     def operate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """One of the operations of ``program_main``, on values and remote objects."""
+        """Perform one of the operations of ``program_main`` on values and remote objects."""
         request = {
             "do": "operate",
             "name": name,
@@ -156,7 +157,7 @@ class PolicyProgram:
         return Remote(self, int(content["object"]), str(content.get("class", "object")))
 
     def _exception(self, names: list[Any]) -> type[Exception]:
-        """A class of this side for the program's: the builtin of that name, or one of its own that derives from it."""
+        """Find the local class for a program's exception: the builtin of that name, or a derived class."""
         known = [getattr(builtins, str(name), None) for name in names]
         base = next((each for each in known if isinstance(each, type) and issubclass(each, Exception)), ProgramError)
         name = str(names[0]) if names else ""
@@ -175,7 +176,8 @@ class PolicyProgram:
                 continue
             if isinstance(reply.get("raised"), list):
                 kind = self._exception(reply["raised"])
-                raise kind.__new__(kind, str(reply.get("message", ""))[:500])  # its own __init__ may want more
+                # its own __init__ may need more arguments
+                raise kind.__new__(kind, str(reply.get("message", ""))[:500])
             return reply
 
     def _called(self, reply: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class PolicyProgram:
             function = self._callbacks[reply["callback"]]
             value = function(*(self._decoded(each) for each in reply.get("args", ())))
             return {"returned": encode(value, self._reference)}
-        except Exception as error:  # what the test's own function raises goes to the one who called it
+        except Exception as error:  # an exception of the test's own function is raised to its caller
             return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
     def _start(self) -> None:
@@ -222,7 +224,7 @@ class PolicyProgram:
         size = struct.unpack("<I", self._read(4, deadline))[0]
         if size > self._limits["result_bytes"]:
             self._end()
-            raise ProgramError(f"answered with {size} bytes; {self._limits['result_bytes']} are allowed")
+            raise ProgramError(f"answered with {size} bytes; at most {self._limits['result_bytes']} are allowed")
         try:
             reply = loads(self._read(size, deadline))
         except (ValueError, RecursionError):
@@ -258,7 +260,7 @@ class PolicyProgram:
 
 
 def _replace(argument: Any, value: Any) -> None:
-    """What the program did to a list, dict, set or bytearray that it was given, done to ours."""
+    """Apply the program's changes of a passed list, dict, set or bytearray to the local object."""
     if type(argument) is not type(value):
         return
     if isinstance(argument, list | bytearray):

@@ -1,7 +1,7 @@
-"""The process that runs the policy's code, started afresh for one program; it knows nothing of the tests.
+"""The process that runs the policy's code, started for one program; it does not know the tests.
 
-Argument: the setup as JSON. Frames on stdin and stdout, see :mod:`program`. Every answer is the program's word: it can
-say whatever it likes, and so can code that takes this module over.
+Argument: the setup as JSON. Frames on stdin and stdout, see :mod:`program`. No answer can be trusted: the program
+controls its content, and so does code that takes over this module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.chdir("/tmp")
     sys.path[:] = setup["sys_path"]
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module site does, which is left out
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module site does, which is not loaded
     quiet = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(quiet, fd)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 class Session:
-    """One program: its global names, and the objects that the other side has numbers of."""
+    """One program: its global names, and the objects that the other process refers to by number."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self._requests, self._replies = requests, replies
@@ -84,13 +84,13 @@ class Session:
     def answer(self, request: dict[str, Any]) -> None:
         try:
             reply = getattr(self, f"do_{request['do']}")(request)
-        except BaseException as error:  # the policy's code may raise anything, SystemExit included
+        except BaseException as error:  # the policy's code may raise anything, including SystemExit
             kinds = [kind.__name__ for kind in type(error).__mro__]
             reply = {"raised": kinds, "message": _text_of(error)}
         self._write(reply)
 
     def do_load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the code; its global names, and for exceptions those of their classes, for modules their own."""
+        """Run the code; return its global names, with the class names of exceptions and the names of modules."""
         exec(compile(request["code"], "candidate", "exec"), self._scope)
         names: dict[str, Any] = {}
         for name, value in self._scope.items():
@@ -111,7 +111,7 @@ class Session:
         return {"value": encode(value, self._reference), "changed": changed}
 
     def do_run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the code as a program with this on its standard input; what it printed."""
+        """Run the code as a program with this standard input; return its output."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
             given.write(request["stdin"].encode())
             given.flush()
@@ -124,7 +124,7 @@ class Session:
                 exec(compile(request["code"], "candidate", "exec"), {"__name__": "__main__"})
             except SystemExit:
                 pass
-            except BaseException as error:  # and it may print before it fails
+            except BaseException as error:  # printing may fail as well
                 ended = {"raised": [kind.__name__ for kind in type(error).__mro__], "message": _text_of(error)}
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The function, from what ``gradwire.rl.rewards.portable.capture`` made of it."""
+"""Rebuild a function from the output of ``gradwire.rl.rewards.portable.capture``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An object of the policy's code, as the tests see it."""
+"""An object of the policy's code, as seen by the tests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 
 class Operates(Protocol):
-    """A program that carries out operations on its objects."""
+    """A program that performs operations on its objects."""
 
     def operate(self, name: str, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Remote:
-    """An object of the program's. It does what the program says, but equals nothing of this side.
+    """A proxy for an object of the program. It never equals a value of this process.
 
-    Nor is it less or greater than a value of this side, and what a calculation with one gives is no value of this side:
-    an object could hold the expected value in its hands and say that it is the same. ``in`` looks through its elements.
+    It is not ordered relative to such values either, and the result of a calculation with it is not such a value:
+    otherwise an object could claim to be equal to the expected value. ``in`` compares its elements.
     """
 
     def __init__(self, program: Operates, number: int, kind: str) -> None:
@@ -68,7 +68,7 @@ def _operator(name: str) -> Callable[..., Any]:
     def operate(self: Remote, other: Any) -> Any:
         value = self._program.operate(name, self, other)
         if not isinstance(other, Remote) and not isinstance(value, Remote):
-            raise TypeError(f"{self!r} is no number: only the program would say what {name} with one gives")
+            raise TypeError(f"{self!r} is not a number: only the program could compute {name} with it")
         return value
 
     return operate

@@ -1,4 +1,4 @@
-"""System calls that the policy's code is refused: new processes, namespaces, mounts, other processes' memory."""
+"""System calls that are denied to the policy's code: new processes, namespaces, mounts, other processes' memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLONE_THREAD = 0x00010000
 LOAD, JUMP_IF_EQUAL, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x45, 0x06  # of classic BPF
 X32 = 0x40000000  # x86-64's second table of system calls
 
-# Numbers of linux/unistd.h; from 424 on they are the same everywhere.
+# Numbers of linux/unistd.h; from 424 on they are the same on all architectures.
 EVERYWHERE = {
     "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsmount": 432, "pidfd_open": 434,
     "pidfd_getfd": 438, "mount_setattr": 442,
@@ -43,10 +43,10 @@ ARCHITECTURES = {
 
 
 def program(machine: str) -> bytes | None:
-    """The filter in BPF, None for a machine whose system calls are not listed.
+    """Build the BPF filter; None for a machine whose system calls are not listed.
 
-    ``clone`` is allowed for threads only; ``clone3``, whose flags a filter cannot see, is said not to exist, and libc
-    falls back on ``clone``.
+    ``clone`` is allowed for threads only; ``clone3``, whose flags a filter cannot see, is reported as missing, so that
+    libc falls back to ``clone``.
     """
     if machine not in ARCHITECTURES:
         return None
@@ -71,7 +71,7 @@ def program(machine: str) -> bytes | None:
         body += [line(JUMP_IF_EQUAL, 0, 1, number), line(RETURN, 0, 0, not_permitted)]
     body += [
         line(JUMP_IF_EQUAL, 0, 3, cloning["clone"]),
-        line(LOAD, 0, 0, 16),  # the low half of its first argument
+        line(LOAD, 0, 0, 16),  # low half of its first argument
         line(JUMP_IF_SET, 1, 0, CLONE_THREAD),
         line(RETURN, 0, 0, not_permitted),
         line(RETURN, 0, 0, ALLOW),
@@ -80,7 +80,7 @@ def program(machine: str) -> bytes | None:
 
 
 def install() -> bool:
-    """Applies the filter to this process and its threads for good; False where it cannot be. Needs no-new-privs."""
+    """Apply the filter to this process and its threads permanently; False if impossible. Needs no-new-privs."""
     content = program(os.uname().machine)
     if content is None:
         return False

@@ -24,7 +24,7 @@ def serve() -> None:
     sys.path[:] = setup["sys_path"]
     try:
         function = rebuild(setup["function"])
-    except BaseException as error:  # told to whoever calls
+    except BaseException as error:  # reported to the caller
         write_frame(replies, json.dumps({"error": f"could not be set up: {type(error).__name__}: {error}"}).encode())
         return
     write_frame(replies, b"{}")

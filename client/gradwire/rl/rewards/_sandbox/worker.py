@@ -17,7 +17,7 @@ from .isolation import die_with_parent, drop_capabilities, enclose, forbid_new_p
 
 
 def plain(value: Any) -> Any:
-    """For JSON: dataclasses as dicts, numpy's scalars and arrays as Python's."""
+    """Convert to JSON data: dataclasses to dicts, numpy scalars and arrays to Python's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if hasattr(value, "tolist"):
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Pipes:
-    """The worker's ends: answers, prints, and the guard's word to go on."""
+    """The worker's pipe ends: answers, output, and the guard's signal to continue."""
 
     reply: int
     printed: int
@@ -37,11 +37,11 @@ class Pipes:
 
 
 def work(function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], namespaced: bool) -> None:
-    """Runs the function for each request, and writes what came of it; the next begins when the guard says so."""
+    """Run the function for each request and write the result; the next starts at the guard's signal."""
     restrict(limits, len(requests), namespaced)
     drop_capabilities()
     if namespaced:
-        # Elsewhere a bubblewrap that is installed setuid may still isolate the policy's code.
+        # A bubblewrap that is installed setuid may still isolate the policy's code.
         forbid_new_privileges()
     for request in requests:
         write_frame(pipes.reply, answer_of(function, request, limits))
@@ -54,11 +54,11 @@ def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
         content = json.dumps({"value": function(*args, **kwargs)}, default=plain).encode()
         sys.stdout.flush()
         if len(content) > limits["result_bytes"]:
-            raise ValueError(f"the result has {len(content)} bytes; {limits['result_bytes']} are allowed")
+            raise ValueError(f"the result has {len(content)} bytes; at most {limits['result_bytes']} are allowed")
         return content
     except MemoryError:
         return json.dumps({"error": f"needed more than {limits['memory_bytes']} bytes of memory"}).encode()
-    except BaseException as error:  # SystemExit included: whatever it does costs one evaluation
+    except BaseException as error:  # includes SystemExit: it fails one evaluation only
         own = function.__code__.co_filename
         where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
         line = f" (line {where[-1].lineno})" if where else ""
@@ -68,9 +68,9 @@ def answer_of(function: Any, request: bytes, limits: dict[str, Any]) -> bytes:
 def fork_worker(
     function: Any, requests: list[bytes], pipes: Pipes, limits: dict[str, Any], missing: list[str], folder: str
 ) -> int:
-    """Starts the worker, in a namespace under an init of its own where there is one; the process to wait for.
+    """Start the worker, in a namespace under its own init if possible; return the process to wait for.
 
-    Its first frame is the list of what is missing of its isolation. Where there must not be any, it ends there.
+    Its first frame lists the missing parts of its isolation. If isolation is required and incomplete, it ends there.
     """
     child = os.fork()
     if child:

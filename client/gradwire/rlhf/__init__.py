@@ -1,6 +1,6 @@
-"""From human scores to a better policy: a reward model from ratings, then PPO against it.
+"""From human ratings to a better policy: a reward model trained on ratings, then PPO against it.
 
-Everything that trains does so on a gradwire server, one of its own where no address is given. Methods wait, as those of
+All training runs on a gradwire server; without an address, an embedded one is started. Methods block, as those of
 :mod:`gradwire.sync` do; those named ``..._async`` are the same on an event loop.
 """
 

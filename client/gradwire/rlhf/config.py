@@ -14,7 +14,7 @@ MIXED_PRECISION = ("bf16", "fp16")
 
 @dataclass(frozen=True)
 class _Range:
-    """What a number may be: a whole one of at least ``low``, or a real one in an interval."""
+    """Allowed range of a number: an integer of at least ``low``, or a real number in an interval."""
 
     low: float
     high: float = math.inf
@@ -49,7 +49,7 @@ LORA = {"lora_r": COUNT, "lora_alpha": POSITIVE, "lora_dropout": BELOW_ONE}
 
 
 class _Checked:
-    """What the two dataclasses share."""
+    """Base class of the two settings classes."""
 
     base_model: str
     use_lora: bool
@@ -59,7 +59,9 @@ class _Checked:
 
     def _check(self, ranges: Mapping[str, _Range]) -> None:
         if not isinstance(self.base_model, str) or not self.base_model:
-            raise refused(f"base_model is {self.base_model!r}; it is a model's name or folder", "base_model", "a name")
+            raise refused(
+                f"base_model is {self.base_model!r}; it must be a model's name or folder", "base_model", "a name"
+            )
         for name, allowed in (LORA | dict(ranges)).items():
             if not allowed.holds(value := getattr(self, name)):
                 raise refused(f"{name} is {value!r}; it must be {allowed.rule}", name, allowed.rule)
@@ -67,7 +69,7 @@ class _Checked:
             default = type(self).__dataclass_fields__[name].default  # type: ignore[attr-defined]
             if not self.use_lora and getattr(self, name) != default:
                 raise refused(
-                    f"use_lora is False, so all weights are trained and {name}={getattr(self, name)} means nothing: "
+                    f"use_lora is False, so all weights are trained and {name}={getattr(self, name)} has no effect: "
                     f"set use_lora=True, or leave {name} out",
                     name,
                     "only with use_lora",
@@ -75,7 +77,7 @@ class _Checked:
 
     @property
     def lora(self) -> dict[str, Any] | None:
-        """``lora`` of ``create_run``."""
+        """The ``lora`` argument of ``create_run``."""
         if not self.use_lora:
             return None
         return {"rank": self.lora_r, "alpha": float(self.lora_alpha), "dropout": float(self.lora_dropout)}
@@ -83,29 +85,30 @@ class _Checked:
 
 @dataclass(frozen=True)
 class TrainingConfig(_Checked):
-    """How the policy is trained.
+    """Settings of the policy's training.
 
     Attributes:
-        base_model: what is trained: a model's name, or a folder, e.g. the policy of the version before.
-        use_lora: train an adapter; else all weights.
-        lora_r, lora_alpha, lora_dropout: the adapter's rank, its scale times the rank, and its dropout.
-        learning_rate: of AdamW.
-        batch_size: prompts a step; each is answered once.
-        mini_batch_size: answers that one gradient is computed over.
-        gradient_accumulation_steps: mini-batches an optimizer step. They may reach over passes, and end with the step.
-        ppo_epochs: passes over the answers of a step.
-        max_steps: steps: sample, score, train.
-        init_kl_coef: price of a nat of KL to the policy that training started from, in standard deviations of the
-            ratings; taken from each token's reward.
-        target_kl: KL of an answer (nats, summed over its tokens) that the coefficient is steered to; None: it stays.
-        gamma, lam: discount, and lambda of generalised advantage estimation.
-        cliprange: of the probability ratio and of the values.
-        vf_coef: weight of the value loss.
-        max_new_tokens, temperature, top_k, top_p: of sampling.
-        device: of the server that the trainer starts, e.g. ``"cuda"``; None: the best there is.
+        base_model: The model to train: a model's name, or a folder, e.g. the policy of the previous version.
+        use_lora: Train an adapter; else all weights.
+        lora_r, lora_alpha, lora_dropout: The adapter's rank, alpha (scale times rank) and dropout.
+        learning_rate: Learning rate of AdamW.
+        batch_size: Prompts per step; each is answered once.
+        mini_batch_size: Answers per gradient computation.
+        gradient_accumulation_steps: Mini-batches per optimizer step. They may span passes, and end with the step.
+        ppo_epochs: Passes over the answers of a step.
+        max_steps: Number of steps; a step samples, scores and trains.
+        init_kl_coef: Penalty per nat of KL to the initial policy, in standard deviations of the
+            ratings; subtracted from each token's reward.
+        target_kl: Target KL of an answer (nats, summed over its tokens) for the adaptive coefficient; None keeps the
+            coefficient fixed.
+        gamma, lam: Discount, and lambda of generalised advantage estimation.
+        cliprange: Clip range of the probability ratio and of the values.
+        vf_coef: Weight of the value loss.
+        max_new_tokens, temperature, top_k, top_p: Sampling parameters.
+        device: Device of the server that the trainer starts, e.g. ``"cuda"``; None: the best available.
         mixed_precision: ``"bf16"`` or ``"fp16"``: 16-bit arithmetic over float32 weights, on the server that the
-            trainer starts. Both are bfloat16, which needs no loss scaling.
-        seed: of the split, the order, the adapter and the sampling.
+            trainer starts. Both use bfloat16, which needs no loss scaling.
+        seed: Seed of the split, the order, the adapter and the sampling.
     """
 
     base_model: str = "gpt2"
@@ -155,7 +158,7 @@ class TrainingConfig(_Checked):
             }
         )
         if self.target_kl is not None and not POSITIVE.holds(self.target_kl):
-            raise refused(f"target_kl is {self.target_kl!r}; it must be above 0, or None", "target_kl", "above 0")
+            raise refused(f"target_kl is {self.target_kl!r}; it must be above 0 or None", "target_kl", "above 0")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -168,14 +171,14 @@ class TrainingConfig(_Checked):
             )
         if self.batch_size % self.mini_batch_size:
             raise refused(
-                f"batch_size {self.batch_size} is no multiple of mini_batch_size {self.mini_batch_size}",
+                f"batch_size {self.batch_size} is not a multiple of mini_batch_size {self.mini_batch_size}",
                 "batch_size",
                 "a multiple of mini_batch_size",
             )
         gradients = self.batch_size // self.mini_batch_size * self.ppo_epochs
         if self.gradient_accumulation_steps > gradients:
             raise refused(
-                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and a step has {gradients} "
+                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, but a step has only {gradients} "
                 f"mini-batches (batch_size {self.batch_size} / mini_batch_size {self.mini_batch_size} * ppo_epochs "
                 f"{self.ppo_epochs})",
                 "gradient_accumulation_steps",
@@ -183,32 +186,32 @@ class TrainingConfig(_Checked):
             )
         if self.init_kl_coef == 0 and self.target_kl is not None:
             raise refused(
-                f"init_kl_coef is 0, and no controller can steer from there to target_kl {self.target_kl:g}: set "
+                f"init_kl_coef is 0, from which the controller cannot reach target_kl {self.target_kl:g}: set "
                 "target_kl=None to train without a KL penalty",
                 "target_kl",
                 "None where init_kl_coef is 0",
             )
         if self.mixed_precision is not None and self.mixed_precision not in MIXED_PRECISION:
             raise refused(
-                f"mixed_precision is {self.mixed_precision!r}; it is 'bf16', 'fp16' or None",
+                f"mixed_precision is {self.mixed_precision!r}; it must be 'bf16', 'fp16' or None",
                 "mixed_precision",
                 "bf16 or fp16",
             )
         if self.mixed_precision == "fp16" and self.device == "cpu":
             raise refused(
-                "mixed_precision 'fp16' wants a GPU, and device is 'cpu': use 'bf16' or None there",
+                "mixed_precision 'fp16' needs a GPU, but device is 'cpu': use 'bf16' or None",
                 "mixed_precision",
                 "fp16 not on a CPU",
             )
 
     @classmethod
     def quick(cls, **changes: Any) -> Self:
-        """To see whether it runs: gpt2, 100 steps of 4 prompts, learning rate 1e-4."""
+        """Preset for a smoke test: gpt2, 100 steps of 4 prompts, learning rate 1e-4."""
         return cls(**{"max_steps": 100, "batch_size": 4, "learning_rate": 1e-4} | changes)
 
     @classmethod
     def production(cls, **changes: Any) -> Self:
-        """To deploy: gpt2-medium, 5,000 steps of 16 prompts, learning rate 1e-5, rank 16."""
+        """Preset for deployment: gpt2-medium, 5,000 steps of 16 prompts, learning rate 1e-5, rank 16."""
         own: dict[str, Any] = {
             "base_model": "gpt2-medium",
             "max_steps": 5000,
@@ -220,25 +223,25 @@ class TrainingConfig(_Checked):
 
     @classmethod
     def memory_constrained(cls, **changes: Any) -> Self:
-        """For a small GPU: rank 4, steps of 4 prompts, mini-batches of 2, four of them an optimizer step."""
+        """Preset for a small GPU: rank 4, steps of 4 prompts, mini-batches of 2, four of them per optimizer step."""
         own = {"lora_r": 4, "batch_size": 4, "mini_batch_size": 2, "gradient_accumulation_steps": 4}
         return cls(**own | changes)
 
 
 @dataclass(frozen=True)
 class RewardModelConfig(_Checked):
-    """How the reward model is trained.
+    """Settings of the reward model's training.
 
     Attributes:
-        base_model: the model that gets a scalar head; its name or folder.
-        use_lora: train an adapter and the head; else all weights.
-        lora_r, lora_alpha, lora_dropout: as of :class:`TrainingConfig`.
-        batch_size: ratings a step.
-        num_epochs: passes over the ratings, at most: training stops when the validation loss has risen twice in a row,
-            and the weights of the best epoch are kept.
-        learning_rate: of AdamW, in the first step; it falls to 0 in a straight line. None: 1e-4 for an adapter, 1e-5
+        base_model: The model that gets a scalar head; its name or folder.
+        use_lora: Train an adapter and the head; else all weights.
+        lora_r, lora_alpha, lora_dropout: As for :class:`TrainingConfig`.
+        batch_size: Ratings per step.
+        num_epochs: Maximum number of passes over the ratings. Training stops when the validation loss has risen twice
+            in a row, and keeps the weights of the best epoch.
+        learning_rate: Initial learning rate of AdamW; it decays linearly to 0. None: 1e-4 for an adapter, 1e-5
             for all weights.
-        seed: of the order, the adapter and the head.
+        seed: Seed of the order, the adapter and the head.
     """
 
     base_model: str = "gpt2"
@@ -255,27 +258,27 @@ class RewardModelConfig(_Checked):
         self._check({"batch_size": COUNT, "num_epochs": COUNT, "seed": _Range(0, whole=True)})
         if self.learning_rate is not None and not POSITIVE.holds(self.learning_rate):
             raise refused(
-                f"learning_rate is {self.learning_rate!r}; it must be above 0, or None", "learning_rate", "above 0"
+                f"learning_rate is {self.learning_rate!r}; it must be above 0 or None", "learning_rate", "above 0"
             )
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first step."""
+        """The initial learning rate."""
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-4 if self.use_lora else 1e-5
 
     @classmethod
     def of(cls, config: TrainingConfig) -> Self:
-        """The reward model that goes with a policy.
+        """Derive the reward model's settings from a policy's.
 
-        The settings that both have are the policy's, but for the learning rate of an adapter, which is ten times the
-        policy's: what is learned from labels takes larger steps than what is learned from rewards.
+        Shared settings are the policy's, except for the learning rate of an adapter, which is ten times the
+        policy's: supervised learning from labels allows larger steps than learning from rewards.
         """
         shared = {name: getattr(config, name) for name in {each.name for each in fields(cls)} if hasattr(config, name)}
         return cls(**shared | {"learning_rate": config.learning_rate * (10 if config.use_lora else 1)})
 
 
 def refused(message: str, field: str, rule: str) -> InvalidArgumentError:
-    """The error of a setting that cannot be."""
+    """Build the error for an invalid setting."""
     return InvalidArgumentError(message, field=field, rule=rule)

@@ -1,4 +1,4 @@
-"""Ratings and prompts: what the two stages learn from."""
+"""Ratings and prompts: the training data of the two stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.rl.batching import derive_seed
 Floats = npt.NDArray[np.float64]
 
 MIN_FEEDBACK = 10
-"""Ratings that :meth:`gradwire.rlhf.RLHFTrainer.train` wants at least."""
+"""Minimum number of ratings for :meth:`gradwire.rlhf.RLHFTrainer.train`."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Feedback:
     """One rating.
 
     Attributes:
-        prompt: what was asked.
-        response: what the policy answered.
-        score: the rating, from 0 (bad) to 1 (excellent).
+        prompt: The prompt.
+        response: The policy's answer.
+        score: The rating, from 0 (bad) to 1 (excellent).
     """
 
     prompt: str
@@ -35,14 +35,14 @@ class Feedback:
 
     @staticmethod
     def of(item: Any, place: str = "the feedback") -> Feedback:
-        """From a mapping with these keys, or an object with these attributes; others are not looked at.
+        """Convert a mapping with these keys, or an object with these attributes; others are ignored.
 
         Args:
-            item: the rating.
-            place: what an error calls it, e.g. ``"feedbacks[3]"``.
+            item: The rating.
+            place: Location for error messages, e.g. ``"feedbacks[3]"``.
 
         Raises:
-            InvalidArgumentError: names the field, and what is wrong with it.
+            InvalidArgumentError: A field is missing or invalid; names it.
         """
         if isinstance(item, Feedback):
             return item
@@ -63,7 +63,7 @@ def _field(item: Any, name: str, place: str) -> Any:
     value = item.get(name, missing) if isinstance(item, Mapping) else getattr(item, name, missing)
     if value is missing:
         raise InvalidArgumentError(
-            f"{place} has no {name}; a rating has prompt, response and score", field=name, rule="required"
+            f"{place} has no {name}; a rating needs prompt, response and score", field=name, rule="required"
         )
     return value
 
@@ -73,30 +73,32 @@ def _wrong(place: str, name: str, found: str, rule: str) -> InvalidArgumentError
 
 
 class FeedbackDataset(Sequence[Feedback]):
-    """Ratings, with their scores in units of their own spread.
+    """Ratings with normalised scores.
 
     A reward model learns ``(score - mean) / std``: so its head, which starts near 0, starts at the mean rating, and the
-    learning rate does not depend on how far raters use the scale.
+    best learning rate does not depend on the scale that raters use.
 
     Args:
-        feedbacks: see :meth:`Feedback.of`.
-        mean, std: of the normalisation; by default those of these scores. Where all scores are equal, std is 1.
+        feedbacks: See :meth:`Feedback.of`.
+        mean, std: Normalisation constants; by default computed from these scores. If all scores are equal, std is 1.
 
     Raises:
-        InvalidArgumentError: for a rating that is none, or where there are none.
+        InvalidArgumentError: A rating is invalid, or there are none.
     """
 
     def __init__(self, feedbacks: Iterable[Any], *, mean: float | None = None, std: float | None = None) -> None:
         self._items = tuple(Feedback.of(item, f"feedbacks[{index}]") for index, item in enumerate(feedbacks))
         if not self._items:
-            raise InvalidArgumentError("there are no ratings; give at least one", field="feedbacks", rule="not empty")
+            raise InvalidArgumentError(
+                "there are no ratings; at least one is needed", field="feedbacks", rule="not empty"
+            )
         scores = self.scores
         self.mean = float(scores.mean()) if mean is None else mean
         self.std = (float(scores.std()) or 1.0) if std is None else std
 
     @property
     def scores(self) -> Floats:
-        """``[ratings]``, as they were given."""
+        """``[ratings]``, the original scores."""
         return np.array([item.score for item in self._items], np.float64)
 
     @property
@@ -107,19 +109,19 @@ class FeedbackDataset(Sequence[Feedback]):
 
     @property
     def prompts(self) -> list[str]:
-        """The prompts, each once, in the order of their first rating."""
+        """The distinct prompts, in the order of their first rating."""
         return list(dict.fromkeys(item.prompt for item in self._items))
 
     def split(self, validation_fraction: float = 0.2, seed: int = 0) -> tuple[FeedbackDataset, FeedbackDataset | None]:
-        """Training and validation ratings. All ratings of one prompt are on one side.
+        """Split into training and validation ratings. All ratings of one prompt are on one side.
 
         Args:
-            validation_fraction: share of the prompts that validate, at least one prompt; below 1.
-            seed: of the choice, which does not depend on the order of the ratings.
+            validation_fraction: Share of the prompts used for validation, at least one prompt; below 1.
+            seed: Seed of the choice, which does not depend on the order of the ratings.
 
         Returns:
-            Both, normalised by the training scores. The second is None where there is one prompt only, or the fraction
-            is 0.
+            Both sets, normalised by the training scores. The second is None if there is only one prompt, or the
+            fraction is 0.
         """
         learned, held_out = split_prompts(self.prompts, validation_fraction, seed)
         train = FeedbackDataset(item for item in self._items if item.prompt in learned)
@@ -140,10 +142,10 @@ class FeedbackDataset(Sequence[Feedback]):
 
 
 class PPODataset(Sequence[str]):
-    """The prompts that the policy practises on, each once.
+    """The distinct prompts that the policy trains on.
 
     Args:
-        prompts: texts, or ratings, whose prompts are taken.
+        prompts: Texts, or ratings, whose prompts are used.
     """
 
     def __init__(self, prompts: Iterable[Any]) -> None:
@@ -154,17 +156,17 @@ class PPODataset(Sequence[str]):
         self._prompts = list(dict.fromkeys(texts))
         if not self._prompts or not all(isinstance(text, str) and text for text in self._prompts):
             raise InvalidArgumentError(
-                "prompts are texts, at least one and none of them empty", field="prompts", rule="texts"
+                "prompts must be texts: at least one, and none of them empty", field="prompts", rule="texts"
             )
 
     def split(self, validation_fraction: float = 0.2, seed: int = 0) -> tuple[PPODataset, PPODataset | None]:
-        """As :meth:`FeedbackDataset.split`: of the same prompts, fraction and seed it makes the same choice."""
+        """Split like :meth:`FeedbackDataset.split`: the same prompts, fraction and seed give the same choice."""
         learned, held_out = split_prompts(self._prompts, validation_fraction, seed)
         train = PPODataset(text for text in self._prompts if text in learned)
         return train, PPODataset(text for text in self._prompts if text in held_out) if held_out else None
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[list[str]]:
-        """Batches without end, in a new order each epoch."""
+        """Yield batches without end, in a new order each epoch."""
         from gradwire.rl.curricula import ShuffledCurriculum
 
         order = ShuffledCurriculum(self._prompts, seed=seed)
@@ -185,7 +187,7 @@ class PPODataset(Sequence[str]):
 
 
 def split_prompts(prompts: Sequence[str], validation_fraction: float, seed: int) -> tuple[set[str], set[str]]:
-    """Prompts to learn from and prompts to validate on."""
+    """Split prompts into training and validation prompts."""
     if not 0 <= validation_fraction < 1 or math.isnan(validation_fraction):
         raise InvalidArgumentError(
             f"validation_fraction is {validation_fraction}; it must be at least 0 and below 1",

@@ -1,4 +1,4 @@
-"""What a training starts from: a model that the server holds, or the policy that an earlier training left there."""
+"""The initial weights of a training: a model of the server, or a policy that an earlier training left there."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from.
+    """The origin of weights.
 
     Attributes:
-        model: the model that the server holds: it names the tokenizer.
-        context_tokens: its longest row.
+        model: The server's model; it determines the tokenizer.
+        context_tokens: Maximum row length of the model.
         checkpoint: ``"RUN_ID/NAME"`` of an earlier policy on that model; empty for the model itself.
     """
 
@@ -35,20 +35,20 @@ class Origin:
     checkpoint: str = ""
 
     def reference(self, run: RunInfo) -> str:
-        """What KL is measured against: the weights that this run started from."""
+        """The reference of the KL: the weights that this run started from."""
         if self.checkpoint:
             return self.checkpoint
         return "base" if run.lora is not None else self.model
 
 
 def served_name(model: str) -> str:
-    """A folder's whole path, by which the trainer's own server calls it; any other name as it is."""
+    """Return a folder's absolute path, under which the trainer's own server serves it; any other name unchanged."""
     folder = Path(model).expanduser()
     return str(folder.resolve()).replace("=", "_") if folder.is_dir() else model
 
 
 def served_models(models: Iterable[str]) -> list[str]:
-    """``models`` of ``connect``: each once, folders under their :func:`served_name`."""
+    """Return the ``models`` argument of ``connect``: each once, folders under their :func:`served_name`."""
     return list(
         dict.fromkeys(
             f"{served_name(model)}={Path(model).expanduser().resolve()}" if Path(model).expanduser().is_dir() else model
@@ -58,10 +58,10 @@ def served_models(models: Iterable[str]) -> list[str]:
 
 
 async def find_origin(service: ServiceClient, base_model: str) -> Origin:
-    """The model of this name, or the checkpoint that a policy's folder was made from.
+    """Find the model of this name, or the checkpoint that a policy's folder was made from.
 
     Raises:
-        UnknownModelError: when the server knows neither.
+        UnknownModelError: The server knows neither.
     """
     models = {model.name: model for model in await service.list_models()}
     for name in (base_model, served_name(base_model)):
@@ -71,18 +71,18 @@ async def find_origin(service: ServiceClient, base_model: str) -> Origin:
     if written is not None:
         if written["model"] in models and await _is_there(service, written["checkpoint"]):
             return Origin(written["model"], models[written["model"]].context_length, written["checkpoint"])
-        reason = f", nor has it the checkpoint {written['checkpoint']!r} that the folder was made from"
+        reason = f", nor the checkpoint {written['checkpoint']!r} that the folder was made from"
     else:
         reason = ""
     raise UnknownModelError(
         f"the server at {service.address} does not hold the model {base_model!r}{reason}; it holds "
-        f"{', '.join(models)}. Start it with --model {base_model}, or give no address",
+        f"{', '.join(models)}. Start it with --model {base_model}, or pass no address",
         field="base_model",
     )
 
 
 def _left_there(base_model: str) -> dict[str, Any] | None:
-    """What a policy's folder says of the checkpoint that it was made from."""
+    """Read the checkpoint from which a policy's folder was made."""
     file = Path(base_model).expanduser() / POLICY_FILE
     if not file.is_file():
         return None
@@ -107,7 +107,8 @@ async def start_run(
     seed: int,
     name: str,
 ) -> TrainingClient:
-    """A new run on these weights. One that goes on from a checkpoint has its LoRA settings; that is logged."""
+    """Create a run on these weights. A run that continues from a checkpoint keeps its LoRA settings, which is
+    logged."""
     if not origin.checkpoint:
         return await service.create_run(origin.model, lora=lora, head=head, seed=seed, name=name)
     earlier = await service.get_training_client(origin.checkpoint.partition("/")[0]).info()
@@ -116,12 +117,13 @@ async def start_run(
     theirs = (await run.info()).lora
     ours = None if lora is None else {**lora, "target_modules": []}
     if theirs != ours:
-        logger.warning("%s goes on from %s and keeps its LoRA settings, %s", name, origin.checkpoint, theirs)
+        logger.warning("%s continues from %s and keeps its LoRA settings, %s", name, origin.checkpoint, theirs)
     return run
 
 
 async def export_run(run: TrainingClient, folder: Path) -> None:
-    """A run's weights as a Hugging Face folder, an adapter merged; the adapter itself in ``adapter`` below it."""
+    """Export a run's weights as a Hugging Face folder with the adapter merged; the adapter itself goes to
+    ``adapter`` below."""
     if (await run.info()).lora is None:
         await run.export(folder, format="hf")
         return

@@ -1,4 +1,4 @@
-"""Stage two: the policy against the reward model, with an adaptive price on leaving where it started."""
+"""Stage two: PPO on the policy against the reward model, with an adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """The price of KL, steered to a target: ``coef (1 + 0.1 clip(kl / target - 1, -0.2, 0.2))`` after each step.
+    """An adaptive KL coefficient: ``coef (1 + 0.1 clip(kl / target - 1, -0.2, 0.2))`` after each step.
 
     Ziegler et al. 2019, arXiv 1909.08593, section 2.2, with ``kl`` of a whole answer in nats.
     """
@@ -34,7 +34,7 @@ class AdaptiveKL:
     target: float | None
 
     def after(self, kl: float) -> AdaptiveKL:
-        """The controller after a step of this mean KL."""
+        """Return the controller after a step with this mean KL."""
         if self.target is None:
             return self
         error = min(max(kl / self.target - 1, -KL_ERROR), KL_ERROR)
@@ -42,7 +42,7 @@ class AdaptiveKL:
 
 
 class Scorer:
-    """A reward model as the scorer of rollouts: in standard deviations of the ratings from their mean."""
+    """A reward model as the scorer of rollouts; scores are in standard deviations from the mean rating."""
 
     def __init__(self, model: RewardModel) -> None:
         self._model = model
@@ -60,16 +60,16 @@ class Scorer:
 class FeedbackPPO(PPOAlgorithm):
     """PPO with the KL to a reference in each token's reward (loss ``enhanced_ppo``).
 
-    Metrics beside the algorithm's own: ``train/kl`` (nats an answer), ``train/kl_coef``, ``train/value_error`` and
-    ``train/score_std``; ``rewards/score`` is the mean score.
+    Metrics in addition to the algorithm's own: ``train/kl`` (nats per answer), ``train/kl_coef``, ``train/value_error``
+    and ``train/score_std``; ``rewards/score`` is the mean score.
 
     Args:
-        reference: what KL is measured against.
-        settings: of the training.
-        folder: where ``metrics.jsonl`` goes.
+        reference: The reference of the KL.
+        settings: Settings of the training.
+        folder: Folder of ``metrics.jsonl``.
     """
 
-    straggler_s = None  # a busy machine changes nothing: a training equals itself, killed and gone on with or not
+    straggler_s = None  # independent of timing: a resumed training equals an uninterrupted one, also on a busy machine
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class FeedbackPPO(PPOAlgorithm):
             num_parallel=settings.batch_size,
             seed=settings.seed,
             checkpoint_dir=folder,
-            on_failure="warn",  # such a step ends the training here, with an error of this package
+            on_failure="warn",  # this step ends the training here, with an error of this package
             loss_kwargs={
                 "gamma": settings.gamma,
                 "gae_lambda": settings.lam,
@@ -113,7 +113,7 @@ class FeedbackPPO(PPOAlgorithm):
         self.kl = AdaptiveKL(settings.init_kl_coef, settings.target_kl)
 
     def skip_to(self, step: int, kl_coef: float) -> None:
-        """Goes on after so many steps; the run is where it was then."""
+        """Continue after this many steps; the run already has the state after them."""
         self.state = replace(self.state, iteration=step)
         self.kl = replace(self.kl, coef=kl_coef)
 
@@ -156,7 +156,7 @@ class FeedbackPPO(PPOAlgorithm):
             first = trajectories[0]
             unscored = first.evaluation.error if first.evaluation is not None else ""
             raise OperationError(
-                f"step {iteration + 1}: none of {len(trajectories)} answers can be learned from: "
+                f"step {iteration + 1}: none of {len(trajectories)} answers can be trained on: "
                 f"{first.error or unscored or 'the policy wrote nothing'}"
             )
         return await super()._learn(iteration, trajectories, minibatches)

@@ -1,4 +1,4 @@
-"""What training gives back: its figures and curves, as JSON and as a plot."""
+"""Results of a training: metrics and curves, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Held-out ratings of similar prediction.
+    """Held-out ratings with similar predictions.
 
     Attributes:
-        predicted: mean of the predicted scores.
-        observed: mean of the ratings.
-        count: ratings.
+        predicted: Mean of the predicted scores.
+        observed: Mean of the ratings.
+        count: Number of ratings.
     """
 
     predicted: float
@@ -35,16 +35,16 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class RewardModelReport:
-    """How well a reward model predicts ratings that it was not trained on. All figures are in units of the score.
+    """Quality of a reward model on held-out ratings. All figures are in units of the score.
 
     Attributes:
-        num_ratings: held-out ratings; few of them make every figure here uncertain.
-        mean_squared_error: of the predictions.
-        baseline_error: of always predicting the mean training score: a useful model is well below.
-        pearson: linear correlation of predictions and ratings; NaN where either does not vary.
-        spearman: correlation of their ranks.
-        calibration_error: mean of ``|predicted - observed|`` over the bins, weighted by their counts.
-        bins: ratings sorted by prediction and cut into up to ten bins of equal count.
+        num_ratings: Number of held-out ratings; with few, every figure here is uncertain.
+        mean_squared_error: Mean squared error of the predictions.
+        baseline_error: Mean squared error of always predicting the mean training score; a useful model is well below.
+        pearson: Linear correlation of predictions and ratings; NaN if either does not vary.
+        spearman: Rank correlation.
+        calibration_error: Mean of ``|predicted - observed|`` over the bins, weighted by their counts.
+        bins: Ratings sorted by prediction and split into up to ten bins of equal count.
     """
 
     num_ratings: int
@@ -63,13 +63,13 @@ class RewardModelReport:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a training is, for a progress bar of one's own.
+    """Progress of a training, for custom progress bars.
 
     Attributes:
         stage: ``"reward_model"``, ``"policy"`` or ``"export"``.
-        step: steps of this stage that are done.
-        total: steps of this stage; fewer are done where the reward model stops early.
-        metrics: of the last step.
+        step: Number of finished steps of this stage.
+        total: Number of steps of this stage; the reward model may stop earlier.
+        metrics: Metrics of the last step.
     """
 
     stage: str
@@ -80,22 +80,22 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A trained policy and how it came about.
+    """The result of a training: the policy, the reward model and the metrics.
 
     Attributes:
-        model_path: folder of the policy, for ``AutoModelForCausalLM.from_pretrained``.
-        reward_model_path: folder of the reward model that it was trained against.
-        feedback_count: ratings that it was trained on.
-        final_reward_mean, final_reward_std: of the reward model's score, over the answers of the last tenth of the
-            steps; in units of the ratings.
-        training_steps: steps done.
-        reward_history: mean score of each step's answers.
-        kl_history: mean KL of an answer to the policy that training started from, in nats, of each step.
-        loss_history: the PPO loss, mean over a step's mini-batches.
-        value_error_history: mean squared error of the critic before each step learned from it, in units of the ratings'
+        model_path: Folder of the policy, for ``AutoModelForCausalLM.from_pretrained``.
+        reward_model_path: Folder of the reward model that it was trained against.
+        feedback_count: Number of ratings.
+        final_reward_mean, final_reward_std: Mean and standard deviation of the reward model's score over the answers of
+            the last tenth of the steps, in units of the ratings.
+        training_steps: Number of finished steps.
+        reward_history: Mean score of each step's answers.
+        kl_history: Mean KL of an answer to the initial policy per step, in nats.
+        loss_history: PPO loss, mean over a step's mini-batches.
+        value_error_history: Mean squared error of the critic before each step's update, in units of the ratings'
             standard deviation.
-        reward_model_report: of the reward model, on held-out ratings; None where there was nothing to hold out.
-        policy_checkpoint: ``"RUN_ID/NAME"`` of the policy on the server; empty where the server was the trainer's own.
+        reward_model_report: Quality of the reward model on held-out ratings; None if none were held out.
+        policy_checkpoint: ``"RUN_ID/NAME"`` of the policy on the server; empty if the trainer started its own server.
     """
 
     model_path: str
@@ -112,7 +112,7 @@ class TrainingResult:
     policy_checkpoint: str = ""
 
     def save(self, path: str | Path) -> Path:
-        """Writes JSON: to this file, or to ``training_results.json`` in this folder; numbers that are none as null."""
+        """Write JSON to this file, or to ``training_results.json`` in this folder; NaN is written as null."""
         file = _file(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(".tmp")
@@ -122,11 +122,11 @@ class TrainingResult:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what :meth:`save` wrote.
+        """Read a file written by :meth:`save`.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            InvalidArgumentError: when it holds something else.
+            FileNotFoundError: There is no such file.
+            InvalidArgumentError: The file holds something else.
         """
         file = _file(path)
         try:
@@ -137,16 +137,16 @@ class TrainingResult:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             names = ", ".join(each.name for each in fields(cls))
             raise InvalidArgumentError(
-                f"{file} is not a training result ({error}); one is a JSON object with {names}",
+                f"{file} is not a training result ({error}); it must be a JSON object with {names}",
                 field="path",
                 rule="written by TrainingResult.save",
             ) from error
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draws reward, KL, loss and value error over the steps. Needs matplotlib (``gradwire[rlhf]``).
+        """Plot reward, KL, loss and value error over the steps. Needs matplotlib (``gradwire[rlhf]``).
 
         Args:
-            path: the file to write, its ending naming the format; None shows the figure where there is a display.
+            path: File to write; its ending selects the format. None shows the figure if there is a display.
 
         Returns:
             The ``matplotlib`` figure.
@@ -155,7 +155,7 @@ class TrainingResult:
         figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained")
         curves = {
             "reward (score)": self.reward_history,
-            "KL to the start (nats an answer)": self.kl_history,
+            "KL to the initial policy (nats per answer)": self.kl_history,
             "loss": self.loss_history,
             "value error": self.value_error_history,
         }
@@ -186,7 +186,7 @@ def _finite(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """The value, null being NaN."""
+    """Convert a value, reading null as NaN."""
     if isinstance(value, list):
         return [math.nan if each is None else each for each in value]
     return math.nan if value is None else value

@@ -31,14 +31,15 @@ DETAILS_FILE = "gradwire_reward_model.json"
 
 @dataclass(frozen=True)
 class RewardModelDetails:
-    """What a reward model's folder says besides its weights.
+    """The contents of a reward model's folder besides its weights.
 
     Attributes:
-        base_model: the model that it was trained from.
-        mean, std: of the training scores: the head's output times ``std`` plus ``mean`` is a score.
-        max_tokens: longest row; a longer one loses its beginning.
+        base_model: The model that it was trained from.
+        mean, std: Mean and standard deviation of the training scores: a score is the head's output times ``std`` plus
+            ``mean``.
+        max_tokens: Maximum row length; a longer row loses its beginning.
         checkpoint: ``"RUN_ID/NAME"`` on the server that trained it.
-        report: on held-out ratings.
+        report: Quality on held-out ratings.
     """
 
     base_model: str
@@ -54,33 +55,33 @@ class RewardModelDetails:
 
     @staticmethod
     def read(folder: Path) -> RewardModelDetails:
-        """Raises InvalidArgumentError where the folder is no reward model's."""
+        """Read the details of a folder; raises InvalidArgumentError if it is not a reward model's folder."""
         try:
             values = json.loads((folder / DETAILS_FILE).read_text(encoding="utf-8"))
             report = values.pop("report")
             return RewardModelDetails(**values, report=None if report is None else RewardModelReport.from_json(report))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InvalidArgumentError(
-                f"{folder} is no reward model: {error}; give a folder that save_pretrained wrote",
+                f"{folder} is not a reward model: {error}; pass a folder written by save_pretrained",
                 field="reward_model_path",
                 rule=f"a folder with {DETAILS_FILE}",
             ) from error
 
 
 class RewardModel:
-    """Predicts the score that raters would give. Made by :func:`train_reward_model` or :meth:`from_pretrained`.
+    """Predicts the score that raters would give. Created by :func:`train_reward_model` or :meth:`from_pretrained`.
 
-    It reads a prompt and a response as a rater does: the tokens of both texts, with no end token. To change what is
-    rewarded, override :meth:`forward` and give the class to the trainer.
+    Its input is the tokens of a prompt and a response, without an end token. To change the
+    reward, override :meth:`forward` and pass the class to the trainer.
 
-    ``with`` or :meth:`close` ends the connection, and the server, where the model has one of its own.
+    ``with`` or :meth:`close` closes the connection, and stops the server if the model started one.
 
     Args:
-        service: an open service.
-        run: a run with a reward head.
-        details: see there.
-        codec: text to the run's token ids; by default by the server.
-        owner: what :meth:`close` closes.
+        service: An open service.
+        run: A run with a reward head.
+        details: See :class:`RewardModelDetails`.
+        codec: Converts text to the run's token ids; by default through the server.
+        owner: The object that :meth:`close` closes.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class RewardModel:
 
     @property
     def report(self) -> RewardModelReport | None:
-        """How well it predicts held-out ratings; None where none were held out."""
+        """Quality of its predictions on held-out ratings; None if none were held out."""
         return self.details.report
 
     def forward(self, input_ids: npt.ArrayLike, attention_mask: npt.ArrayLike | None = None) -> Scores:
-        """The predicted scores.
+        """Predict scores.
 
         Args:
             input_ids: ``[rows, tokens]``, token ids of prompt and response, padded.
-            attention_mask: ``[rows, tokens]``, 1 where there is a token; all of them by default.
+            attention_mask: ``[rows, tokens]``, 1 for tokens, 0 for padding; all 1 by default.
 
         Returns:
-            ``[rows]``, float32, in units of the ratings (0 to 1, as far as the model is any good).
+            ``[rows]``, float32, in units of the ratings (0 to 1 for a well-trained model).
         """
         batch: dict[str, Any] = {"input_ids": np.asarray(input_ids)}
         if attention_mask is not None:
@@ -125,10 +126,10 @@ class RewardModel:
         return self.forward(input_ids, attention_mask)
 
     def score(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
-        """``[pairs]``: what :meth:`forward` gives for these texts."""
+        """Predict the scores of texts, ``[pairs]``: :meth:`forward` on their tokens."""
         if len(prompts) != len(responses):
             raise InvalidArgumentError(
-                f"{len(prompts)} prompts and {len(responses)} responses", field="responses", rule="one a prompt"
+                f"{len(prompts)} prompts but {len(responses)} responses", field="responses", rule="one a prompt"
             )
         if not prompts:
             return np.zeros(0, np.float32)
@@ -136,11 +137,11 @@ class RewardModel:
         return np.asarray(self.forward(*padded([row[-self.details.max_tokens :] for row in rows])), np.float32)
 
     async def score_async(self, prompts: Sequence[str], responses: Sequence[str]) -> Scores:
-        """As :meth:`score`, on an event loop."""
+        """Like :meth:`score`, on an event loop."""
         return await asyncio.to_thread(self.score, prompts, responses)
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Writes a Hugging Face folder: the trunk with the adapter merged, tokenizer, head; the adapter in ``adapter``.
+        """Write a Hugging Face folder: the model with the adapter merged, tokenizer, head; the adapter in ``adapter``.
 
         Returns:
             The folder, which :meth:`from_pretrained` reads.
@@ -148,7 +149,7 @@ class RewardModel:
         return self._wait(self.save_pretrained_async(path))
 
     async def save_pretrained_async(self, path: str | Path) -> Path:
-        """As :meth:`save_pretrained`, on an event loop."""
+        """Like :meth:`save_pretrained`, on an event loop."""
         folder = Path(path)
         await export_run(self.run, folder)
         checkpoint = await self.run.save_checkpoint("reward-model", overwrite=True)
@@ -158,16 +159,16 @@ class RewardModel:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, address: str | None = None, api_key: str | None = None) -> Self:
-        """Opens a folder of :meth:`save_pretrained`.
+        """Open a folder written by :meth:`save_pretrained`.
 
         Args:
-            path: the folder.
-            address: of a running server, which must hold the checkpoint that the folder was made from, or the folder
-                itself as a model; None starts a server, which ends with :meth:`close`.
-            api_key: of that server.
+            path: The folder.
+            address: Address of a running server, which must hold the checkpoint that the folder was made from, or the
+                folder itself as a model; None starts a server, which stops with :meth:`close`.
+            api_key: API key of that server.
 
         Raises:
-            InvalidArgumentError: when the folder is no reward model, or the server can not open it.
+            InvalidArgumentError: The folder is not a reward model, or the server cannot open it.
         """
         folder = Path(path).resolve()
         RewardModelDetails.read(folder)
@@ -182,8 +183,8 @@ class RewardModel:
 
     @classmethod
     async def from_pretrained_async(cls, path: str | Path, service: ServiceClient) -> Self:
-        """As :meth:`from_pretrained`, on an open service, which stays the caller's to close."""
-        folder = Path(path).resolve()  # noqa: ASYNC240 - reads no file
+        """Like :meth:`from_pretrained`, on an open service, which the caller closes."""
+        folder = Path(path).resolve()  # noqa: ASYNC240 - does not read a file
         details = RewardModelDetails.read(folder)
         name = served_name(str(folder))
         if name in {model.name for model in await service.list_models()}:
@@ -194,7 +195,7 @@ class RewardModel:
         except (NotFoundError, InvalidArgumentError):
             raise InvalidArgumentError(
                 f"the server at {service.address} knows neither the checkpoint {details.checkpoint!r} that {folder} "
-                f"was made from, nor the folder as a model: start it with --model {folder}, or give no address",
+                f"was made from, nor the folder as a model: start it with --model {folder}, or pass no address",
                 field="reward_model_path",
                 rule="known to the server",
             ) from None
@@ -207,7 +208,7 @@ class RewardModel:
         return scorer
 
     def close(self) -> None:
-        """Ends the connection, and the server, where the model has one of its own."""
+        """Close the connection, and stop the server if the model started one."""
         owner, self._owner = self._owner, None
         if owner is None:
             return
@@ -217,7 +218,7 @@ class RewardModel:
             owner.close()
 
     async def close_async(self) -> None:
-        """Deletes the run that :meth:`from_pretrained` made; one that was trained stays on its server."""
+        """Delete the run that :meth:`from_pretrained` created; a run that was trained stays on its server."""
         if self._scoring_only:
             self._scoring_only = False
             await self._service.delete_run(self.run.run_id)
@@ -234,14 +235,16 @@ class RewardModel:
         loop = self._service._loop
         if running_loop() is loop:
             work.close()
-            raise WouldDeadlockError("this would block the event loop that it needs; await the method named ..._async")
+            raise WouldDeadlockError(
+                "this call would block the event loop that it needs; await the method named ..._async"
+            )
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
 async def encode_pairs(
     codec: TextCodec, prompts: Sequence[str], responses: Sequence[str]
 ) -> list[npt.NDArray[np.int64]]:
-    """Token ids of each prompt followed by its response."""
+    """Encode each prompt followed by its response as token ids."""
     before = await encoded(codec, prompts)
     after = await encoded(codec, responses, add_special_tokens=False)
     return [np.concatenate([first, second]) for first, second in zip(before, after)]
@@ -250,7 +253,7 @@ async def encode_pairs(
 async def encoded(
     codec: TextCodec, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[npt.NDArray[np.int64]]:
-    """Token ids of texts, asked for in portions that a server takes."""
+    """Encode texts as token ids, in requests of a size that the server accepts."""
     rows: list[npt.NDArray[np.int64]] = []
     for start in range(0, len(texts), ENCODED_AT_ONCE):
         rows += await codec.encode(texts[start : start + ENCODED_AT_ONCE], add_special_tokens=add_special_tokens)
@@ -258,7 +261,7 @@ async def encoded(
 
 
 def padded(rows: Sequence[npt.NDArray[np.int64]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``input_ids`` and ``attention_mask``, both ``[rows, tokens]``."""
+    """Pad rows to ``input_ids`` and ``attention_mask``, both ``[rows, tokens]``."""
     width = max(len(row) for row in rows)
     ids, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
     for index, row in enumerate(rows):
@@ -267,5 +270,5 @@ def padded(rows: Sequence[npt.NDArray[np.int64]]) -> tuple[npt.NDArray[np.int64]
 
 
 def text_codec(service: ServiceClient, model: str, tokenizer: Any) -> TextCodec:
-    """The user's tokenizer, or the server's for None."""
+    """Return the codec of the user's tokenizer, or of the server for None."""
     return ServiceCodec(service, model) if tokenizer is None else TokenizerCodec(tokenizer)

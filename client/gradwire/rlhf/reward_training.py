@@ -1,4 +1,4 @@
-"""Stage one: a reward model from ratings."""
+"""Stage one: train a reward model on ratings."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def train_reward_model(
     api_key: str | None = None,
     progress_bar: bool = True,
 ) -> RewardModel:
-    """Trains a scalar head, with an adapter or all weights, by mean squared error on the ratings.
+    """Train a scalar head, with an adapter or all weights, by mean squared error on the ratings.
 
     Args:
-        train_dataset: what is learned.
-        val_dataset: held-out ratings, for early stopping and the report; None does without.
-        config: settings; the defaults otherwise.
-        tokenizer: the model's own, e.g. of ``transformers``; None leaves tokens to the server.
-        address: of a running server that holds ``config.base_model``; None starts one, which ends with the model's
-            ``close``.
-        api_key: of that server.
-        progress_bar: show a line with live numbers on stderr.
+        train_dataset: Ratings to train on.
+        val_dataset: Held-out ratings for early stopping and the report; None disables both.
+        config: The settings; defaults if None.
+        tokenizer: The model's own tokenizer, e.g. of ``transformers``; None uses the server's.
+        address: Address of a running server that holds ``config.base_model``; None starts one, which stops with the
+            model's ``close``.
+        api_key: API key of that server.
+        progress_bar: Show a line with live numbers on stderr.
 
     Returns:
         The model of the epoch with the lowest validation loss, with its ``report``.
@@ -91,12 +91,12 @@ async def train_reward_model_async(
     on_progress: OnProgress | None = None,
     progress_bar: bool = True,
 ) -> RewardModel:
-    """As :func:`train_reward_model`, on an open service.
+    """Like :func:`train_reward_model`, on an open service.
 
     Args:
-        model_class: what is made of the trained run.
-        state: where the training remembers how far it is.
-        on_progress: called after each step.
+        model_class: Class of the returned model.
+        state: Stores the progress of the training.
+        on_progress: Called after each step.
     """
     config = config or RewardModelConfig()
     training = _RewardTraining(service, config, model_class, tokenizer, state, on_progress)
@@ -104,7 +104,7 @@ async def train_reward_model_async(
 
 
 class _RewardTraining:
-    """One training of a reward model: what it is, and how far it is."""
+    """One training of a reward model: its inputs and its progress."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _RewardTraining:
         config = self._config
         if len(set(train.scores.tolist())) == 1:
             logger.warning(
-                "all %d training ratings are %g: there is nothing to tell good answers from bad ones by",
+                "all %d training ratings are %g: good answers cannot be told from bad ones",
                 len(train), train.scores[0],
             )  # fmt: skip
         origin = await find_origin(self._service, config.base_model)
@@ -161,7 +161,7 @@ class _RewardTraining:
         checkpoints: Checkpoints,
         progress: Progress,
     ) -> None:
-        """The rest of the epoch that ``self._step`` is in; a few steps are on their way at any time."""
+        """Train the rest of the epoch of ``self._step``; a few steps are in flight at any time."""
         config, epoch_steps = self._config, total // self._config.num_epochs
         epoch, first = divmod(self._step, epoch_steps)
         order = np.random.default_rng(derive_seed(config.seed, "reward epoch", epoch)).permutation(len(rows))
@@ -188,7 +188,7 @@ class _RewardTraining:
         await settle(0)
 
     async def _validate(self, run: TrainingClient, rows: Sequence[Ids], val: FeedbackDataset) -> None:
-        """Keeps the weights where the validation loss is the lowest so far."""
+        """Save the weights if the validation loss is the lowest so far."""
         loss = float(np.mean((await _predictions(run, rows) - val.normalized_scores) ** 2))
         logger.info("reward model: validation loss %.4f after %d steps", loss, self._step)
         self._risen = 0 if loss < self._best_loss else self._risen + 1
@@ -196,7 +196,7 @@ class _RewardTraining:
             self._best_loss, self._best = loss, (await run.save_checkpoint("best", overwrite=True)).path
 
     async def _open(self, origin: Origin) -> tuple[TrainingClient, str]:
-        """The run and its last checkpoint: of a training that was killed; else a new run."""
+        """Open the run of an interrupted training at its last checkpoint, or create a run."""
         config, state = self._config, self._state
         name = f"rlhf {state.job} reward model" if state is not None else "reward model"
         if state is not None and (found := await find_run(self._service, name)) is not None:
@@ -220,12 +220,12 @@ async def _rows(codec: TextCodec, dataset: FeedbackDataset, context: int) -> lis
     prompts, responses = [item.prompt for item in dataset], [item.response for item in dataset]
     rows = await encode_pairs(codec, prompts, responses)
     if cut := sum(len(row) > context for row in rows):
-        logger.warning("%d of %d ratings are longer than %d tokens and lose their beginning", cut, len(rows), context)
+        logger.warning("%d of %d ratings are longer than %d tokens; their beginning is cut", cut, len(rows), context)
     return [row[-context:] for row in rows]
 
 
 async def _predictions(run: TrainingClient, rows: Sequence[Ids]) -> Floats:
-    """``[rows]``: what the head gives."""
+    """``[rows]``: outputs of the head."""
     parts = [
         run.compute_rewards({"input_ids": rows[at : at + EVALUATION_ROWS]})
         for at in range(0, len(rows), EVALUATION_ROWS)
@@ -234,7 +234,7 @@ async def _predictions(run: TrainingClient, rows: Sequence[Ids]) -> Floats:
 
 
 def evaluate(predicted: npt.ArrayLike, observed: npt.ArrayLike, constant: float) -> RewardModelReport:
-    """Predictions ``[ratings]`` against held-out ratings, and against predicting ``constant`` for all."""
+    """Compare predictions ``[ratings]`` with held-out ratings, and with predicting ``constant`` for all."""
     guesses, ratings = np.asarray(predicted, np.float64), np.asarray(observed, np.float64)
     order = np.argsort(guesses, kind="stable")
     parts = np.array_split(order, min(CALIBRATION_BINS, len(order)))
@@ -257,7 +257,7 @@ def _correlation(first: Floats, second: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
-    """``[n]``: places in increasing order; ties share the mean of theirs."""
+    """Rank ``[n]`` in increasing order; ties share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     result: Floats = (ends - (counts - 1) / 2)[inverse]

@@ -1,4 +1,4 @@
-"""What a training remembers beside the server, so that it goes on where it was after the program was killed."""
+"""Local state of a training, from which it continues after the program was killed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ CHECKPOINT_SHARE = 0.1
 
 
 def fingerprint(*parts: Any) -> str:
-    """The same for the same settings and data."""
+    """Hash settings and data; equal inputs give equal hashes."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=16).hexdigest()
 
 
 class TrainingState:
-    """A JSON file with a section a stage; every change is on disk before the next begins.
+    """A JSON file with one section per stage; every change is on disk before the next step begins.
 
     Args:
-        path: the file, replaced at once, so that a crash leaves the old one or the new one.
-        inputs: fingerprint of what is trained on and how.
+        path: The file, replaced atomically.
+        inputs: Fingerprint of the data and the settings.
 
     Attributes:
-        job: names the training's runs on the server.
-        resumed: whether the file held an unfinished training of the same inputs.
-        discarded: whether it held one of other inputs, which this one replaces.
+        job: Name of the training's runs on the server.
+        resumed: Whether the file held an unfinished training of the same inputs.
+        discarded: Whether it held a training of other inputs, which this one replaces.
     """
 
     def __init__(self, path: Path, inputs: str) -> None:
@@ -49,11 +49,11 @@ class TrainingState:
         return str(self._values["job"])
 
     def section(self, name: str) -> dict[str, Any]:
-        """A copy of what a stage wrote last; empty at its beginning."""
+        """Return a copy of a stage's last section; empty if there is none."""
         return dict(self._values.get(name, {}))
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
-        """Adds to a stage's section, or replaces there."""
+        """Update a stage's section."""
         self._values[name] = self.section(name) | dict(values)
         self._save()
 
@@ -76,7 +76,7 @@ STATE_FILE = "state.json"
 
 
 async def discard_training(service: ServiceClient, output_dir: str | Path) -> None:
-    """Deletes the runs on the server of a training that nobody wants any more; its folder is the caller's."""
+    """Delete the server's runs of an abandoned training; the caller removes its folder."""
     job = _job_of(Path(output_dir))
     for run in await service.list_runs() if job else ():
         if run.name.startswith(f"rlhf {job} "):
@@ -84,13 +84,13 @@ async def discard_training(service: ServiceClient, output_dir: str | Path) -> No
 
 
 def _job_of(output_dir: Path) -> str:
-    """The name of a folder's training on the server; empty where there is none."""
+    """Return the name of a folder's training on the server; empty if there is none."""
     file = output_dir.expanduser() / OWN_FOLDER / STATE_FILE
     return str(json.loads(file.read_text(encoding="utf-8"))["job"]) if file.exists() else ""
 
 
 async def find_run(service: ServiceClient, name: str) -> TrainingClient | None:
-    """The run of this name, the newest where there are several."""
+    """Find the run of this name, the newest if there are several."""
     named = [run for run in await service.list_runs() if run.name == name]
     if not named:
         return None
@@ -98,12 +98,12 @@ async def find_run(service: ServiceClient, name: str) -> TrainingClient | None:
 
 
 class Checkpoints:
-    """Saves a run now and then, for at most a tenth of the time, and deletes what is older than the newest.
+    """Saves a run periodically, using at most a tenth of the time, and deletes all but the newest checkpoint.
 
     Args:
-        run: what is saved.
-        prefix: what its checkpoints are called, before their number.
-        last: the newest that there is.
+        run: The run to save.
+        prefix: Prefix of the checkpoints' names, before the number.
+        last: The newest existing checkpoint.
     """
 
     def __init__(self, run: TrainingClient, prefix: str, *, last: str = "") -> None:
@@ -113,11 +113,11 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether a save is worth its time again."""
+        """Whether the next save is due."""
         return time.monotonic() - self._saved_at >= self._cost_s / CHECKPOINT_SHARE
 
     async def save(self, number: int, state: TrainingState, section: str, values: Mapping[str, Any]) -> None:
-        """Saves the run, then writes the values and the checkpoint's path into the state."""
+        """Save the run, then write the values and the checkpoint's path into the state."""
         started = time.monotonic()
         checkpoint = await self._run.save_checkpoint(f"{self._prefix}-{number}", overwrite=True)
         state.write(section, {**values, "checkpoint": checkpoint.path})
@@ -127,7 +127,8 @@ class Checkpoints:
         self._cost_s = self._saved_at - started
 
     async def _deleted(self, path: str) -> bool:
-        """Whether it is gone. The server keeps one that a restored run would load, until there are newer ones."""
+        """Return whether it was deleted. The server keeps a checkpoint that a restored run would load, until there
+        are newer ones."""
         try:
             await self._run.delete_checkpoint(path)
         except NotFoundError:

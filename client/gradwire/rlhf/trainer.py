@@ -1,4 +1,4 @@
-"""Both stages: ratings in, a policy and its reward model out."""
+"""Both stages: from ratings to a policy and its reward model."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class RLHFTrainer:
     """Trains a reward model on ratings, and a policy against it.
 
     Args:
-        config: settings of the policy.
-        reward_config: settings of the reward model; by default those that it shares with the policy.
-        reward_model_class: a subclass of :class:`RewardModel` whose ``forward`` is what the policy is rewarded by.
-        address: of a running server that holds ``config.base_model``; None starts one for each training.
-        api_key: of that server.
-        service: an open service, for :meth:`train_async`, in place of an address.
-        tokenizer: the model's own, e.g. of ``transformers``; None leaves tokens to the server.
+        config: Settings of the policy.
+        reward_config: Settings of the reward model; by default derived from the policy's.
+        reward_model_class: A subclass of :class:`RewardModel` whose ``forward`` defines the policy's reward.
+        address: Address of a running server that holds ``config.base_model``; None starts one for each training.
+        api_key: API key of that server.
+        service: An open service, for :meth:`train_async`, instead of an address.
+        tokenizer: The model's own tokenizer, e.g. of ``transformers``; None uses the server's.
 
     Raises:
-        InvalidArgumentError: for settings of a server of one's own together with an address or a service.
+        InvalidArgumentError: Settings of an own server are combined with an address or a service.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class RLHFTrainer:
         self._class, self._tokenizer = reward_model_class, tokenizer
         self._address, self._api_key, self._service = address, api_key, service
         if address is not None and service is not None:
-            raise InvalidArgumentError("give an address or a service, not both", field="address", rule="one of them")
+            raise InvalidArgumentError("pass an address or a service, not both", field="address", rule="one of them")
         for name in ("device", "mixed_precision"):
             if getattr(self.config, name) is not None and (address is not None or service is not None):
                 raise InvalidArgumentError(
-                    f"{name}={getattr(self.config, name)!r} is for the server that the trainer starts; the one that it "
-                    f"is given has its own: leave {name} out",
+                    f"{name}={getattr(self.config, name)!r} applies to a server that the trainer starts; a given "
+                    f"server has its own setting: leave {name} out",
                     field=name,
                     rule="only without an address or a service",
                 )
@@ -89,28 +89,29 @@ class RLHFTrainer:
         on_progress: OnProgress | None = None,
         progress_bar: bool = True,
     ) -> TrainingResult:
-        """Trains, and writes ``policy``, ``reward_model`` and ``training_results.json``.
+        """Train, and write ``policy``, ``reward_model`` and ``training_results.json``.
 
-        Called again with the same arguments after the program was killed, it goes on where it was; after it is done, it
-        gives the result again. With other arguments it begins anew and replaces what is there.
+        If it is called again with the same arguments after the program was killed, it continues; if the training is
+        finished, it returns the result again. With other arguments it starts anew and replaces the old results.
 
         Args:
-            feedbacks: ratings, at least ten: mappings or objects with ``prompt``, ``response`` and ``score`` (0 to 1).
-            output_dir: a folder for this training alone.
-            reward_model_path: a folder of ``RewardModel.save_pretrained``, used as it is: stage one is left out.
-            on_progress: called after each step.
-            progress_bar: show a line with live numbers on stderr.
+            feedbacks: Ratings, at least ten: mappings or objects with ``prompt``, ``response`` and ``score`` (0 to 1).
+            output_dir: A folder for this training alone.
+            reward_model_path: A folder of ``RewardModel.save_pretrained``, used as it is: stage one is skipped.
+            on_progress: Called after each step.
+            progress_bar: Show a line with live numbers on stderr.
 
         Returns:
             The result, which is also in ``training_results.json``.
 
         Raises:
-            InvalidArgumentError: for ratings or settings that cannot be trained with; names the field.
-            GradwireError: the service's.
+            InvalidArgumentError: Invalid ratings or settings; names the field.
+            GradwireError: An error of the service.
         """
         if self._service is not None:
             raise InvalidArgumentError(
-                "this trainer was given a service, whose event loop is elsewhere: await train_async(...) there",
+                "this trainer uses an open service, which belongs to an event loop: await train_async(...) on that "
+                "loop",
                 field="service",
                 rule="train_async",
             )
@@ -133,19 +134,19 @@ class RLHFTrainer:
         on_progress: OnProgress | None = None,
         progress_bar: bool = True,
     ) -> TrainingResult:
-        """As :meth:`train`, on an event loop. Cancelling it leaves the training to be gone on with."""
+        """Like :meth:`train`, on an event loop. A cancelled training can be continued later."""
         dataset, output = FeedbackDataset(feedbacks), _resolved(output_dir)
         given = None if reward_model_path is None else _resolved(reward_model_path)
         if len(dataset) < MIN_FEEDBACK:
             raise InvalidArgumentError(
-                f"there are {len(dataset)} ratings; training takes at least {MIN_FEEDBACK}, so "
+                f"there are {len(dataset)} ratings; training needs at least {MIN_FEEDBACK}, so "
                 f"{MIN_FEEDBACK - len(dataset)} are missing",
                 field="feedbacks",
                 rule=f"at least {MIN_FEEDBACK}",
             )
         if _resolved(self.config.base_model).is_relative_to(output / POLICY):
             raise InvalidArgumentError(
-                f"base_model {self.config.base_model} is what output_dir {output} would replace: give another folder",
+                f"output_dir {output} would replace base_model {self.config.base_model}: use another folder",
                 field="output_dir",
                 rule="another than base_model's",
             )
@@ -154,7 +155,7 @@ class RLHFTrainer:
         )
         state = TrainingState(output / OWN_FOLDER / STATE_FILE, inputs)
         if state.resumed and (output / RESULTS_FILE).exists():
-            logger.info("%s holds the result of this very training", output)
+            logger.info("%s already holds the result of this training", output)
             return TrainingResult.load(output)
         if state.discarded:
             logger.warning("%s holds a training of other ratings or settings: it is replaced", output)
@@ -172,7 +173,7 @@ class RLHFTrainer:
 
     @asynccontextmanager
     async def _open_service(self, output: Path, reward_model: Path | None) -> AsyncIterator[ServiceClient]:
-        """The service that was given, or one for this training."""
+        """Yield the given service, or one started for this training."""
         if self._service is not None:
             yield self._service
             return
@@ -184,7 +185,7 @@ class RLHFTrainer:
         arguments = ["--device", self.config.device] if self.config.device else []
         arguments += ["--dtype", "mixed"] if self.config.mixed_precision else []
         if self.config.mixed_precision == "fp16":
-            logger.warning("mixed_precision 'fp16' computes in bfloat16: as small, and without loss scaling")
+            logger.warning("mixed_precision 'fp16' computes in bfloat16: equally small, and without loss scaling")
         state_dir = output / OWN_FOLDER / "server"
         async with gradwire.connect(
             models=served_models(models), state_dir=state_dir, server_args=arguments
@@ -216,8 +217,9 @@ class _Training:
         room = origin.context_tokens - self._config.max_new_tokens
         if room < 1:
             raise InvalidArgumentError(
-                f"max_new_tokens is {self._config.max_new_tokens}, and {origin.model} reads {origin.context_tokens} "
-                "tokens, prompt and answer together",
+                f"max_new_tokens is {self._config.max_new_tokens}, but the context of {origin.model} is "
+                f"{origin.context_tokens} "
+                "tokens for prompt and answer together",
                 field="max_new_tokens",
                 rule=f"at most {origin.context_tokens - 1}",
             )
@@ -225,8 +227,9 @@ class _Training:
         rows = await encoded(text_codec(self._service, origin.model, self._tokenizer), prompts)
         if long := sum(len(row) > room for row in rows):
             logger.warning(
-                "%d of %d prompts are longer than %d tokens (the model's context less max_new_tokens) and lose their "
-                "beginning", long, len(prompts), room,
+                "%d of %d prompts are longer than %d tokens (the model's context minus max_new_tokens); their "
+                "beginning "
+                "is cut",
             )  # fmt: skip
         model, reward_model_folder = await self._reward_model(reward_model_path)
         run, ppo = await self._open_policy(origin, model)
@@ -236,12 +239,14 @@ class _Training:
         return result
 
     async def _reward_model(self, given: Path | None) -> tuple[RewardModel, Path]:
-        """The reward model and its folder: the one that is given, or one trained on the ratings."""
+        """Return the reward model and its folder: the given one, or one trained on the ratings."""
         if given is not None:
             return await self._class.from_pretrained_async(given, self._service), given
         train, val = self._dataset.split(seed=self._reward_config.seed)
         if val is None:
-            logger.warning("all ratings are of one prompt: none can be held out, and the reward model is not validated")
+            logger.warning(
+                "all ratings belong to one prompt: none can be held out, so the reward model is not validated"
+            )
         model = await train_reward_model_async(
             self._service,
             train,
@@ -257,7 +262,7 @@ class _Training:
         return model, folder
 
     async def _open_policy(self, origin: Origin, model: RewardModel) -> tuple[TrainingClient, FeedbackPPO]:
-        """The run and its algorithm, where a training that was killed left them, or new."""
+        """Open the run and its algorithm, at the state of an interrupted training, or new."""
         config, done = self._config, self._state.section(SECTION)
         name = f"rlhf {self._state.job} policy"
         run = await find_run(self._service, name)
@@ -285,7 +290,7 @@ class _Training:
         return run, ppo
 
     async def _practise(self, run: TrainingClient, ppo: FeedbackPPO) -> None:
-        """The steps that are left."""
+        """Run the remaining steps."""
         total = self._config.max_steps
         checkpoints = Checkpoints(run, "step", last=self._state.section(SECTION).get("checkpoint", ""))
         with Progress("policy", total, show=self._show) as progress:
@@ -333,14 +338,14 @@ class _Training:
 
 
 def final_reward(history: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Mean and standard deviation of the scores of the last tenth of the steps, all with as many answers."""
+    """Mean and standard deviation of the scores of the last tenth of the steps, all with the same number of answers."""
     last = history[-max(1, len(history) // 10) :]
     means, spreads = (np.array([each[name] for each in last]) for name in ("rewards/score", "train/score_std"))
     return float(means.mean()), float(np.sqrt(np.mean(spreads**2) + np.var(means)))
 
 
 def _clear(output: Path, keep: Path | None) -> None:
-    """Removes what an earlier training of other inputs left, and nothing else."""
+    """Remove the files of an earlier training with other inputs, and nothing else."""
     for folder in (POLICY, REWARD_MODEL, f"{OWN_FOLDER}/server"):
         if output / folder != keep:
             shutil.rmtree(output / folder, ignore_errors=True)

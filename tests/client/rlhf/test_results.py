@@ -54,7 +54,7 @@ def test_the_plot_has_four_curves(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     drawn = {axis.get_title().split(" (")[0]: list(axis.lines[0].get_ydata()) for axis in figure.axes}
     assert drawn["reward"] == [0.5, 0.6, 0.8]
-    assert drawn["KL to the start"] == [0.0, 0.4, 0.9]
+    assert drawn["KL to the initial policy"] == [0.0, 0.4, 0.9]
     assert drawn["value error"] == [1.0, 0.5, 0.4]
     assert len(drawn) == 4
     assert result().plot() is not None

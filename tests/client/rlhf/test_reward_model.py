@@ -70,7 +70,7 @@ def test_its_folder_is_plain_hugging_face_and_opens_here_and_elsewhere(
 
 
 def test_a_folder_that_is_none_is_said_so(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="no reward model"):
+    with pytest.raises(InvalidArgumentError, match="not a reward model"):
         RewardModel.from_pretrained(tmp_path, address=server.address)
 
 

@@ -118,7 +118,7 @@ def test_what_cannot_be_trained_with_is_refused(server: Server, ratings: list[di
     with pytest.raises(InvalidArgumentError, match="256 tokens") as caught:
         trainer(max_new_tokens=300).train(ratings, tmp_path / "b")
     assert caught.value.field == "max_new_tokens"
-    with pytest.raises(InvalidArgumentError, match="no reward model"):
+    with pytest.raises(InvalidArgumentError, match="not a reward model"):
         trainer().train(ratings, tmp_path / "c", reward_model_path=tmp_path)
     with pytest.raises(InvalidArgumentError, match="another folder") as caught:
         trainer(base_model=str(tmp_path / "d" / "policy")).train(ratings, tmp_path / "d")

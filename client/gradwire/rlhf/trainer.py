@@ -228,9 +228,11 @@ class _Training:
         if long := sum(len(row) > room for row in rows):
             logger.warning(
                 "%d of %d prompts are longer than %d tokens (the model's context minus max_new_tokens); their "
-                "beginning "
-                "is cut",
-            )  # fmt: skip
+                "beginning is cut",
+                long,
+                len(prompts),
+                room,
+            )
         model, reward_model_folder = await self._reward_model(reward_model_path)
         run, ppo = await self._open_policy(origin, model)
         await self._practise(run, ppo)

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Before torch or a server process is started: the suite shares a few cores, and results must not depend on how many.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,12 +26,6 @@ RESPONSIVE = (
 )
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> tuple[str, dict[str, Any]]:
-    """grpc.aio runs on asyncio only; debug mode reports callbacks that hold the loop."""
-    return "asyncio", {"debug": True}
-
-
 class _BlockedLoop(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -48,7 +41,7 @@ class _BlockedLoop(logging.Handler):
 @pytest.fixture(autouse=True)
 def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test of the client or the front whose event loop was held for longer than that."""
-    if not request.node.nodeid.startswith(RESPONSIVE) or "anyio_backend" not in request.fixturenames:
+    if not request.node.nodeid.startswith(RESPONSIVE) or not request.node.get_closest_marker("asyncio"):
         yield
         return
     handler, logger = _BlockedLoop(), logging.getLogger("asyncio")

@@ -11,8 +11,6 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from support.scripted import Received, Script, ScriptedService, scripted_run, scripted_server, until
 
-pytestmark = pytest.mark.anyio
-
 Code = pb.ErrorCode.ValueType
 
 PASSING: Sequence[Code] = (

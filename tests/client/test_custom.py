@@ -13,8 +13,6 @@ import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import BATCH, Fails, Received, Script, plain, scores, scripted_run, until
 
-pytestmark = pytest.mark.anyio
-
 
 def squares(batch: Any, given: dict[str, list[torch.Tensor]]) -> tuple[torch.Tensor, dict[str, float]]:
     assert batch is BATCH

@@ -56,7 +56,6 @@ def test_a_code_of_a_newer_server() -> None:
     assert type(errors.from_wire(pb.Error(code=9999, message="new"))) is errors.InternalServerError  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
 async def test_details_make_the_exception() -> None:
     async with scripted_run(Script()) as (_, service):
         with pytest.raises(gradwire.UnknownModelError, match="no such model") as caught:
@@ -67,7 +66,6 @@ async def test_details_make_the_exception() -> None:
             await service.delete_run("run-a")
 
 
-@pytest.mark.anyio
 async def test_nobody_there() -> None:
     async with scripted_server(Script()) as (address, _):
         pass
@@ -75,7 +73,6 @@ async def test_nobody_there() -> None:
         await gradwire.connect(address, connect_timeout=0.3)
 
 
-@pytest.mark.anyio
 async def test_unknown_is_never_tried_again() -> None:
     calls = []
 
@@ -90,7 +87,6 @@ async def test_unknown_is_never_tried_again() -> None:
     assert calls == [1]
 
 
-@pytest.mark.anyio
 async def test_the_key_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script()
     async with scripted_server(script) as (address, _):
@@ -101,7 +97,6 @@ async def test_the_key_travels(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ("authorization", "Bearer other") in script.metadata
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("settings", "field"),
     [

@@ -13,8 +13,6 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import BATCH, Fails, Received, Script, plain, scripted_run, scripted_server, until
 
-pytestmark = pytest.mark.anyio
-
 
 def fails_on(*seqs: int, code: pb.ErrorCode.ValueType = pb.ERROR_CODE_NON_FINITE) -> Any:
     def answer(received: Received) -> Any:

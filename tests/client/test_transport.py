@@ -16,8 +16,6 @@ from gradwire.transport import Backoff
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import Fails, Script, ScriptedService, plain, scripted_run, scripted_server, until
 
-pytestmark = pytest.mark.anyio
-
 
 def files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
@@ -56,7 +54,7 @@ async def test_closing_during_a_call() -> None:
             await call
 
 
-async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault() -> None:
+async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second cancellation comes while the first one waits for the call to end."""
     answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     refused = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, grpc.aio.Metadata(), grpc.aio.Metadata())
@@ -69,7 +67,8 @@ async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault() -> Non
             return answer.__await__()
 
     faults: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    gc.collect()
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_exception_handler", faults.append)
     async with scripted_server(Script()) as (address, _), gradwire.connect(address) as service:
         method: Any = lambda stub: lambda *_, **__: Call()  # noqa: E731
         call = asyncio.create_task(service._transport.unary(method, None))

@@ -12,8 +12,6 @@ import gradwire
 import pytest
 from support.server import Server
 
-pytestmark = pytest.mark.anyio
-
 X0 = {"input_ids": [[4, 5, 6, 7, 8], [9, 10, 11]]}
 X1 = {"input_ids": [[20, 21, 22, 23], [30, 31, 32, 33, 34]]}
 Ending = Callable[[gradwire.TrainingClient], Awaitable[Any]]

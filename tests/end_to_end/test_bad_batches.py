@@ -9,8 +9,6 @@ import gradwire
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.anyio
-
 GOOD: dict[str, Any] = {"input_ids": [[4, 5, 6], [7, 8]]}
 PPO: dict[str, Any] = GOOD | {"old_log_probs": [[0.0, -1, -1], [0.0, -1]], "rewards": [[0.0, 0, 1], [0.0, 1]]}
 

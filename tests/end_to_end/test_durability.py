@@ -12,8 +12,6 @@ import pytest
 from support.batches import VOCAB, causal_lm
 from support.server import Server
 
-pytestmark = pytest.mark.anyio
-
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("full", {"seed": 7}),
     ("lora", {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}, "head": "value"}),

@@ -10,8 +10,6 @@ import gradwire
 import pytest
 from support.server import Server
 
-pytestmark = pytest.mark.anyio
-
 LOSS = '''
 """Negative log-likelihood times a factor a row: written by somebody who has only the documentation."""
 

@@ -9,8 +9,6 @@ import gradwire
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.anyio
-
 COUNT = 30
 FAILS = (7, 8, 19)
 """Their token ids are past the vocabulary, which only the engine knows."""

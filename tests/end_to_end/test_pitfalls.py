@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = pytest.mark.anyio
-
 END = 2  # which pads, too
 ROWS = [[5, 9, 11, 30, END], [40, 41], [7], [12, 33, 8, END]]
 

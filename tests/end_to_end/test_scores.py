@@ -8,8 +8,6 @@ import gradwire
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.anyio
-
 IDS = np.array([[5, 9, 11, 30, 0, 0], [40, 41, 42, 7, 8, 9]])
 MASK = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
 TARGETS = np.array([[9, 11, 30, 2, 0, 0], [41, 42, 7, 8, 9, 2]])

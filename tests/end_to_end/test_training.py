@@ -11,8 +11,6 @@ import pytest
 from support.batches import SEVEN, VOCAB, causal_lm, halves, preferences
 from support.server import Server
 
-pytestmark = pytest.mark.anyio
-
 REQUIRED_METRICS = {
     "causal_lm": "loss perplexity num_tokens token_accuracy",
     "dpo": "implicit_reward chosen_reward rejected_reward reward_margin preference_accuracy",

@@ -21,11 +21,6 @@ SETTINGS: dict[str, Any] = {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}}
 
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="session")
 def seed() -> int:
     seed = int(os.environ.get("GRADWIRE_SEED") or int.from_bytes(os.urandom(4), "little"))
     print(f"seed {seed} (GRADWIRE_SEED repeats it)")

@@ -24,8 +24,6 @@ from support.front import Client, Door, Start
 
 from tests.server.journal.test_journal import append, new_run, operation
 
-pytestmark = pytest.mark.anyio
-
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
 
 

@@ -15,15 +15,13 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.doors.grpc.door import SERVICE
 from support.access import rpcs
-from support.front import Client, one_loop, start
+from support.front import Client, start
 from support.fuzz import Fuzzer
 from support.keyed import code_of, error_of
 
 from tests.server.security.conftest import KeyedDoor, keyed
 
-__all__ = ["keyed", "one_loop", "start"]
-pytestmark = pytest.mark.anyio
-
+__all__ = ["keyed", "start"]
 SHORT, LONG = 600, 100_000
 AT_ONCE = 20
 HANGS_S = 60.0

@@ -20,8 +20,6 @@ from gradwire_proto.v1 import training_pb2 as pb
 from support import load_server
 from support.front import Client
 
-pytestmark = pytest.mark.anyio
-
 MIB = 1 << 20
 
 

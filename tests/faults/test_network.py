@@ -18,8 +18,6 @@ from support.stage import Stage
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 from tests.faults.test_kills import compare
 
-pytestmark = pytest.mark.anyio
-
 
 async def over_a_rough_link(stage: Stage, rng: random.Random, calm: Calm) -> None:
     run_id = await asyncio.to_thread(stage.create, **SETTINGS)

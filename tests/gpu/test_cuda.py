@@ -16,7 +16,7 @@ from support.batches import SEVEN, VOCAB, causal_lm
 from support.server import Server
 from support.tiny import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PROBE = [[5, 9, 11, 30, 7], [40, 41, 42], list(range(3, 23))]
 

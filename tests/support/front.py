@@ -19,12 +19,6 @@ from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 
 
-@pytest.fixture(scope="session", autouse=True)
-async def one_loop(anyio_backend: object) -> AsyncIterator[None]:
-    """grpc.aio has one poller a process: an event of a loop that was closed would fail the next test's."""
-    yield
-
-
 class Client:
     """One Submit stream, one Results stream, the unary calls as they are."""
 

@@ -251,6 +251,9 @@ async def scripted_server(
         yield f"127.0.0.1:{port}", servicer
     finally:
         await server.stop(0)
+        for task in servicer.tasks:
+            task.cancel()
+        await asyncio.gather(*servicer.tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ from support.server import free_port
 from support.tiny import tiny_model
 
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: see docs/rl.md")
-pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

@@ -46,7 +46,6 @@ from gradwire_losses.batch import Scores
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 
-pytestmark = pytest.mark.anyio
 load_builtin_losses()
 
 

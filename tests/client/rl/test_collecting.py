@@ -31,8 +31,6 @@ from gradwire.rl.environments import StepResult
 from gradwire.rl.rows import rows_of
 from gradwire.rl.types import Action, EvaluateResult, State, StepData, Task, Trajectory
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

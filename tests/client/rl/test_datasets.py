@@ -14,8 +14,6 @@ from gradwire.rl.rewards import code_passes, last_number, math_answer, multiple_
 from gradwire.rl.rewards.answers import find_choice
 from gradwire.rl.types import Action, StepData, Task, Trajectory
 
-pytestmark = pytest.mark.anyio
-
 
 def answered(task: Task, *responses: str) -> list[Trajectory]:
     ids = np.array([1])

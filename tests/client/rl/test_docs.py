@@ -12,8 +12,6 @@ import pytest
 from gradwire.rl.rewards import RewardComputer
 from gradwire.rl.types import Action, StepData, Task, ToolCall, ToolResult, Trajectory
 
-pytestmark = pytest.mark.anyio
-
 GUIDE = Path(__file__).parents[3] / "docs" / "reward_functions.md"
 
 

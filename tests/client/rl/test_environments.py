@@ -22,8 +22,6 @@ from gradwire.rl.environments import (
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import State, Task, ToolCall, Trajectory
 
-pytestmark = pytest.mark.anyio
-
 
 def add(a: int, b: int = 0) -> int:
     """Adds two numbers."""

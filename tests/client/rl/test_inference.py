@@ -26,8 +26,6 @@ from gradwire.rl.inference import (
 )
 from gradwire.rl.prompts import chat_template
 
-pytestmark = pytest.mark.anyio
-
 
 class StandInRun:
     """Gives the last prompt token plus one."""

@@ -19,10 +19,7 @@ import pytest
 from gradwire.rl.rewards import PolicyProgram, RewardFunction, Sandbox, SandboxLimits, code_passes
 from gradwire.rl.types import Action, EvaluateResult, State, StepData, Task, Trajectory
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(sys.platform != "linux", reason="the isolation is of Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the isolation is of Linux")
 
 TESTS = ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]
 RIGHT = "def add(a, b):\n    return a + b"

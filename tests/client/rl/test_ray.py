@@ -16,8 +16,6 @@ from gradwire.rl.environments import BaseEnvironment, StepResult  # noqa: E402
 from gradwire.rl.ray_rollouts import RayRolloutManager  # noqa: E402
 from gradwire.rl.types import Action, State, Task  # noqa: E402
 
-pytestmark = pytest.mark.anyio
-
 
 class Seeded(BaseEnvironment):
     blocking = False

@@ -27,10 +27,7 @@ from gradwire.rl.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
 from support.server import free_port
 from support.stage import wait_for
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.filterwarnings("default"),  # theirs
-]
+pytestmark = pytest.mark.filterwarnings("default")  # theirs
 
 METRICS = ({"reward": 0.5, "time/iteration_s": 2.0}, {"reward": 0.75, "lost": float("nan")})
 

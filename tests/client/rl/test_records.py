@@ -20,8 +20,6 @@ from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
 from gradwire.rl.viewer import colour, main, page, view
 
-pytestmark = pytest.mark.anyio
-
 
 def trajectory(reward: float = 1.0, status: Any = "completed") -> Trajectory:
     step = StepData(

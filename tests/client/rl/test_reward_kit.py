@@ -33,8 +33,6 @@ from gradwire.rl.rewards.functions import to_result
 from gradwire.rl.rows import rows_of
 from gradwire.rl.viewer import view
 
-pytestmark = pytest.mark.anyio
-
 
 def double(number: int) -> int:
     """Twice the number."""

@@ -29,8 +29,6 @@ from gradwire.rl.rewards import (
 )
 from gradwire.rl.types import Action, EvaluateResult, State, StepData, StepOutput, Task, Trajectory
 
-pytestmark = pytest.mark.anyio
-
 
 def trajectory(*said: str, truth: Any = None, group: int = 0, member: int = 0, **data: Any) -> Trajectory:
     steps = [

@@ -16,8 +16,6 @@ from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.rollouts import RolloutManager
 from gradwire.rl.types import Action, State, Task
 
-pytestmark = pytest.mark.anyio
-
 
 class Countdown(BaseEnvironment):
     """As many turns as the prompt says."""

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from gradwire.rl.rewards import NotPortableError, Outcome, Sandbox, SandboxLimits
 
-pytestmark = pytest.mark.anyio
-
 WORD = "constant"
 
 

@@ -136,7 +136,6 @@ def test_they_are_kept_in_a_file(tmp_path: Path) -> None:
         StrategicGrams.load(tmp_path / "other.json")
 
 
-@pytest.mark.anyio
 async def test_the_texts_of_tokens_make_the_text_of_their_row() -> None:
     """With a tokenizer that loses the space before a lone token."""
     words = {word: index for index, word in enumerate(["▁let", "▁us", "▁t", "ry", "▁now"])}

@@ -74,7 +74,6 @@ def test_a_folder_that_is_none_is_said_so(server: Server, tmp_path: Path) -> Non
         RewardModel.from_pretrained(tmp_path, address=server.address)
 
 
-@pytest.mark.anyio
 async def test_it_stops_early_and_keeps_the_best_epoch(server: Server) -> None:
     """Ratings at random: what is learned of them is wrong of others."""
     rng = np.random.default_rng(0)

@@ -78,7 +78,6 @@ def test_trained_again_it_gives_the_result_again(trained: Any, server: Server, r
     assert time.monotonic() - started < 1
 
 
-@pytest.mark.anyio
 async def test_the_next_version_goes_on_from_the_last_with_its_reward_model(
     trained: Any, server: Server, ratings: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -25,8 +25,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start, error_of
 
-pytestmark = pytest.mark.anyio
-
 
 def test_every_code_has_a_grpc_status() -> None:
     assert set(GRPC_STATUS) == set(pb.ErrorCode.values())

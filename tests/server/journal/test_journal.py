@@ -16,8 +16,6 @@ from gradwire_server.journal.journal import Journal, RunMarks, identity
 from gradwire_server.journal.run_records import RunRecords, new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
-pytestmark = pytest.mark.anyio
-
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
 
 

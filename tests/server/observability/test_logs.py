@@ -75,7 +75,6 @@ def test_other_packages_are_heard_from_warning_on(begin: Begin) -> None:
     assert [line["message"] for line in lines(stream)] == ["ours"]
 
 
-@pytest.mark.anyio
 async def test_operations_have_a_line_each_without_what_was_in_them(start: Start, begin: Begin) -> None:
     stream = begin("info", "json")
     async with start() as door:

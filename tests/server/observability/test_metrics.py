@@ -197,7 +197,6 @@ def scrape(address: str) -> dict[str, float]:
     return {name: float(number) for name, _, number in (line.rpartition(" ") for line in lines if line[:1] != "#")}
 
 
-@pytest.mark.anyio
 async def test_a_server_shows_what_waits_and_what_was_done(start: Start) -> None:
     async with start(metrics_address="0") as door:
         client = await (await door.client()).begin()
@@ -231,7 +230,6 @@ async def test_a_server_shows_what_waits_and_what_was_done(start: Start) -> None
     assert not math.isnan(done["gradwire_engine_heartbeat_age_seconds"])
 
 
-@pytest.mark.anyio
 async def test_a_recovery_is_timed_and_counted(start: Start) -> None:
     async with start() as door:
         client = await (await door.client()).begin()

@@ -49,7 +49,6 @@ def by_name(spans: tuple[ReadableSpan, ...]) -> dict[str, ReadableSpan]:
     return {span.name: span for span in spans}
 
 
-@pytest.mark.anyio
 async def test_an_operation_is_followed_through_the_front_into_the_engine(
     tmp_path: Path, tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:
@@ -79,7 +78,6 @@ async def test_an_operation_is_followed_through_the_front_into_the_engine(
     assert engine.contexts == [f"00-{TRACE}-{at_engine.span_id:016x}-01"]
 
 
-@pytest.mark.anyio
 async def test_an_operation_that_a_restart_interrupted_goes_on_in_its_trace(
     tmp_path: Path, tracing: Tracing, exporter: InMemorySpanExporter
 ) -> None:

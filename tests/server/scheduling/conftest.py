@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.front import door, one_loop, start
+from support.front import door, start
 
-__all__ = ["door", "one_loop", "start"]
+__all__ = ["door", "start"]

@@ -19,8 +19,6 @@ from gradwire_server.server import Server
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def checkpoints(client: Client) -> list[str]:
     found = await client.stub.ListCheckpoints(pb.ListCheckpointsRequest(run_id=client.run_id))

@@ -13,8 +13,6 @@ from gradwire_proto.v1 import training_pb2 as pb
 from support.front import Client, Door, Start, describe
 from support.scripted import until
 
-pytestmark = pytest.mark.anyio
-
 KINDS = ("a", "b", "fail", "step", "save")
 
 

@@ -15,8 +15,6 @@ from gradwire_server.scheduling.run_queue import RECENT_BYTES
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_hundred_pipelined_operations_come_back_in_order(door: Door) -> None:
     client = await (await door.client()).begin()

@@ -16,8 +16,6 @@ from gradwire_server.errors import ServiceError
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def save(client: Client, seq: int, name: str = "") -> pb.SubmitAck:
     return await client.submit(seq, save_checkpoint=pb.SaveCheckpoint(name=name))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import KeyFile, Quota
-from support.front import Client, Door, Start, one_loop, start
+from support.front import Client, Door, Start, start
 from support.keyed import Keyed
 
-__all__ = ["one_loop", "start"]
+__all__ = ["start"]
 
 
 class KeyedDoor:

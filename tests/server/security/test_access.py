@@ -12,8 +12,6 @@ from support.access import KEYS, PLACES, SECURITY, expected, rpcs, with_tables
 from support.front import Client
 from support.keyed import code_of, outcome
 
-pytestmark = pytest.mark.anyio
-
 NAMES = dict(zip(KEYS, ("", "gw_wrong", "eve", "bob", "carl", "ada", "root"), strict=True))
 DELETES = ("DeleteRun", "DeleteCheckpoint", "AckResults")
 

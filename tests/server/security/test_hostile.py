@@ -24,11 +24,8 @@ from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_proto.v1.training_pb2_grpc import TrainingServiceStub
 from gradwire_server.access.keys import KeyFile
-from support.front import Client, one_loop
+from support.front import Client
 from support.keyed import Keyed, code_of, error_of, outcome
-
-__all__ = ["one_loop"]
-pytestmark = pytest.mark.anyio
 
 UNAUTHENTICATED_MIB = 256
 ALLOWED_GROWTH_MIB = 64

@@ -22,7 +22,6 @@ from support.keyed import Keyed, code_of, outcome
 from support.scripted import until
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.anyio
 LIST = pb.ListRunsRequest()
 
 

@@ -16,8 +16,6 @@ from gradwire_server.config import Limits
 from support.front import Start
 from support.keyed import code_of, outcome
 
-pytestmark = pytest.mark.anyio
-
 
 def ids(*rows: list[int], name: str = "input_ids") -> dict[str, Any]:
     specs, buffers = codec.encode({name: codec.Column.from_rows([np.array(row, np.int32) for row in rows])})

@@ -15,11 +15,7 @@ from gradwire_server.config import ServerConfig
 from gradwire_server.server import Server
 from pydantic import ValidationError
 from support.fake_engine import FakeEngine
-from support.front import one_loop
 from typer.testing import CliRunner
-
-__all__ = ["one_loop"]
-pytestmark = pytest.mark.anyio
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,6 @@ def test_pareto(policy: Any) -> None:
         computer.compute_rewards(trajectories, method="best")  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
 async def test_any_object_with_compute_rewards() -> None:
     class Rewards:
         def __init__(self, rewards: Any) -> None:

@@ -1,12 +1,12 @@
-"""A router that learns who should work on a request: features of the request in, a collaboration mode out.
+"""A router that learns which collaboration mode should handle a request, from the request's features.
 
-The policy is linear and needs numpy alone, in production as in training:
+The policy is linear and needs only numpy, in production as in training:
 
-* ``features``, ``policy``, ``routing``, ``records``: what production needs.
-* ``logs``, ``offline``, ``offline_training``: logged decisions, to judge policies on and to learn from.
-* ``world``, ``rollouts``, ``environment``: the synthetic requests that it learns from.
-* ``ppo``, ``trainer``, ``adapter``, ``evaluation``: the training, and what it is worth.
-* ``settings``, ``settings_file``, ``run_folder``, ``observability``, ``commands``: how it is run. They need
+* ``features``, ``policy``, ``routing``, ``records``: production.
+* ``logs``, ``offline``, ``offline_training``: logged decisions, for evaluating and training policies.
+* ``world``, ``rollouts``, ``environment``: the synthetic requests of the training.
+* ``ppo``, ``trainer``, ``adapter``, ``evaluation``: training and evaluation.
+* ``settings``, ``settings_file``, ``run_folder``, ``observability``, ``commands``: running it. They need
   ``gradwire[router]``.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gradwire.router.environment import RouterEnvironment
     from gradwire.router.settings import RouterSettings
 
-# Imported when they are first asked for: they need packages that production does not.
+# Imported on first use, because they need packages that production does not.
 _LATER = {
     "RouterEnvironment": "environment",
     "RouterPPOAdapter": "adapter",

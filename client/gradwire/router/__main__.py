@@ -1,4 +1,4 @@
-"""``python -m gradwire.router``: the command ``gradwire router`` where only the client is installed."""
+"""``python -m gradwire.router``: the command ``gradwire router``."""
 
 from gradwire.router.commands import main
 

@@ -1,4 +1,4 @@
-"""A training from its settings to its files: updates, evaluation, the autopilot, resumption."""
+"""A training from its settings to its files: updates, evaluation, autopilot, resumption."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ BEST = "best."
 
 
 class TrainingDisabledError(RuntimeError):
-    """The settings keep the training off; the message names the switches."""
+    """The settings disable training; the message names the switches."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training gives.
+    """The result of a training.
 
     Attributes:
-        policy: the trained one; of the autopilot, the best one.
-        history: the figures of every update.
-        stopped: why it ended, in words.
-        report: the policy against other routers; None where evaluation is off.
-        output_dir: where the artifacts are; None where they are not written.
-        skipped_updates: updates without a step, because all credits were zero.
+        policy: The trained policy; with the autopilot, the best one.
+        history: The metrics of every update.
+        stopped: The reason why it ended.
+        report: The policy compared with other routers; None if evaluation is off.
+        output_dir: Folder of the artifacts; None if they are not written.
+        skipped_updates: Updates without a step, because all credits were zero.
     """
 
     policy: LinearPolicy
@@ -49,10 +49,10 @@ class RouterPPOAdapter:
     """Trains a router's policy by PPO on synthetic rollouts.
 
     Args:
-        config: settings, the path of their file, or a dictionary of them; all off when absent.
+        config: Settings, the path of a settings file, or a dictionary; everything is off by default.
 
     Raises:
-        SettingsError, ValueError: for settings that cannot be used.
+        SettingsError, ValueError: Invalid settings.
     """
 
     def __init__(self, config: RouterSettings | Path | str | Mapping[str, Any] | None = None) -> None:
@@ -73,19 +73,19 @@ class RouterPPOAdapter:
         told: Told = lambda figures: None,
         said: Callable[[str], None] = lambda line: None,
     ) -> TrainingResult:
-        """Train, and write what the settings ask for.
+        """Train, and write the files that the settings ask for.
 
         Args:
-            updates: instead of the settings'; of the autopilot, its budget.
-            seed: instead of the settings'.
-            resume: go on with the interrupted run in ``experiment.output_dir``; begins where there is none.
-            overwrite: begin anew where there is one.
-            told: is called with the figures of each update.
-            said: is called with each line that a person should see.
+            updates: Overrides the settings; with the autopilot, its budget.
+            seed: Overrides the settings.
+            resume: Continue the interrupted run in ``experiment.output_dir``; starts a new run if there is none.
+            overwrite: Start anew even if there is a run.
+            told: Called with the metrics of each update.
+            said: Called with each line for the user.
 
         Raises:
-            TrainingDisabledError: when ``rllm.enabled`` or ``trainer.enabled`` is false; nothing has happened then.
-            RunFolderError: when ``output_dir`` holds a run that must not be gone on with, or replaced.
+            TrainingDisabledError: ``rllm.enabled`` or ``trainer.enabled`` is false; nothing was done.
+            RunFolderError: ``output_dir`` holds a run that must not be continued, or replaced.
         """
         off = self.settings.switched_off()
         if off:
@@ -94,12 +94,12 @@ class RouterPPOAdapter:
         settings = _resolved(self.settings, updates, seed)
         folder = RunFolder(settings.experiment.output_dir, settings) if settings.experiment.enabled else None
         if resume and folder is None:
-            raise ValueError("resuming needs experiment.enabled: true, where the interrupted run wrote its state")
+            raise ValueError("to resume, set experiment.enabled: true; the interrupted run wrote its state there")
         earlier = folder.resume() if folder is not None and resume else None
         if folder is not None and not resume:
             replaced = folder.check_free(overwrite)
             if replaced:
-                said(f"this replaces {replaced} when it is done")
+                said(f"this will replace {replaced} at the end")
         telling = Telling(settings.observability)
         for note in telling.notes:
             said(note)
@@ -111,7 +111,7 @@ class RouterPPOAdapter:
 
 
 def _resolved(settings: RouterSettings, updates: int | None, seed: int | None) -> RouterSettings:
-    """The settings with the arguments in them, checked like any others."""
+    """Apply the arguments to the settings, and validate the result."""
     given = settings.model_dump()
     if updates is not None:
         given["trainer"]["updates"] = updates
@@ -123,7 +123,7 @@ def _resolved(settings: RouterSettings, updates: int | None, seed: int | None) -
 
 
 class _Run:
-    """One training under way."""
+    """A training in progress."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Run:
             best = {name.removeprefix(BEST): array for name, array in state.items() if name.startswith(BEST)}
             if best:
                 self._best = LinearPolicy(self._trainer.policy.features, self._trainer.world.modes, best)
-            said(f"going on after update {self._trainer.updates}")
+            said(f"continuing after update {self._trainer.updates}")
         telling.events.write(
             "resumed" if earlier else "started", update=self._trainer.updates, seed=settings.trainer.seed
         )
@@ -167,7 +167,7 @@ class _Run:
         return self._finish(stopped)
 
     def _stopped(self) -> str | None:
-        """Why there is no further update; None when there is one."""
+        """Return why there is no further update; None if there is one."""
         autopilot, done = self._settings.autopilot, self._trainer.updates
         if not autopilot.enabled:
             return f"all {done} updates are done" if done >= self._settings.trainer.updates else None
@@ -184,11 +184,11 @@ class _Run:
         self._progress.history.append(dict(figures))
         self._telling.figures(self._trainer.updates, figures)
         if figures["optimizer_steps"] == 0 and figures["policy_loss"] is None:
-            self._said(f"update {self._trainer.updates} is skipped: every credit is zero, there is nothing to learn")
+            self._said(f"update {self._trainer.updates} is skipped: every credit is zero, so there is no gradient")
         self._told(figures)
 
     def _evaluate(self) -> float | None:
-        """The mean reward on the held-out requests, when it is time for it; the autopilot draws its conclusions."""
+        """Measure the mean reward on the held-out requests if it is due, and update the autopilot."""
         autopilot, done = self._settings.autopilot, self._trainer.updates
         if autopilot.enabled:
             due = done % autopilot.updates_per_round == 0 or done == autopilot.max_updates

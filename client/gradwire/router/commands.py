@@ -12,7 +12,7 @@ DEFAULT_CONFIG = Path("configs/policy/rllm.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line of ``gradwire router``; ends the process with status 1 when a command fails."""
+    """Run the command line of ``gradwire router``; exits with status 1 when a command fails."""
     parser = argparse.ArgumentParser(
         prog="gradwire router", description="Train a policy that routes requests to collaboration modes."
     )
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_main(arguments: Sequence[str] | None = None) -> None:
-    """``gradwire router train`` as a command of its own."""
+    """Run ``gradwire router train`` as a separate command."""
     parser = argparse.ArgumentParser(description="Train a policy that routes requests to collaboration modes.")
     _train_arguments(parser)
     _run(parser, arguments)
@@ -49,15 +49,17 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], None]
 def _settings_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, metavar="FILE", help="default: %(default)s")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="trainer.learning_rate=1e-3; repeat for more"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="trainer.learning_rate=1e-3; may be repeated"
     )
 
 
 def _add_config(commands: Any) -> None:
     text = "Print the settings file, everything off."
     parser = _command(commands, "config", _config, text)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="check this file and print it as it is understood")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting; repeat")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="check this file and print the resulting settings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a setting; may be repeated"
+    )
 
 
 def _config(given: argparse.Namespace) -> None:
@@ -74,11 +76,11 @@ def _add_train(commands: Any) -> None:
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_train)
     _settings_arguments(parser)
-    parser.add_argument("--updates", type=int, metavar="N", help="instead of trainer.updates")
-    parser.add_argument("--seed", type=int, metavar="N", help="instead of trainer.seed")
-    parser.add_argument("--episode-length", type=int, metavar="N", help="instead of rollout.episode_length")
-    parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in experiment.output_dir")
-    parser.add_argument("--overwrite", action="store_true", help="begin anew where an interrupted run is")
+    parser.add_argument("--updates", type=int, metavar="N", help="overrides trainer.updates")
+    parser.add_argument("--seed", type=int, metavar="N", help="overrides trainer.seed")
+    parser.add_argument("--episode-length", type=int, metavar="N", help="overrides rollout.episode_length")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted run in experiment.output_dir")
+    parser.add_argument("--overwrite", action="store_true", help="start anew and replace an interrupted run")
 
 
 def _train(given: argparse.Namespace) -> None:
@@ -118,7 +120,9 @@ def _train(given: argparse.Namespace) -> None:
         console.print(f"{off} in {given.config}", markup=False)
         return
     except KeyboardInterrupt as interrupted:
-        kept = "go on with --resume" if settings.experiment.enabled else "nothing is kept: experiment.enabled is false"
+        kept = (
+            "continue with --resume" if settings.experiment.enabled else "nothing is kept: experiment.enabled is false"
+        )
         raise SystemExit(f"interrupted {interrupted}: {kept}") from None
     show_curves(console, result.history)
     if result.report is not None:
@@ -144,7 +148,7 @@ def _policy_file(given: argparse.Namespace, output_dir: str) -> Path:
 
 
 def _add_evaluate(commands: Any) -> None:
-    text = "Hold a policy against other routers on held-out requests, or against logged decisions."
+    text = "Compare a policy with other routers on held-out requests, or evaluate it on logged decisions."
     parser = _command(commands, "evaluate", _evaluate, text)
     _settings_arguments(parser)
     _policy_argument(parser)
@@ -152,7 +156,7 @@ def _add_evaluate(commands: Any) -> None:
         "--log",
         type=Path,
         metavar="FILE",
-        help="judge it on these logged decisions, .jsonl or .csv, in place of requests",
+        help="evaluate it on these logged decisions (.jsonl or .csv) instead of held-out requests",
     )
 
 
@@ -181,12 +185,12 @@ def _held_out(settings: Any) -> Any:
 
 
 def _add_promote(commands: Any) -> None:
-    text = "Put a candidate where production reads its policy, if it is better than what is there."
+    text = "Replace the production policy by a candidate, if the candidate is better."
     parser = _command(commands, "promote", _promote, text)
     _settings_arguments(parser)
     _policy_argument(parser)
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="what production reads")
-    parser.add_argument("--force", action="store_true", help="even if it is not better")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the file that production reads")
+    parser.add_argument("--force", action="store_true", help="promote even if it is not better")
 
 
 def _promote(given: argparse.Namespace) -> None:
@@ -199,13 +203,13 @@ def _promote(given: argparse.Namespace) -> None:
     print(
         f"{candidate} earns {done.candidate_reward:.4f} on held-out requests, {done.beaten} {done.reward_to_beat:.4f}"
     )
-    print(f"promoted to {given.to}" + (f"; what was there is kept as {done.previous}" if done.previous else ""))
+    print(f"promoted to {given.to}" + (f"; the previous policy is kept as {done.previous}" if done.previous else ""))
 
 
 def _add_explain(commands: Any) -> None:
-    parser = _command(commands, "explain", _explain, "Show which features push which mode.")
+    parser = _command(commands, "explain", _explain, "Show how each feature changes the odds of each mode.")
     parser.add_argument("policy", type=Path, metavar="FILE", help="a policy_state.npz")
-    parser.add_argument("--top", type=int, metavar="N", help="only the N features that push the most")
+    parser.add_argument("--top", type=int, metavar="N", help="only the N features with the strongest effect")
 
 
 def _explain(given: argparse.Namespace) -> None:

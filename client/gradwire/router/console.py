@@ -1,4 +1,4 @@
-"""What a training and its policy look like in a terminal."""
+"""Terminal output of a training and its policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _table(title: str) -> Table:
 
 
 def update_line(figures: Mapping[str, float | None]) -> str:
-    """One update: reward, losses, entropy and how far the policy moved."""
+    """Format one update: reward, losses, entropy and the policy's KL."""
     names = {
         "mean_reward": "reward",
         "policy_loss": "policy loss",
@@ -41,7 +41,7 @@ def update_line(figures: Mapping[str, float | None]) -> str:
 
 
 def curve(numbers: Sequence[float]) -> str:
-    """Numbers as a row of blocks, lowest to highest, at most 48; each block is the mean of its part."""
+    """Draw numbers as at most 48 block characters, lowest to highest; each block is the mean of its part."""
     parts = [float(part.mean()) for part in np.array_split(np.array(numbers), min(len(numbers), WIDTH))]
     low, high = min(parts), max(parts)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -49,7 +49,7 @@ def curve(numbers: Sequence[float]) -> str:
 
 
 def show_curves(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
-    """The curves of a training, first to last update."""
+    """Show the curves of a training, from the first to the last update."""
     table = _table("The training")
     for name in ("figure", "first", "curve", "last"):
         table.add_column(name)
@@ -61,7 +61,7 @@ def show_curves(console: Console, history: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Routers side by side, and where the policy sends requests."""
+    """Show routers side by side, and where the policy sends requests."""
     title = f"{report.requests:,} held-out requests; expected outcomes"
     table = _table(title)
     table.add_column("router", no_wrap=True)
@@ -82,9 +82,9 @@ def show_report(console: Console, report: Report) -> None:
         )
     console.print(table)
     console.print(
-        "single: the best mode alone; of gap: share of the way in reward from it to the oracle. "
-        f"PGR: share of the way in quality from {report.weak} to {report.strong} when only some requests may go to "
-        f"{report.strong}; APGR: its mean over those shares; CPT: the smallest such share that recovers so much."
+        "single: always the best mode; of gap: share of the reward gap between it and the oracle. "
+        f"PGR: share of the quality gap between {report.weak} and {report.strong} when a share of the requests goes to "
+        f"{report.strong}; APGR: its mean over those shares; CPT: the smallest share that recovers this much."
     )
     policy = report.routers[0]
     if policy.pgr:
@@ -97,11 +97,11 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def show_weights(console: Console, policy: LinearPolicy, top: int | None) -> None:
-    """Which features push which mode: weights less their mean over modes, since only differences choose."""
+    """Show the effect of features on modes: weights minus their mean over modes, because only differences matter."""
     weights = policy.parameters["policy_weight"]
     weights = weights - weights.mean(axis=1, keepdims=True)
     bias = policy.parameters["policy_bias"] - policy.parameters["policy_bias"].mean()
-    table = _table("Push of each feature towards each mode, in logits")
+    table = _table("Effect of each feature on each mode, in logits")
     table.add_column("feature")
     for mode in policy.modes:
         table.add_column(mode, justify="right", no_wrap=True)
@@ -117,7 +117,7 @@ def show_weights(console: Console, policy: LinearPolicy, top: int | None) -> Non
     console.print(table)
     console.print(
         "A feature of 1 adds its number to the mode's logit; 0.7 doubles the odds; `a x b` is a product. "
-        "Features with the strongest push come first. `value` is what it adds to the expected reward."
+        "Features with the strongest effect come first. `value` is what it adds to the expected reward."
     )
 
 

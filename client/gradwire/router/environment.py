@@ -1,4 +1,4 @@
-"""The world as a Gymnasium environment, for trainers other than ours; needs ``gradwire[gymnasium]``."""
+"""The synthetic world as a Gymnasium environment, for other trainers; needs ``gradwire[gymnasium]``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Observation = npt.NDArray[np.float32]
 
 
 class RouterEnvironment(gym.Env[Observation, np.int64]):
-    """One request an episode: the planner's step chooses a mode, and the agents that it calls take the other steps.
+    """One request per episode: the planner's step chooses a mode, and the agents that it calls take the other steps.
 
-    The action of an agent's step is ignored: the collaboration that was chosen goes on. ``info["action_mask"]`` says
-    so: all modes at the planner's step, the chosen one alone after it. Rewards are those of
+    The action of an agent's step is ignored: the chosen collaboration continues. ``info["action_mask"]`` shows
+    it: all modes at the planner's step, only the chosen one afterwards. Rewards are those of
     :class:`~gradwire.router.world.World`, step by step.
 
     Args:
-        episode_length: most steps of an episode.
-        weights: of the reward.
+        episode_length: Maximum number of steps of an episode.
+        weights: Weights of the reward.
 
     Attributes:
-        world: the laws behind it.
+        world: The underlying world.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012  gymnasium's own declaration
@@ -46,7 +46,7 @@ class RouterEnvironment(gym.Env[Observation, np.int64]):
         self._step = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Any]:
-        """The next request, as its planner sees it; ``options`` may fix one: ``{"features": [...]}``."""
+        """Return the next request as its planner sees it; ``options`` may set one: ``{"features": [...]}``."""
         super().reset(seed=seed)
         if options and "features" in options:
             self._request = self.world.features.vector(options["features"])[None]
@@ -56,14 +56,14 @@ class RouterEnvironment(gym.Env[Observation, np.int64]):
         return self._observe(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Choose a mode, or let its agents go on.
+        """Choose a mode, or let its agents continue.
 
         Raises:
-            RuntimeError: when the episode is over, or none was begun.
-            ValueError: for an action that is no mode.
+            RuntimeError: The episode is over, or none was started.
+            ValueError: The action is not a mode.
         """
         if not self.action_space.contains(action):
-            raise ValueError(f"action {action!r} is no mode; modes are 0 to {len(self.world.modes) - 1}")
+            raise ValueError(f"action {action!r} is not a mode; modes are 0 to {len(self.world.modes) - 1}")
         if self._episode is None:
             if self._step or not self._request.any():
                 raise RuntimeError("the episode is over: call reset() before the next step")

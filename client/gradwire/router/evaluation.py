@@ -1,7 +1,7 @@
-"""How good a policy is on requests held out of its training, and against what.
+"""Evaluation of a policy on held-out requests, compared with other routers.
 
-``N`` requests, ``M`` modes. Every router below is greedy, and is judged by the expected outcome of what it chooses,
-which the synthetic world knows: no luck is in the figures.
+``N`` requests, ``M`` modes. Every router below is greedy and is judged by the expected outcome of its choices,
+which the synthetic world knows: the figures have no sampling noise.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """What a router earns, on average over requests.
+    """A router's averages over requests.
 
     Attributes:
-        name: of the router.
-        reward, quality, cost, latency: expected, of its choices.
-        recovered: its share of the gap in reward between the best single mode and the oracle.
-        apgr: average over budgets of the performance gap recovered; None for a router that cannot rank requests.
-        cpt: by target, the smallest share of strong-model calls that recovers so much of the gap in quality.
-        pgr: of each budget in ``BUDGETS``.
+        name: Name of the router.
+        reward, quality, cost, latency: Expected values of its choices.
+        recovered: Its share of the reward gap between the best single mode and the oracle.
+        apgr: Average performance gap recovered over budgets; None for a router that cannot rank requests.
+        cpt: By target, the smallest share of strong-model calls that recovers that much of the quality gap.
+        pgr: Performance gap recovered at each budget in ``BUDGETS``.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Report:
     """Routers on the same held-out requests.
 
     Attributes:
-        routers: the policy first, then the best single mode, the oracle, random and k nearest neighbours.
-        weak, strong: the modes that the budgets of PGR are between: the cheapest, and that of the best quality.
-        requests: how many.
-        shares: of the requests, by mode, that the policy sends there.
-        reward_by_seed: the policy's mean reward on each seed's requests.
+        routers: The policy first, then the best single mode, the oracle, random and k nearest neighbours.
+        weak, strong: The modes between which PGR is measured: the cheapest, and the one of best quality.
+        requests: Number of requests.
+        shares: By mode, the share of requests that the policy sends there.
+        reward_by_seed: The policy's mean reward on each seed's requests.
     """
 
     routers: tuple[RouterFigures, ...]
@@ -72,26 +72,26 @@ class Report:
 
 
 class HeldOut:
-    """Requests that are the same for every evaluation, and what each mode is worth on them.
+    """Fixed held-out requests, and the expected outcome of each mode on them.
 
     Args:
-        world: of the requests.
-        seeds: a set of requests each.
-        episodes: requests a seed.
+        world: The world of the requests.
+        seeds: One set of requests per seed.
+        episodes: Requests per seed.
     """
 
     def __init__(self, world: World, seeds: Sequence[int], episodes: int) -> None:
         self._world, self._seeds = world, len(seeds)
-        # The word keeps these requests apart from those of a training whose seed is the same number.
+        # The extra word separates these requests from those of a training with the same seed.
         rngs = [np.random.default_rng([int.from_bytes(b"held out", "big"), seed]) for seed in seeds]
         self.x: Floats = np.concatenate([world.draw(rng, episodes) for rng in rngs])
         self.tables = world.expected(self.x)
 
     def mean_reward(self, policy: LinearPolicy) -> float:
-        """Of the policy's most likely modes.
+        """Mean reward of the policy's most likely modes.
 
         Raises:
-            ValueError: when the policy is for other features or modes than the synthetic world's.
+            ValueError: The policy has other features or modes than the synthetic world.
         """
         self._check(policy)
         return float(self._chosen("reward", policy.act(self.x)[0]).mean())
@@ -100,8 +100,8 @@ class HeldOut:
         world = self._world
         if (policy.features.names, policy.modes) != (world.features.names, world.modes):
             raise ValueError(
-                "this policy is for other features or modes than the synthetic world's: "
-                "hold it against logged decisions (--log)"
+                "this policy has other features or modes than the synthetic world: evaluate it on logged decisions "
+                "(--log)"
             )
 
     def _chosen(self, table: str, modes: Integers) -> Floats:
@@ -109,7 +109,7 @@ class HeldOut:
         return chosen
 
     def report(self, policy: LinearPolicy) -> Report:
-        """The policy beside the best single mode, the oracle, random and k nearest neighbours."""
+        """Compare the policy with the best single mode, the oracle, random and k nearest neighbours."""
         self._check(policy)
         modes, reward = self._world.modes, self.tables["reward"]
         weak = int(self.tables["cost"].mean(0).argmin())
@@ -161,15 +161,14 @@ class HeldOut:
 
 
 def recovered_by_calls(weak: Floats, strong: Floats, scores: Floats) -> Floats:
-    """``[N + 1]``: the performance gap recovered (PGR) when the strong model answers 0, 1, ..., N of the requests.
+    """``[N + 1]``: performance gap recovered (PGR) when the strong model answers 0, 1, ..., N requests.
 
     Those with the highest scores go to the strong model first; 0 is the weak model's mean quality, 1 the strong one's.
     Ong et al. 2024, arXiv 2406.18665.
 
     Args:
-        weak, strong: ``[N]``, the quality of each model's answer.
-        scores: ``[N]``, how much a router wants the strong model.
-    """
+        weak, strong: ``[N]``, quality of each model's answer.
+        scores: ``[N]``, a router's preference for the strong model."""
     gained = np.concatenate([[0.0], (strong - weak)[np.argsort(-scores, kind="stable")].cumsum()])
     total = gained[-1]
     curve: Floats = gained / total if total else np.zeros(len(gained))
@@ -177,14 +176,14 @@ def recovered_by_calls(weak: Floats, strong: Floats, scores: Floats) -> Floats:
 
 
 def calls_to_reach(curve: Floats, target: float) -> float:
-    """CPT: the smallest share of strong-model calls that recovers ``target`` of the gap; arXiv 2406.18665."""
+    """CPT: smallest share of strong-model calls that recovers ``target`` of the gap; arXiv 2406.18665."""
     return float(np.argmax(curve >= target - 1e-12)) / (len(curve) - 1)
 
 
 def nearest_neighbours(world: World, x: Floats) -> Floats:
     """``[N, M]``: the mean reward of each mode over the nearest of 2,000 other requests, each answered in every mode.
 
-    It learns from every mode's outcome on each request, where PPO sees that of the chosen mode alone.
+    It uses every mode's outcome on each request, whereas PPO sees only that of the chosen mode.
     """
     rng = np.random.default_rng([int.from_bytes(b"neighbours", "big"), NEIGHBOUR_SEED])
     known = world.draw(rng, NEIGHBOUR_REQUESTS)

@@ -1,4 +1,4 @@
-"""The numbers that a policy sees of a request, by name and in order."""
+"""The features of a request, by name and in order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Features = Mapping[str, float | str] | npt.ArrayLike
 
 @dataclass(frozen=True)
 class FeatureSpace:
-    """Names of the columns of a feature vector, and of the products that a policy sees besides.
+    """Names of the columns of a feature vector, and of the products that a policy uses in addition.
 
     Attributes:
-        names: one a column. ``"domain=math"`` is the column of one value of the category ``domain``: 1 where the
+        names: One per column. ``"domain=math"`` is the column of one value of the category ``domain``: 1 if the
             request's domain is ``math``, else 0.
-        stage_names: the last columns, which describe how far a collaboration has come. They are 0 when a request is
+        stage_names: The last columns, which describe the progress of a collaboration. They are 0 when a request is
             routed and may then be left out.
-        products: pairs of request features. A policy has a weight for each product, too, so that it is linear in
+        products: Pairs of request features. A policy has a weight for each product as well, so that it is linear in
             products of features; see :meth:`with_interactions`.
     """
 
@@ -34,16 +34,18 @@ class FeatureSpace:
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
-            raise ValueError("two features have one name; give each its own")
+            raise ValueError("two features have the same name; names must be unique")
         if self.stage_names and self.names[-len(self.stage_names) :] != self.stage_names:
             raise ValueError(f"the stage features {', '.join(self.stage_names)} must be the last of the names")
         for pair in self.products:
             for name in pair:
                 if name not in self.request_names:
-                    raise ValueError(f"the product {' x '.join(pair)} needs {name!r}, which is no feature of a request")
+                    raise ValueError(
+                        f"the product {' x '.join(pair)} needs {name!r}, which is not a feature of a request"
+                    )
 
     def with_interactions(self) -> FeatureSpace:
-        """The same features with the products of any two of a request, squares of numbers included.
+        """Return these features with the products of any two request features, including squares of numbers.
 
         The values of one category exclude each other, and have no products among themselves.
         """
@@ -57,7 +59,7 @@ class FeatureSpace:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """What a policy has a weight for, in order: the features, then the products as ``"length x urgency"``."""
+        """The columns of the policy's weights, in order: the features, then the products as ``"length x urgency"``."""
         return (*self.names, *(" x ".join(pair) for pair in self.products))
 
     @property
@@ -75,7 +77,8 @@ class FeatureSpace:
         return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
 
     def expand(self, x: Floats) -> Floats:
-        """``[..., features] -> [..., columns]``: the products after the features; what has them already is returned."""
+        """Append the products, ``[..., features] -> [..., columns]``; input that already has them is returned
+        unchanged."""
         if not self.products or x.shape[-1] != len(self.names):
             return x
         first, second = self._factors
@@ -95,14 +98,14 @@ class FeatureSpace:
         return frozenset(name for name in self.request_names if "=" not in name) | frozenset(self._categories)
 
     def vector(self, features: Features) -> Floats:
-        """``[features]``: one request as numbers, without products.
+        """Convert one request to numbers, ``[features]``, without products.
 
         Args:
-            features: by name, a category as ``{"domain": "math"}``; or the numbers in the order of ``names``, with or
+            features: By name, a category as ``{"domain": "math"}``; or the numbers in the order of ``names``, with or
                 without the stage's.
 
         Raises:
-            ValueError: for a feature that is missing, unknown, of the wrong kind or not finite; it names the feature.
+            ValueError: A feature is missing, unknown, of the wrong kind or not finite; names the feature.
         """
         if isinstance(features, Mapping):
             return self._from_mapping(features)
@@ -114,7 +117,7 @@ class FeatureSpace:
             )
         vector = np.zeros(len(self))
         vector[: len(given)] = given
-        if not math.isfinite(vector.sum()):  # one call in place of two: this is on the way of every request
+        if not math.isfinite(vector.sum()):  # one call instead of two: this runs for every request
             raise ValueError(f"feature {self.names[int(np.argmin(np.isfinite(vector)))]!r} is not finite")
         return vector
 
@@ -139,7 +142,7 @@ class FeatureSpace:
         return vector
 
     def _missing(self, features: Mapping[str, float | str]) -> list[str]:
-        """Required names that are given neither plainly nor, of a category, column by column."""
+        """Required names that are given neither directly nor, for a category, column by column."""
         columns = {name.partition("=")[0] for name in features if "=" in name}
         return sorted(self._required - set(features) - columns)
 
@@ -148,7 +151,7 @@ class FeatureSpace:
         try:
             number = float(value)
         except (TypeError, ValueError):
-            raise ValueError(f"feature {name!r} is {value!r}, which is no number") from None
+            raise ValueError(f"feature {name!r} is {value!r}, which is not a number") from None
         if not math.isfinite(number):
-            raise ValueError(f"feature {name!r} is {number}; features are finite numbers")
+            raise ValueError(f"feature {name!r} is {number}; features must be finite numbers")
         return number

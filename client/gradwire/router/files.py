@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written aside, flushed to disk, then renamed."""
+"""Atomic files: written to a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def whole_file(path: Path | str) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when the block ends, and leaves nothing when the block fails."""
+    """Yield a file that gets its name when the block ends, and is removed if the block fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM between two updates, not within one."""
+"""Handle Ctrl-C and SIGTERM between two updates instead of within one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Notes the first signal while the block runs; a second one acts at once, as it would without this.
+    """Records the first signal while the block runs; a second one has its usual effect.
 
-    Outside the main thread, where Python takes no handlers, it does nothing.
+    Outside the main thread, where Python cannot install handlers, it does nothing.
 
     Attributes:
-        asked: whether a signal came.
+        asked: Whether a signal was received.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Decision logs as files: JSON Lines and CSV, in the forms that ``gradwire.router.records`` describes."""
+"""Decision logs as JSON Lines and CSV files, in the formats that ``gradwire.router.records`` describes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class LogError(ValueError):
 def read_log(
     log: Path | str, *, columns: Mapping[str, str] | None = None, features: Sequence[str] | None = None
 ) -> list[LoggedDecision]:
-    """The decisions of a file.
+    """Yield the decisions of a file.
 
     Args:
-        log: ``.csv``, or JSON Lines under any other ending.
-        columns: of a CSV file with other names, its names of ``mode``, ``propensity``, ``reward`` (or ``value``,
-            ``time``, ``event``): ``{"mode": "item_id", "reward": "click"}``.
-        features: of a CSV file, the columns that are features; by default all that have no other meaning.
+        log: ``.csv``; any other ending is read as JSON Lines.
+        columns: For a CSV file with other column names: its names of ``mode``, ``propensity``, ``reward`` (or
+            ``value``, ``time``, ``event``): ``{"mode": "item_id", "reward": "click"}``.
+        features: For a CSV file, the feature columns; by default all columns without another meaning.
 
     Raises:
-        LogError: for a line that is no decision, naming file, line and field.
-        FileNotFoundError: when there is no such file.
+        LogError: A line is not a valid decision; names file, line and field.
+        FileNotFoundError: There is no such file.
     """
     path = Path(log)
     if path.suffix.lower() == ".csv":
         return list(_from_csv(path, columns or {}, features))
     if columns is not None or features is not None:
-        raise ValueError(f"columns and features are about CSV files; {path} is read as JSON Lines")
+        raise ValueError(f"columns and features apply to CSV files; {path} is read as JSON Lines")
     return list(_from_jsonl(path))
 
 
 def decisions_of(log: Log) -> list[LoggedDecision]:
-    """The decisions of a file, or those given."""
+    """Return the decisions of a file, or those given."""
     return read_log(log) if isinstance(log, Path | str) else list(log)
 
 
@@ -56,21 +56,21 @@ def _from_jsonl(path: Path) -> Iterator[LoggedDecision]:
             try:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
-                raise LogError(f"{where}: no JSON object: {error}") from None
+                raise LogError(f"{where}: not a JSON object: {error}") from None
             if not isinstance(fields, dict):
-                raise LogError(f"{where}: a decision is a JSON object; this is {line.strip():.60}")
+                raise LogError(f"{where}: a decision must be a JSON object, got {line.strip():.60}")
             if not isinstance(fields.get("features"), dict):
                 raise LogError(f"{where}: features must be an object of names and values")
             for name, value in fields["features"].items():
                 if isinstance(value, bool) or not isinstance(value, str | int | float):
-                    raise LogError(f"{where}: the feature {name!r} is {value!r}; a feature is a number or a text")
+                    raise LogError(f"{where}: the feature {name!r} is {value!r}; a feature must be a number or a text")
             yield _decision(where, fields["features"], fields)
 
 
 def _from_csv(path: Path, columns: Mapping[str, str], features: Sequence[str] | None) -> Iterator[LoggedDecision]:
     unknown = set(columns) - set(CSV_COLUMNS)
     if unknown:
-        raise ValueError(f"columns: there is no {', '.join(sorted(unknown))}; there are {', '.join(CSV_COLUMNS)}")
+        raise ValueError(f"columns: unknown names {', '.join(sorted(unknown))}; the names are {', '.join(CSV_COLUMNS)}")
     named = {name: columns.get(name, name) for name in CSV_COLUMNS}
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
@@ -85,7 +85,7 @@ def _from_csv(path: Path, columns: Mapping[str, str], features: Sequence[str] | 
                 continue
             where = f"{path}, line {rows.line_num}"
             if len(row) != len(header):
-                raise LogError(f"{where}: {len(row)} entries where the header has {len(header)} columns")
+                raise LogError(f"{where}: {len(row)} entries but the header has {len(header)} columns")
             cells = dict(zip(header, row))
             fields = {name: cells[column] for name, column in named.items() if cells.get(column)}
             yield _decision(where, {name: _cell(cells[name]) for name in chosen}, fields)

@@ -1,4 +1,4 @@
-"""Where a training is told: a log of events, metrics and traces. Each is off unless the settings turn it on."""
+"""Reporting of a training: a log of events, metrics and traces. Each is off unless the settings enable it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class EventLog:
-    """One JSON object a line: ``time``, ``event`` and what belongs to it.
+    """Writes one JSON object per line: ``time``, ``event`` and its data.
 
     Args:
-        settings: whether, and to which file.
+        settings: Whether to write, and to which file.
     """
 
     def __init__(self, settings: Logging) -> None:
@@ -36,12 +36,12 @@ class EventLog:
 
 
 class PrometheusLogger:
-    """Gauges ``gradwire_router_*`` of the last update, on an HTTP port of this machine while the training runs.
+    """Serves gauges ``gradwire_router_*`` of the last update on a local HTTP port while the training runs.
 
-    HICRA's own gauges and counter stand beside them.
+    HICRA's own gauges and counter are served as well.
 
     Args:
-        port: on 127.0.0.1; 0 takes a free one.
+        port: Port on 127.0.0.1; 0 takes a free one.
 
     Attributes:
         address: ``http://HOST:PORT/metrics``.
@@ -52,14 +52,14 @@ class PrometheusLogger:
         try:
             self._server, self._thread = self._client.start_http_server(port, addr=LOOPBACK)
         except OSError as error:
-            raise ValueError(f"observability.metrics.port {port} cannot be listened on: {error.strerror}") from None
+            raise ValueError(f"cannot listen on observability.metrics.port {port}: {error.strerror}") from None
         self.address = f"http://{LOOPBACK}:{self._server.server_port}/metrics"
         self._gauges: dict[str, Any] = {}
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if name.startswith("hicra_"):
-                continue  # the assigner keeps these in the same registry itself
+                continue  # the assigner registers these in the same registry itself
             if name not in self._gauges:
                 self._gauges[name] = self._client.Gauge(f"gradwire_router_{name}", f"{name} of the last update")
             self._gauges[name].set(value)
@@ -73,10 +73,10 @@ class PrometheusLogger:
 
 
 def metric_logger(settings: Metrics) -> MetricLogger | None:
-    """The backend that the settings name; None for ``none``.
+    """Create the backend that the settings name; None for ``none``.
 
     Raises:
-        ImportError: when its package is missing, naming what to install.
+        ImportError: Its package is missing; names what to install.
     """
     if settings.backend == "wandb":
         return WandbLogger(project=settings.project, entity=settings.entity, tags=settings.tags)
@@ -88,10 +88,10 @@ def metric_logger(settings: Metrics) -> MetricLogger | None:
 
 
 class Tracer:
-    """Spans to an OTLP endpoint, through a provider of its own: the program's tracing is left as it is.
+    """Sends spans to an OTLP endpoint through its own provider; the program's tracing is unaffected.
 
     Args:
-        settings: whether, and to where.
+        settings: Whether to send, and to which endpoint.
     """
 
     def __init__(self, settings: Tracing) -> None:
@@ -110,7 +110,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[None]:
-        """A span around the block; nothing where tracing is off."""
+        """Open a span around the block; does nothing if tracing is off."""
         if self._provider is None:
             yield
             return
@@ -119,7 +119,7 @@ class Tracer:
             yield
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and close."""
         if self._provider is not None:
             self._provider.shutdown()
 
@@ -128,11 +128,11 @@ class Telling:
     """Log, metrics and traces of one training.
 
     Args:
-        settings: what is on.
+        settings: What is enabled.
 
     Attributes:
-        events, tracer: always there, and silent where they are off.
-        notes: what is on, in words, for the console.
+        events, tracer: Always set; they do nothing if disabled.
+        notes: What is enabled, as sentences for the console.
     """
 
     def __init__(self, settings: Observability) -> None:
@@ -155,7 +155,7 @@ class Telling:
             self.notes.append(f"metrics go to {settings.metrics.backend}: {address}")
 
     def figures(self, update: int, figures: Mapping[str, float | None]) -> None:
-        """The figures of an update, to the log and the metrics; those that it does not have are left out."""
+        """Report the metrics of an update to the log and the metrics backend; missing ones are left out."""
         self.events.write("update", **figures)
         if self._metrics is not None:
             self._metrics.log(update, {name: value for name, value in figures.items() if value is not None})

@@ -1,14 +1,16 @@
-"""What a policy would have earned on logged decisions of another: inverse propensities, with and without a model.
+"""Off-policy evaluation: estimate a policy's reward from logged decisions of another policy.
 
 ``N`` decisions ``(x_i, m_i, r_i)`` logged with propensities ``p_i``, ``M`` modes; ``pi(m | x)`` the policy's
 probabilities and ``w_i = pi(m_i | x_i) / p_i``.
 
-* IPS ``mean(w r)`` (Horvitz and Thompson 1952): unbiased where every mode that the policy takes had a chance.
-* SNIPS ``sum(w r) / sum(w)`` (Swaminathan and Joachims 2015): biased by O(1/N), of far less variance.
-* DR ``mean(sum_m pi(m | x) q(x, m) + w (r - q(x, m_i)))`` (Dudik et al. 2011, arXiv 1103.4601): right if either the
-  propensities or the model q of the rewards are.
+* IPS ``mean(w r)`` (Horvitz and Thompson 1952): unbiased if every mode that the policy takes had a positive propensity.
+* SNIPS ``sum(w r) / sum(w)`` (Swaminathan and Joachims 2015): bias O(1/N), much lower variance.
+* DR ``mean(sum_m pi(m | x) q(x, m) + w (r - q(x, m_i)))`` (Dudik et al. 2011, arXiv 1103.4601): consistent if either
+the
+  propensities or the reward model q are right.
 
-Intervals are normal ones, of SNIPS by the delta method. The effective sample size is ``sum(w)^2 / sum(w^2)`` (Kish).
+Intervals are normal approximations, for SNIPS by the delta method. The effective sample size is
+``sum(w)^2 / sum(w^2)`` (Kish).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ RIDGE = 1.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean reward a request, its standard error, and the interval around it."""
+    """A mean reward per request, its standard error, and its confidence interval."""
 
     value: float
     standard_error: float
@@ -48,18 +50,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class OfflineReport:
-    """What a policy would have earned on the requests of a log.
+    """The estimated reward of a policy on the requests of a log.
 
     Attributes:
-        logged: what the log's own decisions earned.
-        ips, snips, dr: what the policy would have earned, by three estimators.
-        effective_sample_size: how many decisions of the policy's own would tell as much.
-        max_weight: the largest ``w``.
-        agreement: mean over decisions of the probability that the policy gives the logged mode.
-        decisions: with a reward, which are all that counts.
-        skipped: without one.
-        confidence: of the intervals.
-        warnings: what makes the figures doubtful, in words.
+        logged: Reward of the log's own decisions.
+        ips, snips, dr: Reward of the policy, by three estimators.
+        effective_sample_size: Number of the policy's own decisions that would be equally informative.
+        max_weight: The largest ``w``.
+        agreement: Mean over decisions of the probability that the policy gives the logged mode.
+        decisions: Number of decisions with a reward; only these count.
+        skipped: Number of decisions without one.
+        confidence: Confidence of the intervals.
+        warnings: Reasons to doubt the figures, one sentence each.
     """
 
     logged: Estimate
@@ -93,9 +95,9 @@ class LoggedArrays:
 
     Attributes:
         x: ``[N, F]``.
-        modes: ``[N]``, -1 for a mode that the policy has not.
+        modes: ``[N]``, -1 for a mode that the policy does not have.
         propensities, rewards: ``[N]``.
-        skipped: decisions left out because their reward is not known.
+        skipped: Number of decisions without a reward, which are left out.
     """
 
     x: Floats
@@ -106,10 +108,10 @@ class LoggedArrays:
 
 
 def logged_arrays(log: Log, policy: LinearPolicy) -> LoggedArrays:
-    """The decisions with a reward.
+    """Convert the decisions with a reward to arrays.
 
     Raises:
-        ValueError: when there are none, or a decision's features are not the policy's; it names the decision.
+        ValueError: There are none, or a decision's features are not the policy's; names the decision.
     """
     every = decisions_of(log)
     known = [(number, each) for number, each in enumerate(every, 1) if each.reward is not None]
@@ -143,22 +145,22 @@ def evaluate_offline(
     confidence: float = 0.95,
     reward_model: RewardModel | None = None,
 ) -> OfflineReport:
-    """Estimate what a policy would have earned on the requests of a log.
+    """Estimate the reward of a policy on the requests of a log.
 
     Args:
-        log: a file (JSON Lines, or CSV by its ending) or the decisions; those without a reward are skipped.
-        policy: or the file of one.
-        greedy: the policy takes its most likely mode, as :meth:`~gradwire.router.RouterPolicy.route` does without
-            exploration; False: it draws from its probabilities.
-        confidence: of the intervals.
-        reward_model: for DR; by default a ridge regression for each mode, fitted to the other folds of the log
+        log: A file (JSON Lines, or CSV by its ending) or the decisions; those without a reward are skipped.
+        policy: A policy or its file.
+        greedy: The policy takes its most likely mode, as :meth:`~gradwire.router.RouterPolicy.route` does without
+            exploration; False: it samples from its probabilities.
+        confidence: Confidence of the intervals.
+        reward_model: Reward model for DR; by default a ridge regression per mode, fitted to the other folds of the log
             (five), so that no decision is judged by a model that has seen its reward.
 
     Raises:
-        ValueError: for a log without rewards or with features that the policy has not.
+        ValueError: The log has no rewards, or features that the policy does not have.
     """
     if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is a probability between 0 and 1; this is {confidence}")
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     policy = policy if isinstance(policy, LinearPolicy) else LinearPolicy.load(policy)
     data = logged_arrays(log, policy)
     target = target_probabilities(policy, data.x, greedy)
@@ -167,7 +169,7 @@ def evaluate_offline(
     weights = agreement / data.propensities
     expected = cross_fitted(data, len(policy.modes)) if reward_model is None else np.asarray(reward_model(data.x))
     if expected.shape != target.shape:
-        raise ValueError(f"reward_model gave the shape {list(expected.shape)}, not {list(target.shape)}")
+        raise ValueError(f"reward_model returned the shape {list(expected.shape)}, not {list(target.shape)}")
     quantile = NormalDist().inv_cdf(0.5 + confidence / 2)
 
     def estimate(rounds: Floats, value: float | None = None) -> Estimate:
@@ -191,7 +193,7 @@ def evaluate_offline(
 
 
 def target_probabilities(policy: LinearPolicy, x: Floats, greedy: bool) -> Floats:
-    """``[N, F] -> [N, M]``: with which each mode is taken."""
+    """``[N, F] -> [N, M]``: the probability of each mode under the target policy."""
     logprobs = policy.logprobs(x)
     if not greedy:
         return np.exp(logprobs)
@@ -200,7 +202,7 @@ def target_probabilities(policy: LinearPolicy, x: Floats, greedy: bool) -> Float
 
 
 def effective_sample_size(weights: Floats) -> float:
-    """``sum(w)^2 / sum(w^2)``; 0 where all weights are."""
+    """``sum(w)^2 / sum(w^2)``; 0 if all weights are 0."""
     squares = float((weights**2).sum())
     return float(weights.sum()) ** 2 / squares if squares else 0.0
 
@@ -208,17 +210,17 @@ def effective_sample_size(weights: Floats) -> float:
 def _self_normalised(weights: Floats, rewards: Floats, estimate: Callable[[Floats, float], Estimate]) -> Estimate:
     mean = float(weights.mean())
     if not mean:
-        return Estimate(*[float("nan")] * 4)  # the policy takes no logged decision
+        return Estimate(*[float("nan")] * 4)  # the policy takes none of the logged decisions
     value = float((weights * rewards).mean()) / mean
     return estimate(weights * (rewards - value) / mean, value)
 
 
 def cross_fitted(data: LoggedArrays, num_modes: int, *, folds: int = FOLDS, ridge: float = RIDGE) -> Floats:
-    """``[N, M]``: expected rewards, each decision's by regressions on the folds that it is not in."""
+    """``[N, M]``: expected rewards, for each decision from regressions on the other folds."""
     fold, result = np.arange(len(data.x)) % folds, np.zeros((len(data.x), num_modes))
     for each in range(min(folds, len(data.x))):
         inside = fold == each
-        outside = ~inside if not inside.all() else inside  # a log of one decision
+        outside = ~inside if not inside.all() else inside  # a log of a single decision
         weight, bias = fit_rewards(data.x[outside], data.modes[outside], data.rewards[outside], num_modes, ridge)
         result[inside] = data.x[inside] @ weight + bias
     return result
@@ -227,9 +229,9 @@ def cross_fitted(data: LoggedArrays, num_modes: int, *, folds: int = FOLDS, ridg
 def fit_rewards(
     x: Floats, modes: Integers, rewards: Floats, num_modes: int, ridge: float = RIDGE
 ) -> tuple[Floats, Floats]:
-    """Ridge regressions of the rewards of each mode: weights ``[F, M]`` and biases ``[M]``.
+    """Fit ridge regressions of the rewards of each mode: weights ``[F, M]`` and biases ``[M]``.
 
-    Features are centred and brought to variance 1 for the penalty; a mode without decisions gets the mean of all.
+    Features are standardised for the penalty; a mode without decisions gets the overall mean.
     """
     mean, scale = x.mean(axis=0), x.std(axis=0)
     scaled = (x - mean) / np.where(scale > 0, scale, 1.0)
@@ -249,7 +251,7 @@ def fit_rewards(
 def _warnings(policy: LinearPolicy, data: LoggedArrays, target: Floats, weights: Floats) -> Sequence[str]:
     warnings = []
     if (data.propensities == 1.0).all():
-        warnings.append("every propensity is 1: the log tells nothing about modes that were not taken")
+        warnings.append("every propensity is 1: the log has no information about modes that were not taken")
     logged = np.bincount(data.modes[data.modes >= 0], minlength=len(policy.modes)) > 0
     unseen = float(target[:, ~logged].sum() / len(target))
     if unseen > 0:
@@ -257,7 +259,7 @@ def _warnings(policy: LinearPolicy, data: LoggedArrays, target: Floats, weights:
         warnings.append(f"the policy takes {', '.join(names)} on {unseen:.1%} of requests, and the log never does")
     foreign = int((data.modes < 0).sum())
     if foreign:
-        warnings.append(f"{foreign} decisions took a mode that the policy has not; they count with weight 0")
+        warnings.append(f"{foreign} decisions took a mode that the policy does not have; they have weight 0")
     size = effective_sample_size(weights)
     if size < FEW:
         warnings.append(f"the effective sample size is {size:.0f}: intervals of so few decisions are too narrow")

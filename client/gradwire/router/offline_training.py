@@ -1,4 +1,4 @@
-"""A policy learned from logged decisions, without a request more."""
+"""Train a policy on logged decisions, without new requests."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def train_offline(
     entropy_coef: float = 0.01,
     max_weight: float = 20.0,
 ) -> LinearPolicy:
-    """Learn from logged decisions, by gradient ascent on the doubly robust estimate of what the policy would earn.
+    """Train on logged decisions by gradient ascent on the doubly robust estimate of the policy's reward.
 
-    The rewards are brought to variance 1 first, so that ``entropy_coef`` means the same for any scale of them. The
-    value head becomes a regression of the new policy's estimated rewards. Judge the result on another log, with
-    :func:`~gradwire.router.evaluate_offline`: on its own log it looks better than it is.
+    The rewards are scaled to variance 1 first, so that ``entropy_coef`` does not depend on their scale. The
+    value head becomes a regression of the new policy's estimated rewards. Evaluate the result on another log, with
+    :func:`~gradwire.router.evaluate_offline`: on its own log the estimate is too optimistic.
 
     Args:
-        log: a file or decisions; those without a reward are skipped.
-        policy: to start from; it stays as it is. By default a uniform one over the log's modes and features: a
+        log: A file or decisions; those without a reward are skipped.
+        policy: Initial policy; it is not changed. By default a uniform one over the log's modes and features: a
             feature whose values are texts is a category.
-        steps: of Adam, each on the whole log; the same log gives the same policy.
-        learning_rate: of Adam, on features of variance 1.
-        entropy_coef: weight of an entropy bonus, which keeps choices open that the log hardly tells apart.
-        max_weight: a decision counts at most so many times, ``1 / propensity`` being how often it should.
+        steps: Steps of Adam, each on the whole log; the same log gives the same policy.
+        learning_rate: Learning rate of Adam, on standardised features.
+        entropy_coef: Weight of an entropy bonus, which keeps similar choices open.
+        max_weight: Upper bound of the weight ``1 / propensity`` of a decision.
 
     Raises:
-        ValueError: for a log without rewards, or with features that the policy has not.
+        ValueError: The log has no rewards, or features that the policy does not have.
     """
     if steps < 1:
-        raise ValueError(f"steps must be at least 1; this is {steps}")
+        raise ValueError(f"steps must be at least 1, got {steps}")
     if policy is None:
         every = decisions_of(log)
         log, policy = every, LinearPolicy(feature_space_of(every), sorted({each.mode for each in every}))
@@ -69,7 +69,7 @@ def train_offline(
 
 
 def _doubly_robust_scores(data: LoggedArrays, num_modes: int, max_weight: float) -> Floats:
-    """``[N, M]``: what each mode is estimated to earn on each request."""
+    """``[N, M]``: the doubly robust estimate of each mode's reward on each request."""
     scores = cross_fitted(data, num_modes)
     rows = np.flatnonzero(data.modes >= 0)
     modes, weights = data.modes[rows], np.minimum(1.0 / data.propensities[rows], max_weight)
@@ -78,7 +78,7 @@ def _doubly_robust_scores(data: LoggedArrays, num_modes: int, max_weight: float)
 
 
 def _rescaled(policy: LinearPolicy, mean: Floats, scale: Floats) -> LinearPolicy:
-    """The same policy on columns ``(x - mean) / scale``."""
+    """Convert a policy on columns ``(x - mean) / scale`` to one on ``x``."""
     changed: dict[str, npt.ArrayLike] = {}
     for head in ("policy", "value"):
         weight, bias = policy.parameters[f"{head}_weight"], policy.parameters[f"{head}_bias"]
@@ -88,10 +88,10 @@ def _rescaled(policy: LinearPolicy, mean: Floats, scale: Floats) -> LinearPolicy
 
 
 def feature_space_of(decisions: list[LoggedDecision]) -> FeatureSpace:
-    """The features of a log, in the order of the first decision; texts are categories, of all values that occur.
+    """Return the features of a log, in the order of the first decision; texts become categories of their values.
 
     Raises:
-        ValueError: when there is no decision, or a decision has other features than the first.
+        ValueError: There is no decision, or a decision has other features than the first.
     """
     if not decisions:
         raise ValueError("the log is empty")

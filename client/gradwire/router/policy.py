@@ -1,4 +1,4 @@
-"""The policy: a linear head for the modes and one for the value, over the features of a request.
+"""The policy: linear heads for the modes and the value, over the features of a request.
 
 ``N`` rows, ``F`` features, ``C`` columns (features and their products), ``M`` modes. Log-probabilities in
 nats, float64 throughout.
@@ -22,7 +22,7 @@ PARAMETERS = ("policy_weight", "policy_bias", "value_weight", "value_bias")
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """``[N, M] -> [N, M]``, with rows that may hold ``-inf`` beside finite numbers."""
+    """``[N, M] -> [N, M]``; rows may hold ``-inf`` beside finite numbers."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result
@@ -32,13 +32,13 @@ class LinearPolicy:
     """Categorical over modes by a softmax of ``x W + b``; the value is ``x w + c``.
 
     Args:
-        features: the columns that it sees. Where it has products, every ``x`` below may be with or without them.
-        modes: their names, in the order of the logits.
-        parameters: ``policy_weight [C, M]``, ``policy_bias [M]``, ``value_weight [C]``, ``value_bias []``; zeros when
-            absent, which is the uniform policy.
+        features: The columns. If there are products, every ``x`` below may be with or without them.
+        modes: The names of the modes, in the order of the logits.
+        parameters: ``policy_weight [C, M]``, ``policy_bias [M]``, ``value_weight [C]``, ``value_bias []``; zeros by
+            default, which is the uniform policy.
 
     Raises:
-        ValueError: for modes that are empty or twice there, and parameters of another shape or not finite.
+        ValueError: Modes are empty or repeated, or parameters have the wrong shape or are not finite.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LinearPolicy:
             self.parameters[name] = array
 
     def copy(self) -> LinearPolicy:
-        """Another policy with the same numbers."""
+        """Return a copy of the policy."""
         return LinearPolicy(self.features, self.modes, self.parameters)
 
     def logits(self, x: Floats) -> Floats:
@@ -74,12 +74,12 @@ class LinearPolicy:
         return result
 
     def logprobs(self, x: Floats, legal: npt.NDArray[np.bool_] | None = None) -> Floats:
-        """``[N, F] -> [N, M]``: of every mode; ``-inf`` where ``legal [N, M]`` is False."""
+        """``[N, F] -> [N, M]``: log-probability of every mode; ``-inf`` where ``legal [N, M]`` is False."""
         logits = self.logits(x)
         return log_softmax(logits if legal is None else np.where(legal, logits, -np.inf))
 
     def values(self, x: Floats) -> Floats:
-        """``[N, F] -> [N]``: the reward that is expected from here to the end of the episode."""
+        """``[N, F] -> [N]``: the expected reward from here to the end of the episode."""
         result: Floats = self.features.expand(x) @ self.parameters["value_weight"] + self.parameters["value_bias"]
         return result
 
@@ -90,8 +90,8 @@ class LinearPolicy:
 
         Args:
             x: ``[N, F]``.
-            rng: to sample with; the most likely mode is taken when absent.
-            legal: ``[N, M]``, the modes to choose among; all when absent.
+            rng: Random generator for sampling; None takes the most likely mode.
+            legal: ``[N, M]``, the modes to choose from; all by default.
 
         Returns:
             Modes ``[N]`` and their log-probabilities ``[N]`` under the policy.
@@ -100,13 +100,13 @@ class LinearPolicy:
         if rng is None:
             modes = logprobs.argmax(axis=-1)
         else:
-            # The first mode at which the running sum of probabilities exceeds the draw; rounding must not pass the end.
+            # The first mode whose cumulative probability exceeds the draw; rounding must not pass the end.
             reached = np.exp(logprobs).cumsum(axis=-1)
             modes = (reached <= rng.random(len(x))[:, None] * reached[:, -1:]).sum(axis=-1)
         return modes, logprobs[np.arange(len(x)), modes]
 
     def save(self, path: Path | str) -> None:
-        """Write the policy to an ``.npz`` file: aside first, then renamed."""
+        """Write the policy to an ``.npz`` file atomically."""
         names = {
             "feature_names": self.features.names,
             "stage_names": self.features.stage_names,
@@ -121,11 +121,11 @@ class LinearPolicy:
 
     @classmethod
     def load(cls, path: Path | str) -> LinearPolicy:
-        """Read what :meth:`save` wrote; never unpickles.
+        """Read a file written by :meth:`save`; never unpickles.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: when it is no policy; it says what is wrong with it.
+            FileNotFoundError: There is no such file.
+            ValueError: The file is not a policy; the message says what is wrong.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no policy at {path}")
@@ -136,4 +136,4 @@ class LinearPolicy:
                 features = FeatureSpace(names[0], names[1], tuple((first, second) for first, second in pairs))
                 return cls(features, names[2], {name: stored[name] for name in PARAMETERS})
         except (KeyError, ValueError, zipfile.BadZipFile, OSError, EOFError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is no policy that LinearPolicy.save wrote: {error}") from None
+            raise ValueError(f"{path} is not a policy written by LinearPolicy.save: {error}") from None

@@ -1,4 +1,4 @@
-"""PPO's objective for a linear policy, with its gradients written out, and Adam.
+"""PPO's objective for a linear policy with explicit gradients, and Adam.
 
 Schulman et al. 2017, arXiv 1707.06347; the KL estimate is Schulman's ``(r - 1) - ln r``. ``B`` steps of a mini-batch,
 ``D`` of them with a decision, ``C`` columns of the policy, ``M`` modes; log-probabilities in nats, float64 throughout.
@@ -21,9 +21,9 @@ class Objective:
     """``policy_loss + value_coef value_loss - entropy_coef entropy``.
 
     Attributes:
-        clip_epsilon: the ratio counts only within ``1 ± clip_epsilon`` where leaving it would gain.
-        value_clip_epsilon: the value counts only within ``old value ± value_clip_epsilon`` likewise; None: everywhere.
-        value_coef, entropy_coef: weights.
+        clip_epsilon: Clip range of the ratio: ``1 ± clip_epsilon``.
+        value_clip_epsilon: Clip range of the value: ``old value ± value_clip_epsilon``; None: no clipping.
+        value_coef, entropy_coef: Weights.
     """
 
     clip_epsilon: float = 0.2
@@ -55,11 +55,12 @@ class MiniBatch:
 def loss_and_gradients(
     policy: LinearPolicy, batch: MiniBatch, objective: Objective
 ) -> tuple[dict[str, float], Parameters]:
-    """The figures of a mini-batch and the gradient of its loss by each parameter.
+    """Compute the metrics of a mini-batch and the gradient of its loss by each parameter.
 
     Returns:
         ``loss``, ``policy_loss``, ``value_loss``, ``entropy``, ``approx_kl`` and ``clip_fraction``; and gradients of
-        the parameters' shapes. Means of policy and entropy are over the ``D`` decisions, the value's over ``B`` steps.
+        the parameters' shapes. Policy loss and entropy are means over the ``D`` decisions, the value loss over ``B``
+        steps.
     """
     policy_figures, policy_weight, policy_bias = _policy_part(policy, batch, objective)
     value_loss, by_value = _value_part(policy, batch, objective)
@@ -79,9 +80,9 @@ def loss_and_gradients(
 def _policy_part(
     policy: LinearPolicy, batch: MiniBatch, objective: Objective
 ) -> tuple[dict[str, float], Floats, Floats]:
-    """Figures of the policy, and the gradient of ``policy_loss - entropy_coef entropy`` by its weight and bias."""
+    """Metrics of the policy, and the gradient of ``policy_loss - entropy_coef entropy`` by its weight and bias."""
     count = len(batch.decisions)
-    if not count:  # a mini-batch of agents' steps alone
+    if not count:  # a mini-batch with agents' steps only
         figures = dict.fromkeys(("policy_loss", "entropy", "approx_kl", "clip_fraction"), 0.0)
         shape = policy.parameters["policy_weight"].shape
         return figures, np.zeros(shape), np.zeros(shape[1])
@@ -109,29 +110,29 @@ def _policy_part(
 
 
 def _value_part(policy: LinearPolicy, batch: MiniBatch, objective: Objective) -> tuple[float, Floats]:
-    """Half the mean squared error, the worse of plain and clipped value, and its gradient by each value ``[B]``."""
+    """Half the mean squared error, the larger of the plain and clipped loss, and its gradient by each value ``[B]``."""
     errors = policy.values(batch.x) - batch.returns
     if objective.value_clip_epsilon is None:
         return float(0.5 * (errors**2).mean()), errors / len(errors)
     moved = errors + batch.returns - batch.old_values
     bound = objective.value_clip_epsilon
     clipped = batch.old_values + np.clip(moved, -bound, bound) - batch.returns
-    worse = clipped**2 > errors**2  # true only where the value is clipped, and constant there
+    worse = clipped**2 > errors**2  # true only if the clipped value is used, where the gradient is 0
     loss = float(0.5 * np.where(worse, clipped**2, errors**2).mean())
     return loss, np.where(worse, 0.0, errors) / len(errors)
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015, arXiv 1412.6980) on a policy's parameters, after the gradient's norm is bounded.
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980) on a policy's parameters, with gradient clipping.
 
     Args:
-        policy: whose parameters change, in place.
-        learning_rate: of a step.
-        max_grad_norm: the gradient is scaled down to it.
-        betas, eps: as in the paper.
+        policy: The policy; its parameters change in place.
+        learning_rate: Step size.
+        max_grad_norm: Gradient clipping norm.
+        betas, eps: As in the paper.
 
     Attributes:
-        learning_rate: may be changed between steps.
+        learning_rate: May be changed between steps.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Adam:
         self.steps = 0
 
     def step(self, gradients: Parameters) -> float:
-        """Change the parameters; gives the gradient's norm before it was bounded."""
+        """Update the parameters; return the gradient norm before clipping."""
         norm = float(np.sqrt(sum(float((each**2).sum()) for each in gradients.values())))
         scale = min(1.0, self._bound / (norm + 1e-12))
         self.steps += 1
@@ -164,13 +165,13 @@ class Adam:
         return norm
 
     def state(self) -> dict[str, Floats]:
-        """Arrays that :meth:`load` takes, for a checkpoint."""
+        """Return the state as arrays that :meth:`load` accepts, for a checkpoint."""
         kept = {f"mean.{name}": array for name, array in self._mean.items()}
         kept |= {f"square.{name}": array for name, array in self._square.items()}
         return kept | {"steps": np.array(self.steps, dtype=np.float64)}
 
     def load(self, state: Mapping[str, Floats]) -> None:
-        """Go on from a :meth:`state`."""
+        """Restore a :meth:`state`."""
         self._mean = {name: state[f"mean.{name}"] for name in self._mean}
         self._square = {name: state[f"square.{name}"] for name in self._square}
         self.steps = int(state["steps"])

@@ -1,4 +1,4 @@
-"""A candidate takes the place of the policy in production: only when it is asked for, and only when it is better."""
+"""Promotion: replace the production policy by a candidate, only on request and only if it is better."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PREVIOUS = ".previous"
 
 
 class NotBetterError(ValueError):
-    """The candidate does not beat what it would replace."""
+    """The candidate is not better than the policy that it would replace."""
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """What a promotion did.
+    """The result of a promotion.
 
     Attributes:
-        candidate_reward, reward_to_beat: on the same held-out requests.
-        beaten: what the second is of: the policy in place, or the best single mode where there is none.
-        previous: where the policy that was in place is kept; None where there was none.
+        candidate_reward, reward_to_beat: Mean rewards on the same held-out requests.
+        beaten: The source of ``reward_to_beat``: the policy in place, or the best single mode if there is none.
+        previous: Path of the replaced policy; None if there was none.
     """
 
     candidate_reward: float
@@ -35,19 +35,19 @@ class Promotion:
 
 
 def promote(candidate: Path | str, target: Path | str, held_out: HeldOut, *, force: bool = False) -> Promotion:
-    """Put the candidate's file where production reads it.
+    """Copy the candidate's file to the path that production reads.
 
     The policy in place is kept beside it as ``NAME.previous``; ``NAME.json`` records the promotion.
 
     Args:
-        candidate: the file of a training.
-        target: the file that production reads.
-        held_out: requests that decide.
-        force: promote a candidate that is not better.
+        candidate: A policy file from a training.
+        target: The file that production reads.
+        held_out: Requests that decide.
+        force: Promote a candidate that is not better.
 
     Raises:
-        FileNotFoundError, ValueError: when the candidate, or what is at the target, is no policy.
-        NotBetterError: when the candidate earns no more than what is in place, or than the best single mode.
+        FileNotFoundError, ValueError: The candidate, or the file at the target, is not a policy.
+        NotBetterError: The candidate earns no more than the policy in place, or than the best single mode.
     """
     candidate, target = Path(candidate), Path(target)
     policy = LinearPolicy.load(candidate)
@@ -60,7 +60,7 @@ def promote(candidate: Path | str, target: Path | str, held_out: HeldOut, *, for
     if ours <= to_beat and not force:
         raise NotBetterError(
             f"{candidate} earns {ours:.4f} on held-out requests, {beaten} {to_beat:.4f}: nothing was promoted. "
-            "To promote it all the same, give --force"
+            "To promote it anyway, use --force"
         )
     previous = target.with_name(target.name + PREVIOUS) if in_place is not None else None
     if in_place is not None and previous is not None:

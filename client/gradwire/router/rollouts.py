@@ -1,4 +1,4 @@
-"""Whole episodes of many environments at once.
+"""Complete episodes of many environments at once.
 
 ``E`` environments, ``N`` episodes, ``C`` columns of the policy, ``T`` steps of all episodes one after the other.
 """
@@ -20,11 +20,11 @@ class Rollout:
     """Episodes under one policy.
 
     Attributes:
-        episodes: what came of them.
-        x: ``[T, C]``, what the policy saw at each step.
-        starts: ``[N]``, where each episode begins: its planner's step, the only one with a decision.
-        modes, logprobs: ``[N]``, what was chosen there, and how likely it was.
-        values: ``[T]``, of the policy's value head.
+        episodes: Outcomes of the episodes.
+        x: ``[T, C]``, the policy's input at each step.
+        starts: ``[N]``, index of each episode's first step: its planner's step, the only one with a decision.
+        modes, logprobs: ``[N]``, the decisions and their log-probabilities.
+        values: ``[T]``, outputs of the policy's value head.
         rewards: ``[T]``.
     """
 
@@ -38,11 +38,11 @@ class Rollout:
 
     @property
     def step_of(self) -> Integers:
-        """``[T]``: the place of each step in its episode, from 0."""
+        """``[T]``: the index of each step in its episode, from 0."""
         return _steps_within(self.episodes.steps)
 
     def padded(self, numbers: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """``[T] -> [N, longest]`` and its mask: a row an episode, zeros after its end."""
+        """``[T] -> [N, longest]`` and its mask: one row per episode, zeros after its end."""
         steps = self.episodes.steps
         mask = np.arange(steps.max(initial=1)) < steps[:, None]
         rows = np.zeros(mask.shape)
@@ -57,10 +57,10 @@ def _steps_within(steps: Integers) -> Integers:
 def collect(
     world: World, policy: LinearPolicy, rng: np.random.Generator, environments: int, rollout_length: int
 ) -> Rollout:
-    """Episodes until each environment has taken ``rollout_length`` steps; the last one is played to its end.
+    """Collect episodes until each environment has taken ``rollout_length`` steps; the last episode is completed.
 
-    Each draws its next request when its episode ends, so that all are in a planner's step at once: a wave of decisions
-    is one matrix product. An environment that has taken its steps leaves the waves.
+    Each environment draws its next request when its episode ends, so that all are in a planner's step at once: a wave
+    of decisions is one matrix product. An environment that has taken its steps leaves the waves.
     """
     taken = np.zeros(environments, dtype=np.int64)
     waves: list[tuple[Floats, Integers, Floats, Episodes]] = []
@@ -88,7 +88,7 @@ def _join(world: World, policy: LinearPolicy, waves: list[tuple[Floats, Integers
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:
-    """One rollout of several under the same policy, in their order."""
+    """Concatenate rollouts under the same policy, in order."""
     if len(rollouts) == 1:
         return rollouts[0]
     episodes = Episodes(

@@ -1,4 +1,4 @@
-"""A trained policy in production: which mode answers this request, how likely and at what expected value."""
+"""Routing in production: choose the mode of a request, with its propensity and expected value."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_WEIGHT = 10.0
 
 @dataclass(frozen=True)
 class Decision:
-    """Who answers a request.
+    """The routing of a request.
 
     Attributes:
-        mode: the chosen one.
-        propensity: the probability with which it was chosen: 1 without exploration.
-        probabilities: of every mode under the policy itself.
-        value: the reward that the policy expects.
+        mode: The chosen mode.
+        propensity: The probability with which it was chosen: 1 without exploration.
+        probabilities: Probability of every mode under the policy itself.
+        value: The policy's expected reward.
     """
 
     mode: str
@@ -38,19 +38,19 @@ class Decision:
 
 
 class RouterPolicy:
-    """A policy that routes requests, one at a time; safe to use from several threads.
+    """Routes requests with a policy, one at a time; thread-safe.
 
     Args:
-        policy: the trained one; :meth:`from_file` reads it.
-        exploration: the share of requests whose mode is drawn from the policy's probabilities, mixed half and half
-            with a uniform choice, so that every mode keeps being tried. 0: always the most likely mode.
-        log: a JSON Lines file that every decision is appended to; see :class:`~gradwire.router.LoggedDecision`.
-        learning_rate: of :meth:`update`.
-        seed: of the exploration.
+        policy: The trained policy; :meth:`from_file` reads one.
+        exploration: Share of requests whose mode is sampled from an equal mixture of the policy's probabilities
+            and a uniform choice, so that every mode keeps being tried. 0: always the most likely mode.
+        log: JSON Lines file to which every decision is appended; see :class:`~gradwire.router.LoggedDecision`.
+        learning_rate: Learning rate of :meth:`update`.
+        seed: Seed of the exploration.
 
     Raises:
-        ValueError: for an exploration outside [0, 1], a learning rate that is not positive, and exploration without a
-            log: what was drawn could not be told from what was chosen.
+        ValueError: An exploration outside [0, 1], a learning rate that is not positive, or exploration without a
+            log: explored choices could not be told from greedy ones.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RouterPolicy:
         seed: int | None = None,
     ) -> None:
         if not 0.0 <= exploration <= 1.0:
-            raise ValueError(f"exploration is a share from 0 to 1; this is {exploration}")
+            raise ValueError(f"exploration must be from 0 to 1, got {exploration}")
         if not learning_rate > 0:
-            raise ValueError(f"learning_rate must be greater than 0; this is {learning_rate}")
+            raise ValueError(f"learning_rate must be greater than 0, got {learning_rate}")
         if exploration and log is None:
-            raise ValueError("exploration is logged: give log=, the file for its decisions and propensities")
+            raise ValueError("exploration needs a log: pass log=, the file for its decisions and propensities")
         self.policy = policy
         self._exploration, self._rate = exploration, learning_rate
         self._log = None if log is None else Path(log)
@@ -84,23 +84,23 @@ class RouterPolicy:
         learning_rate: float = 0.1,
         seed: int | None = None,
     ) -> RouterPolicy:
-        """The policy of a ``policy_state.npz``; never unpickles.
+        """Read the policy of a ``policy_state.npz``; never unpickles.
 
         Raises:
-            FileNotFoundError: when there is no such file.
-            ValueError: when it is no policy, and as of the class.
+            FileNotFoundError: There is no such file.
+            ValueError: The file is not a policy, or an argument is invalid (see the class).
         """
         policy = LinearPolicy.load(path)
         return cls(policy, exploration=exploration, log=log, learning_rate=learning_rate, seed=seed)
 
     def route(self, features: Features) -> Decision:
-        """Choose the mode for a request; logged where there is a log.
+        """Choose the mode for a request, and log the decision if there is a log.
 
         Args:
-            features: by name, or in the policy's order; see :meth:`~gradwire.router.FeatureSpace.vector`.
+            features: By name, or in the policy's order; see :meth:`~gradwire.router.FeatureSpace.vector`.
 
         Raises:
-            ValueError: for features that are missing, unknown or not finite.
+            ValueError: Features are missing, unknown or not finite.
         """
         x = self._seen(features)
         with self._lock:
@@ -110,63 +110,64 @@ class RouterPolicy:
         return decision
 
     def dry_run(self, features: Features) -> None:
-        """Record what :meth:`route` would choose, with its propensity, and choose nothing.
+        """Record the choice that :meth:`route` would make, with its propensity, without choosing.
 
         Raises:
-            ValueError: when there is no log, and for features as of :meth:`route`.
+            ValueError: There is no log, or the features are invalid (see :meth:`route`).
         """
         if self._log is None:
-            raise ValueError("a dry run only records: give log=, the file for its records")
+            raise ValueError("a dry run only records: pass log=, the file for its records")
         x = self._seen(features)
         with self._lock:
             decision = self._decide(x)
         self._write("dry_run", features, decision)
 
     def update(self, features: Features, mode: str, reward: float, *, propensity: float | None = None) -> None:
-        """Learn from one outcome: a step of policy gradient with the value as its baseline, and one of the value.
+        """Learn from one outcome: a policy-gradient step with the value as baseline, and a step of the value.
 
         ``advantage = reward - value``; the policy's step is ``w advantage`` times the gradient of ``log p(mode)``, with
         ``w = p(mode) / propensity``, at most 10, which corrects for exploration. The outcome is logged.
 
         Args:
-            features: of the request, as given to :meth:`route`.
-            mode: that answered it.
-            reward: what it earned.
-            propensity: of the :class:`Decision`; when absent, what the policy as it is now gives that mode.
+            features: The request's features, as passed to :meth:`route`.
+            mode: The mode that answered it.
+            reward: The reward.
+            propensity: Propensity of the :class:`Decision`; by default the mode's current propensity.
 
         Raises:
-            ValueError: for an unknown mode, a reward that is not finite, and a propensity outside (0, 1].
+            ValueError: An unknown mode, a reward that is not finite, or a propensity outside (0, 1].
         """
         x = self._seen(features)
         if mode not in self.policy.modes:
             raise ValueError(f"there is no mode {mode!r}; this policy has {', '.join(self.policy.modes)}")
         if not math.isfinite(reward):
-            raise ValueError(f"reward must be a finite number; this is {reward}")
+            raise ValueError(f"reward must be a finite number, got {reward}")
         if propensity is not None and not 0.0 < propensity <= 1.0:
-            raise ValueError(f"propensity is a probability above 0; this is {propensity}")
+            raise ValueError(f"propensity must be a probability above 0, got {propensity}")
         chosen = self.policy.modes.index(mode)
         with self._lock:
             probabilities, value = self._predict(x)
             likely = self._behaviour(probabilities)[chosen] if propensity is None else propensity
             if likely <= 0.0:
-                raise ValueError(f"without exploration {mode!r} is never chosen here: give propensity=")
+                raise ValueError(f"without exploration {mode!r} is never chosen here: pass propensity=")
             before = Decision(mode, likely, dict(zip(self.policy.modes, probabilities)), value)
             self._learn(x, chosen, reward, probabilities, value, likely)
         if self._log is not None:
             self._write("outcome", features, before, float(reward))
 
     def save(self, path: Path | str) -> None:
-        """Write the policy as it is now."""
+        """Write the current policy."""
         with self._lock:
             self.policy.save(path)
 
     def _seen(self, features: Features) -> Floats:
-        """``[columns]``: what the policy's weights are applied to."""
+        """``[columns]``: the input of the policy's weights."""
         space = self.policy.features
         return space.expand(space.vector(features))
 
     def _predict(self, x: Floats) -> tuple[list[float], float]:
-        """Probabilities of all modes and the value; plain floats, which for a handful are faster than arrays."""
+        """Return the probabilities of all modes and the value, as plain floats, which are faster than arrays for a
+        few modes."""
         parameters = self.policy.parameters
         logits = (x @ parameters["policy_weight"] + parameters["policy_bias"]).tolist()
         highest = max(logits)
@@ -175,7 +176,7 @@ class RouterPolicy:
         return [weight / total for weight in weights], float(x @ parameters["value_weight"] + parameters["value_bias"])
 
     def _behaviour(self, probabilities: list[float]) -> list[float]:
-        """The probabilities with which modes are in fact chosen."""
+        """Return the actual probabilities of choosing each mode, including exploration."""
         explored = self._exploration
         floor = 0.5 * explored / len(probabilities)
         mixed = [0.5 * explored * probability + floor for probability in probabilities]
@@ -198,7 +199,7 @@ class RouterPolicy:
         weight = min(probabilities[chosen] / propensity, MAX_WEIGHT)
         by_logits = -weight * advantage * np.array(probabilities)
         by_logits[chosen] += weight * advantage
-        # Normalised by the size of x, so that the rate means the same for any number of features.
+        # Normalised by the size of x, so that the rate does not depend on the number of features.
         rate, parameters = self._rate / (1.0 + float(x @ x)), self.policy.parameters
         self.policy.parameters = {
             "policy_weight": parameters["policy_weight"] + rate * np.outer(x, by_logits),

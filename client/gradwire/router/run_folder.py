@@ -1,4 +1,4 @@
-"""The files of a training run: whole or not there, and enough to go on after a kill."""
+"""The files of a training run: atomic, and sufficient to continue after a kill."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ CHECKPOINT_S = 1.0
 
 
 class RunFolderError(ValueError):
-    """The folder holds something that this run must not go on from, or must not replace."""
+    """The folder holds a run that must not be continued, or must not be replaced."""
 
 
 @dataclass
 class RunProgress:
-    """How far a run has come, beside the trainer's own state.
+    """The progress of a run, in addition to the trainer's own state.
 
     Attributes:
-        history: the figures of every update.
-        rounds_without_improvement, best_reward: of the autopilot.
+        history: The metrics of every update.
+        rounds_without_improvement, best_reward: State of the autopilot.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -48,8 +48,8 @@ class RunFolder:
     """Writes the artifacts of a run under one folder.
 
     Args:
-        path: the folder; made when there is something to write.
-        settings: as resolved, with the updates and the seed of this run.
+        path: The folder; created at the first write.
+        settings: The resolved settings, with the updates and the seed of this run.
     """
 
     def __init__(self, path: Path | str, settings: RouterSettings) -> None:
@@ -57,10 +57,10 @@ class RunFolder:
         self._saved = time.monotonic()
 
     def resume(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """The trainer's state and the progress of the interrupted run in this folder; None when there is none.
+        """Load the trainer's state and the progress of the interrupted run in this folder; None if there is none.
 
         Raises:
-            RunFolderError: when that run has other settings, naming the first that differs, or cannot be read.
+            RunFolderError: That run has other settings (names the first difference) or cannot be read.
         """
         file = self.path / CHECKPOINT
         if not file.exists():
@@ -71,27 +71,27 @@ class RunFolder:
             progress = RunProgress(**json.loads(str(state.pop("progress"))))
             before = str(state.pop("settings"))
         except (KeyError, ValueError, OSError, TypeError, EOFError) as error:
-            raise RunFolderError(f"{file} cannot be read ({error}): delete it to begin anew") from None
+            raise RunFolderError(f"{file} cannot be read ({error}): delete it to start anew") from None
         now = _comparable(self._settings)
         if before != now:
             lines = [(ours, theirs) for ours, theirs in zip(now.splitlines(), before.splitlines()) if ours != theirs]
             ours, theirs = lines[0] if lines else ("", "")
             raise RunFolderError(
                 f"the interrupted run in {self.path} has other settings: `{theirs.partition('#')[0].strip()}` there, "
-                f"`{ours.partition('#')[0].strip()}` here. Give the same, or begin anew with --overwrite"
+                f"`{ours.partition('#')[0].strip()}` here. Use the same settings, or start anew with --overwrite"
             )
         return state, progress
 
     def check_free(self, overwrite: bool) -> str | None:
-        """What a new run here would replace, in words; None when nothing.
+        """Describe the run that a new run here would replace; None if there is none.
 
         Raises:
-            RunFolderError: when an interrupted run is here and ``overwrite`` is False.
+            RunFolderError: There is an interrupted run and ``overwrite`` is False.
         """
         if (self.path / CHECKPOINT).exists():
             if not overwrite:
                 raise RunFolderError(
-                    f"an interrupted run is in {self.path}: go on with --resume, or begin anew with --overwrite"
+                    f"an interrupted run is in {self.path}: continue with --resume, or start anew with --overwrite"
                 )
             return f"the interrupted run in {self.path}"
         return f"the finished run in {self.path}" if (self.path / METADATA).exists() else None
@@ -100,7 +100,7 @@ class RunFolder:
         return time.monotonic() - self._saved >= CHECKPOINT_S
 
     def checkpoint(self, state: Mapping[str, Any], progress: RunProgress) -> None:
-        """Keep what :meth:`resume` needs."""
+        """Write the state that :meth:`resume` needs."""
         arrays = dict(state) | {
             "progress": np.array(json.dumps(asdict(progress))),
             "settings": np.array(_comparable(self._settings)),
@@ -110,7 +110,8 @@ class RunFolder:
         self._saved = time.monotonic()
 
     def finish(self, policy: LinearPolicy, history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-        """Write the artifacts, then remove the checkpoint; the metadata last: where it is, the run is finished."""
+        """Write the artifacts, then remove the checkpoint. The metadata comes last: its presence marks a finished
+        run."""
         (self.path / METADATA).unlink(missing_ok=True)
         with whole_file(self.path / HISTORY) as file:
             file.write((json.dumps(list(history), indent=1) + "\n").encode())
@@ -142,7 +143,7 @@ class RunFolder:
 
 
 def _comparable(settings: RouterSettings) -> str:
-    """The settings that decide the result: not where it is told, nor in how many processes it is computed."""
+    """Select the settings that decide the result, without reporting and the number of processes."""
     told = settings.model_copy(
         update={
             "observability": type(settings.observability)(),

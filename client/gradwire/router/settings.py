@@ -18,7 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """Settings that cannot be changed, of which none is unknown and none is converted from another type."""
+    """Immutable settings; unknown keys are refused and types are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -26,13 +26,13 @@ class Section(BaseModel):
 class Rllm(Section):
     """The main switch."""
 
-    enabled: bool = Field(default=False, description="nothing below happens while this is false")
+    enabled: bool = Field(default=False, description="nothing below takes effect while this is false")
 
 
 class Rollout(Section):
-    """Where the steps come from: a synthetic world, no live traffic."""
+    """Source of the steps: a synthetic world, no live traffic."""
 
-    environments: PositiveInt = Field(default=1024, description="played at once")
+    environments: PositiveInt = Field(default=1024, description="environments played at once")
     rollout_length: PositiveInt = Field(default=16, description="steps of each environment before an update")
     episode_length: PositiveInt = Field(
         default=LONGEST, description="most steps of a request: the planner's and its agents'"
@@ -41,13 +41,13 @@ class Rollout(Section):
 
 
 class Weights(Section):
-    """What an answer is worth; see RewardWeights."""
+    """Weights of the reward; see RewardWeights."""
 
-    quality: NonNegative = Field(default=1.0, description="of the answer's grade from 0 to 1")
-    cost: NonNegative = Field(default=0.6, description="taken off, heavier where the budget is small")
-    latency: NonNegative = Field(default=0.4, description="taken off, heavier where it is urgent")
-    depth: NonNegative = Field(default=0.02, description="taken off for each step")
-    success: NonNegative = Field(default=1.0, description="of a right answer")
+    quality: NonNegative = Field(default=1.0, description="weight of the answer's grade from 0 to 1")
+    cost: NonNegative = Field(default=0.6, description="penalty on cost, larger for a small budget")
+    latency: NonNegative = Field(default=0.4, description="penalty on time, larger for an urgent request")
+    depth: NonNegative = Field(default=0.02, description="penalty per step")
+    success: NonNegative = Field(default=1.0, description="bonus for a right answer")
     zero_when_wrong: bool = Field(default=False, description="a wrong answer earns 0 whatever it cost")
 
     def weights(self) -> RewardWeights:
@@ -57,7 +57,7 @@ class Weights(Section):
 class Trainer(Section):
     """PPO."""
 
-    enabled: bool = Field(default=False, description="train at all")
+    enabled: bool = Field(default=False, description="whether to train")
     updates: PositiveInt = Field(default=32, description="rounds of rollout and PPO; --updates")
     seed: Annotated[int, Field(ge=0)] = Field(
         default=0, description="two runs with one seed give the same files; --seed"
@@ -65,44 +65,46 @@ class Trainer(Section):
     interactions: bool = Field(default=True, description="the policy also sees the products of two features")
     learning_rate: Positive = Field(default=0.05, description="of Adam")
     anneal_learning_rate: bool = Field(
-        default=True, description="it falls linearly towards 0 over the updates; not under the autopilot"
+        default=True, description="decays linearly to 0 over the updates; constant under the autopilot"
     )
     epochs: PositiveInt = Field(default=4, description="passes over the steps of a rollout")
-    mini_batch_size: PositiveInt = Field(default=2048, description="steps of an optimizer step")
-    gamma: Share = Field(default=1.0, description="discount of a step")
-    gae_lambda: Share = Field(default=0.95, description="of generalised advantage estimation")
-    clip_epsilon: Positive = Field(default=0.2, description="how far the policy's ratio may gain")
-    value_clip_epsilon: Positive | None = Field(
-        default=0.5, description="how far a value may move; null: as far as it likes"
-    )
-    value_coef: NonNegative = Field(default=0.5, description="weight of the value's loss")
-    entropy_coef: NonNegative = Field(default=0.002, description="weight of the entropy, which keeps exploring")
-    max_grad_norm: Positive = Field(default=0.5, description="the gradient is scaled down to it")
+    mini_batch_size: PositiveInt = Field(default=2048, description="rollout steps per optimizer step")
+    gamma: Share = Field(default=1.0, description="discount per step")
+    gae_lambda: Share = Field(default=0.95, description="lambda of generalised advantage estimation")
+    clip_epsilon: Positive = Field(default=0.2, description="clip range of the policy's ratio")
+    value_clip_epsilon: Positive | None = Field(default=0.5, description="clip range of the value; null: no clipping")
+    value_coef: NonNegative = Field(default=0.5, description="weight of the value loss")
+    entropy_coef: NonNegative = Field(default=0.002, description="weight of the entropy bonus, which keeps exploration")
+    max_grad_norm: Positive = Field(default=0.5, description="gradient clipping norm")
     target_kl: Positive | None = Field(
         default=None, description="an update ends early beyond 1.5 times this; null: never"
     )
-    normalize_advantages: bool = Field(default=True, description="to mean 0 and variance 1 in each mini-batch")
+    normalize_advantages: bool = Field(
+        default=True, description="scale advantages to mean 0 and variance 1 in each mini-batch"
+    )
     reward_weights: Weights = Weights()
 
 
 class Evaluation(Section):
-    """On requests held out of the training, the same each time."""
+    """Evaluation on held-out requests, the same each time."""
 
     enabled: bool = Field(default=False, description="measure while training")
-    episodes: PositiveInt = Field(default=2000, description="requests a seed")
+    episodes: PositiveInt = Field(default=2000, description="requests per seed")
     interval: PositiveInt = Field(default=4, description="updates between two evaluations")
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] = Field(
-        default=[1001, 1002, 1003], description="of the held-out requests"
+        default=[1001, 1002, 1003], description="seeds of the held-out requests"
     )
 
 
 class Autopilot(Section):
-    """Train in rounds until it no longer helps. Needs evaluation and experiment."""
+    """Train in rounds until the reward stops improving. Needs evaluation and experiment."""
 
-    enabled: bool = Field(default=False, description="takes the place of a fixed number of updates")
-    updates_per_round: PositiveInt = Field(default=8, description="between two evaluations")
+    enabled: bool = Field(default=False, description="replaces a fixed number of updates")
+    updates_per_round: PositiveInt = Field(default=8, description="updates between two evaluations")
     patience: PositiveInt = Field(default=3, description="rounds without improvement before it stops")
-    min_improvement: NonNegative = Field(default=0.001, description="of the mean reward, to count as one")
+    min_improvement: NonNegative = Field(
+        default=0.001, description="minimum gain of the mean reward that counts as an improvement"
+    )
     max_updates: PositiveInt = Field(default=256, description="the budget")
 
 
@@ -123,7 +125,7 @@ class Logging(Section):
 
 
 class Metrics(Section):
-    """Figures of every update, for a dashboard."""
+    """Metrics of every update, for a dashboard."""
 
     backend: Literal["none", "wandb", "tensorboard", "prometheus"] = Field(
         default="none", description="none, wandb, tensorboard or prometheus"
@@ -133,19 +135,19 @@ class Metrics(Section):
     tags: list[str] = Field(default=[], description="wandb's")
     directory: str = Field(default="logs/rllm-tensorboard/", description="tensorboard's")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=9464, description="prometheus's, on 127.0.0.1; 0: a free one"
+        default=9464, description="port of the prometheus backend on 127.0.0.1; 0: a free one"
     )
 
 
 class Tracing(Section):
-    """A span for the run and one for each of its parts."""
+    """One span for the run and one for each of its parts."""
 
     enabled: bool = Field(default=False, description="send them")
     endpoint: str = Field(default="http://localhost:4317", description="OTLP over gRPC")
 
 
 class Observability(Section):
-    """What is told to whom."""
+    """Reporting."""
 
     logging: Logging = Logging()
     metrics: Metrics = Metrics()
@@ -155,10 +157,12 @@ class Observability(Section):
 class Hicra(Section):
     """Credit assignment before the advantages; see HICRACreditAssigner."""
 
-    enabled: bool = Field(default=False, description="false: the raw rewards are used")
+    enabled: bool = Field(default=False, description="false: use the raw rewards")
     multiplier: Annotated[float, Field(allow_inf_nan=False)] = Field(default=1.0, description="weight of the credits")
-    normalize: bool = Field(default=True, description="rewards to mean 0 and variance 1 over the steps of a rollout")
-    normalization_eps: Positive = Field(default=1e-8, description="keeps the normalisation finite")
+    normalize: bool = Field(
+        default=True, description="scale rewards to mean 0 and variance 1 over the steps of a rollout"
+    )
+    normalization_eps: Positive = Field(default=1e-8, description="added to the variance in the normalisation")
 
     @model_validator(mode="before")
     @classmethod
@@ -169,7 +173,7 @@ class Hicra(Section):
             return given
         unknown = sorted(set(given) - set(cls.model_fields) - {"planner_weight", "eps", "epsilon"})
         if unknown:
-            return given  # pydantic names them, with their place
+            return given  # pydantic reports them with their place
         try:
             built = build_hicra_from_dict({"enabled": False} | given)
         except TypeError as error:
@@ -178,11 +182,11 @@ class Hicra(Section):
 
 
 class RouterSettings(Section):
-    """Everything that a training takes.
+    """All settings of a training.
 
     Attributes:
-        rllm, trainer: both must be enabled for anything to happen.
-        rollout, evaluation, autopilot, experiment, observability, hicra: the parts.
+        rllm, trainer: Both must be enabled for anything to happen.
+        rollout, evaluation, autopilot, experiment, observability, hicra: The parts.
     """
 
     rllm: Rllm = Rllm()
@@ -202,5 +206,5 @@ class RouterSettings(Section):
         return self
 
     def switched_off(self) -> list[str]:
-        """The switches that keep a training from happening."""
+        """List the switches that disable training."""
         return [name for name in ("rllm", "trainer") if not getattr(self, name).enabled]

@@ -1,4 +1,4 @@
-"""Settings as YAML: read with the line of every mistake, written with a comment on every setting."""
+"""Settings as YAML: errors name the line; written files have a comment on every setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = """\
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be used; the message names the file, the line and the rule."""
+    """Invalid settings; the message names the file, the line and the rule."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -36,15 +36,15 @@ _Loader.add_implicit_resolver(
 
 
 def load_settings(path: Path | str, overrides: Sequence[str] = ()) -> RouterSettings:
-    """The settings of a file.
+    """Load the settings of a file.
 
     Args:
-        path: a YAML file; what it leaves out has its default.
-        overrides: ``"trainer.learning_rate=1e-3"``, which have the last word.
+        path: A YAML file; omitted settings have their defaults.
+        overrides: Settings such as ``"trainer.learning_rate=1e-3"``, which override the file.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        SettingsError: for a mistake, naming its line.
+        FileNotFoundError: There is no such file.
+        SettingsError: The file has a mistake; names its line.
     """
     path = Path(path)
     if not path.is_file():
@@ -57,7 +57,7 @@ def load_settings(path: Path | str, overrides: Sequence[str] = ()) -> RouterSett
 
 
 def parse_settings(text: str, overrides: Sequence[str] = (), name: str = "settings") -> RouterSettings:
-    """As :func:`load_settings`, of a text; ``name`` is the file's in messages."""
+    """Parse settings from a text like :func:`load_settings`; ``name`` is the file's name in messages."""
     try:
         root = yaml.compose(text, Loader=_Loader)
         lines = {} if root is None else dict(_lines(root, (), name))
@@ -65,12 +65,12 @@ def parse_settings(text: str, overrides: Sequence[str] = (), name: str = "settin
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise SettingsError(f"{name}{line}: this is no YAML: {error.problem}") from None
+        raise SettingsError(f"{name}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise SettingsError(f"{name}: this is no YAML: {error}") from None
+        raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(given, dict):
         raise SettingsError(
-            f"{name}, line 1: settings are a mapping, `rllm:` and so on; this is {type(given).__name__}"
+            f"{name}, line 1: settings must be a mapping with sections such as `rllm:`, got {type(given).__name__}"
         )
     set_here = [_override(given, override) for override in overrides]
     try:
@@ -81,7 +81,7 @@ def parse_settings(text: str, overrides: Sequence[str] = (), name: str = "settin
 
 
 def _lines(node: Any, place: Place, name: str) -> Iterator[tuple[Place, int]]:
-    """The line of every setting, from 1."""
+    """Find the line of every setting, from 1."""
     yield place, node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
@@ -98,7 +98,7 @@ def _lines(node: Any, place: Place, name: str) -> Iterator[tuple[Place, int]]:
 
 
 def _override(given: dict[str, Any], override: str) -> Place:
-    """Put ``a.b=value`` into the settings; gives its place."""
+    """Set ``a.b=value`` in the settings; return its place."""
     dotted, equals, value = override.partition("=")
     names = dotted.strip().split(".")
     if not equals or not all(names):
@@ -109,11 +109,11 @@ def _override(given: dict[str, Any], override: str) -> Place:
             section[name] = {}
         section = section[name]
         if not isinstance(section, dict):
-            raise SettingsError(f"--set {override}: {name} is one value and has no {names[-1]}")
+            raise SettingsError(f"--set {override}: {name} is a single value and has no {names[-1]}")
     try:
         section[names[-1]] = yaml.load(value, Loader=_Loader)
     except yaml.YAMLError:
-        raise SettingsError(f"--set {override}: {value!r} is no YAML value") from None
+        raise SettingsError(f"--set {override}: {value!r} is not a YAML value") from None
     return tuple(names)
 
 
@@ -153,7 +153,7 @@ def _section(place: Place) -> type[Section] | None:
 
 
 def render(settings: RouterSettings | None = None) -> str:
-    """The settings as YAML with a comment on each; the defaults, all off, when absent."""
+    """Render settings as YAML with a comment on each; by default the defaults, all off."""
     return HEADER + "".join(_render(settings or RouterSettings(), 0))
 
 

@@ -1,4 +1,4 @@
-"""PPO updates of the router's policy: no files, no output.
+"""PPO updates of the router's policy, without files or output.
 
 ``T`` steps of a rollout's ``N`` episodes, one after the other; see :mod:`gradwire.router.rollouts`.
 """
@@ -27,23 +27,23 @@ from gradwire.router.world import World
 Figures = dict[str, float | None]
 Span = Callable[[str], AbstractContextManager[object]]
 
-SHARD = 256  # environments with random numbers of their own: the result does not depend on the number of workers
-EARLY_STOP = 1.5  # times target_kl
+SHARD = 256  # environments with their own random numbers: the result does not depend on the number of workers
+EARLY_STOP = 1.5  # factor of target_kl
 LEARNED = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 
 class PPOTrainer:
-    """A policy, and the updates that change it.
+    """A policy and its updates.
 
     Args:
-        settings: of the rollout, the trainer and HICRA; what their switches say is the caller's concern.
-        seed: of everything random.
-        span: opens a span of a trace around a part of an update.
+        settings: Settings of the rollout, the trainer and HICRA; the caller checks their switches.
+        seed: Seed of all random numbers.
+        span: Opens a trace span around a part of an update.
 
     Attributes:
-        policy: what is trained; uniform over modes at first.
-        updates: made so far.
-        skipped: of these, the ones without a step because all credits were zero.
+        policy: The trained policy; initially uniform over modes.
+        updates: Number of updates so far.
+        skipped: Number of updates without a step because all credits were zero.
     """
 
     def __init__(self, settings: RouterSettings, seed: int, span: Span = lambda name: nullcontext()) -> None:
@@ -68,16 +68,16 @@ class PPOTrainer:
         self._earlier_successes = 0.0
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """Stop the worker processes, if there are any."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
     def update(self) -> Figures:
-        """One rollout and the PPO steps on it.
+        """Run one rollout and the PPO steps on it.
 
         Returns:
-            The figures of the update; those of PPO are None where it was skipped.
+            The metrics of the update; those of PPO are None if it was skipped.
         """
         with self._span("rollout"):
             rollout = self._collect()
@@ -104,7 +104,7 @@ class PPOTrainer:
                 ]
             )
         if self._pool is None:
-            # Ctrl-C is for this process, which ends its workers itself.
+            # Ctrl-C is handled by this process, which stops its workers itself.
             self._pool = ProcessPoolExecutor(
                 workers, get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
             )
@@ -133,7 +133,7 @@ class PPOTrainer:
         }
 
     def _credits(self, rollout: Rollout) -> tuple[Floats | None, Figures]:
-        """What each step is credited with ``[T]``, None when that is nothing anywhere; and HICRA's figures."""
+        """Return each step's credit ``[T]``, None if all are zero; and HICRA's metrics."""
         if not self._assigner.enabled:
             return rollout.rewards, {}
         rows, mask = rollout.padded(rollout.rewards)
@@ -144,7 +144,7 @@ class PPOTrainer:
 
     @property
     def _successes(self) -> float:
-        """Trajectories with a positive sum of rewards, those before a resumption included."""
+        """Count trajectories with a positive sum of rewards, including those before a resumption."""
         return self._earlier_successes + self._assigner.metrics.get("hicra_success_total", 0.0)
 
     def _learn(self, rollout: Rollout, credits: Floats) -> Figures:
@@ -174,14 +174,14 @@ class PPOTrainer:
         }
 
     def _learning_rate(self) -> float:
-        """Of this update; constant under the autopilot, which does not know how many updates there will be."""
+        """Learning rate of this update; constant under the autopilot, whose number of updates is unknown."""
         trainer = self._settings.trainer
         if not trainer.anneal_learning_rate or self._settings.autopilot.enabled:
             return trainer.learning_rate
         return trainer.learning_rate * max(0.0, 1.0 - (self.updates - 1) / trainer.updates)
 
     def _mini_batches(self, rollout: Rollout, advantages: Floats, returns: Floats) -> Iterator[MiniBatch]:
-        """``epochs`` passes over the steps in a new order each, in parts of about ``mini_batch_size``."""
+        """Yield ``epochs`` passes over the steps in a new order each, in parts of about ``mini_batch_size``."""
         trainer, total = self._settings.trainer, len(returns)
         episode_of = np.full(total, -1)
         episode_of[rollout.starts] = np.arange(len(rollout.starts))
@@ -204,7 +204,7 @@ class PPOTrainer:
                 )
 
     def state(self) -> dict[str, Any]:
-        """Arrays from which :meth:`load` goes on exactly, as they are after an update."""
+        """Return the state as arrays, from which :meth:`load` continues exactly."""
         numbers = {
             "updates": self.updates,
             "skipped": self.skipped,
@@ -217,7 +217,7 @@ class PPOTrainer:
         return arrays | {"trainer": np.array(json.dumps(numbers))}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state`."""
+        """Restore a :meth:`state`."""
         numbers = json.loads(str(state["trainer"]))
         self.updates, self.skipped, self._steps = (numbers[name] for name in ("updates", "skipped", "steps"))
         self._earlier_successes = numbers["successes"]
@@ -230,5 +230,5 @@ class PPOTrainer:
 def _collect_there(
     world: World, policy: LinearPolicy, rng: np.random.Generator, environments: int, length: int
 ) -> tuple[Rollout, np.random.Generator]:
-    """:func:`collect` in a worker, with the generator as it is afterwards."""
+    """Run :func:`collect` in a worker; also returns the random generator's new state."""
     return collect(world, policy, rng, environments, length), rng

@@ -1,11 +1,11 @@
 """A synthetic world of requests and collaboration modes: arithmetic and seeded random numbers, no live traffic.
 
-``N`` requests, ``F`` features, ``M`` modes. Every law below broadcasts: modes ``[N]`` give a number a request, modes
-``[M]`` with requests ``[N, 1]`` a table.
+``N`` requests, ``F`` features, ``M`` modes. Every law below broadcasts: modes ``[N]`` give one number per request,
+modes ``[M]`` with requests ``[N, 1]`` a table.
 
 An episode is one request. Its first step is the planner's: the policy chooses a mode. Each further step is the work of
-an agent that the mode calls; nothing is decided there. With ``d`` agents' difficulty, a mode of ``n`` planned steps
-of which ``t = min(n, episode_length)`` are taken succeeds with probability
+an agent that the mode calls, without a decision. A mode of ``n`` planned steps of which ``t = min(n, episode_length)``
+are taken succeeds with probability
 
     p = sigmoid(skill[mode, domain] - slope[mode] difficulty - 3 (1 - t / n))
 
@@ -50,13 +50,13 @@ class Mode:
     """One way to answer a request.
 
     Attributes:
-        name: of the mode.
-        steps: that it plans: the planner's and one an agent it calls.
-        provider: whose load slows it down.
-        price: of a request of average length, in units of the dearest.
-        seconds: at no load, in units of the slowest.
-        slope: how much difficulty lowers the chance of success, in logits.
-        skill: the logit of success on the easiest request, by domain in the order of ``DOMAINS``.
+        name: Name of the mode.
+        steps: Planned steps: the planner's and one per agent it calls.
+        provider: Provider whose load slows it down.
+        price: Price of a request of average length, in units of the most expensive mode's.
+        seconds: Time without load, in units of the slowest mode's.
+        slope: Decrease of the success logit with difficulty.
+        skill: Logit of success on the easiest request, by domain in the order of ``DOMAINS``.
     """
 
     name: str
@@ -80,15 +80,15 @@ MODES = (
 
 @dataclass(frozen=True)
 class RewardWeights:
-    """What an answer is worth: ``reward = quality q + success s - cost c - latency l - depth n``.
+    """Weights of the reward: ``reward = quality q + success s - cost c - latency l - depth n``.
 
     Attributes:
-        quality: of the answer's grade in [0, 1].
-        cost: of its cost, weighed by ``1.5 - budget`` of the request.
-        latency: of its time, weighed by ``0.5 + urgency`` of the request.
-        depth: of each step taken.
-        success: of a right answer.
-        zero_when_wrong: a wrong answer earns 0 whatever it cost, in every step.
+        quality: Weight of the answer's grade in [0, 1].
+        cost: Weight of its cost, scaled by ``1.5 - budget`` of the request.
+        latency: Weight of its time, scaled by ``0.5 + urgency`` of the request.
+        depth: Penalty per step.
+        success: Bonus for a right answer.
+        zero_when_wrong: A wrong answer earns 0 in every step, whatever it cost.
     """
 
     quality: float = 1.0
@@ -101,12 +101,12 @@ class RewardWeights:
 
 @dataclass(frozen=True)
 class Episodes:
-    """What came of ``N`` requests, each answered in one mode.
+    """Outcomes of ``N`` requests, each answered in one mode.
 
     Attributes:
-        steps: ``[N]``, taken, the planner's included.
-        step_reward: ``[N]``, of every step: quality, cost, latency and depth, in equal parts.
-        last_reward: ``[N]``, besides, of the last step: for success.
+        steps: ``[N]``, steps taken, including the planner's.
+        step_reward: ``[N]``, reward of every step: quality, cost, latency and depth, in equal parts.
+        last_reward: ``[N]``, additional reward of the last step: for success.
         success: ``[N]`` bool.
         quality, cost, latency: ``[N]``.
     """
@@ -121,7 +121,7 @@ class Episodes:
 
     @property
     def reward(self) -> Floats:
-        """``[N]``: of the whole episode."""
+        """``[N]``: reward of the whole episode."""
         return self.step_reward * self.steps + self.last_reward
 
 
@@ -129,16 +129,17 @@ class World:
     """The requests, the modes' laws and the reward.
 
     Args:
-        episode_length: most steps of an episode; a mode that plans more stops there, and succeeds less.
-        weights: of the reward.
+        episode_length: Maximum number of steps of an episode; a mode that plans more stops there, and succeeds less
+            often.
+        weights: Weights of the reward.
 
     Raises:
-        ValueError: when an episode has no step.
+        ValueError: ``episode_length`` is below 1.
     """
 
     def __init__(self, episode_length: int = LONGEST, weights: RewardWeights | None = None) -> None:
         if episode_length < 1:
-            raise ValueError(f"episode_length must be at least 1; this is {episode_length}")
+            raise ValueError(f"episode_length must be at least 1, got {episode_length}")
         self.features, self.modes = FEATURES, tuple(mode.name for mode in MODES)
         self.weights = weights or RewardWeights()
         planned = np.array([mode.steps for mode in MODES])
@@ -156,7 +157,7 @@ class World:
         self._step, self._remaining = column["step"], column["remaining"]
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
-        """``[count, F]``: new requests; short ones are commoner than long ones, all else is uniform."""
+        """Draw new requests, ``[count, F]``; short ones are more frequent than long ones, all else is uniform."""
         x = np.zeros((count, len(FEATURES)))
         x[:, : self._step] = rng.random((count, self._step))
         x[:, self._length] **= 2
@@ -166,11 +167,11 @@ class World:
         return x
 
     def laws(self, x: Floats, modes: Integers) -> tuple[Floats, Floats, Floats]:
-        """Chance of success, cost and latency.
+        """Compute the probability of success, cost and latency.
 
         Args:
             x: ``[N, F]``.
-            modes: ``[N]``, one a request; or ``[N, M]``, several.
+            modes: ``[N]``, one per request; or ``[N, M]``, several.
         """
 
         def of_request(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -183,7 +184,7 @@ class World:
         return 1.0 / (1.0 + np.exp(-logit)), self._price[modes] * size, self._seconds[modes] * size * (1.0 + 2.0 * load)
 
     def _paid(self, x: Floats, modes: Integers, quality: Floats, cost: Floats, latency: Floats) -> Floats:
-        """The reward of an episode but for its success, shaped as ``modes``."""
+        """Reward of the episode without its success term, with the shape of ``modes``."""
         weights = self.weights
         dear, urgent = 1.5 - x[:, self._budget], 0.5 + x[:, self._urgency]
         if modes.ndim == 2:
@@ -201,7 +202,8 @@ class World:
         return self.outcome(x, modes, rng.random((2, len(x))))
 
     def outcome(self, x: Floats, modes: Integers, luck: Floats) -> Episodes:
-        """As :meth:`play`, with ``luck [2, N]`` uniform in [0, 1): the first decides success, the second the grade."""
+        """Like :meth:`play`, with ``luck [2, N]`` uniform in [0, 1): the first row decides success, the second the
+        grade."""
         chance, cost, latency = self.laws(x, modes)
         success = luck[0] < chance
         quality = chance + chance * (1.0 - chance) * (2.0 * luck[1] - 1.0)
@@ -213,7 +215,7 @@ class World:
         return Episodes(steps, each, last, success, quality, cost, latency)
 
     def expected(self, x: Floats) -> Mapping[str, Floats]:
-        """``reward``, ``quality``, ``cost`` and ``latency`` of every mode on average, each ``[N, M]``."""
+        """Expected ``reward``, ``quality``, ``cost`` and ``latency`` of every mode, each ``[N, M]``."""
         modes = np.broadcast_to(np.arange(len(self.modes)), (len(x), len(self.modes)))
         chance, cost, latency = self.laws(x, modes)
         paid = self._paid(x, modes, chance, cost, latency)
@@ -221,7 +223,7 @@ class World:
         return {"reward": reward, "quality": chance, "cost": cost, "latency": latency}
 
     def at_step(self, x: Floats, step: npt.ArrayLike, steps: npt.ArrayLike) -> Floats:
-        """The same requests as seen at a step: ``x`` with its stage columns set; at step 0 the mode is not yet known.
+        """Set the stage columns of ``x`` for a step; at step 0 the mode is not yet known.
 
         Args:
             x: ``[N, F]``; changed in place.

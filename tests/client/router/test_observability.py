@@ -116,7 +116,7 @@ def test_a_port_that_is_taken_is_named() -> None:
     first = PrometheusLogger(0)
     taken = int(first.address.split(":")[2].split("/")[0])
     try:
-        with pytest.raises(ValueError, match=rf"observability\.metrics\.port {taken} cannot be listened on"):
+        with pytest.raises(ValueError, match=rf"cannot listen on observability\.metrics\.port {taken}"):
             PrometheusLogger(taken)
     finally:
         first.close()

@@ -159,7 +159,7 @@ def test_what_makes_figures_doubtful_is_said() -> None:
     for text in (
         "every propensity is 1",
         "takes debate on 100.0% of requests, and the log never does",
-        "1 decisions took a mode that the policy has not",
+        "1 decisions took a mode that the policy does not have",
         "effective sample size is 0",
     ):
         assert any(text in warning for warning in report.warnings), text
@@ -218,8 +218,8 @@ GOOD = '{"features": {"a": 1}, "mode": "m", "propensity": 0.5, "reward": 1}\n'
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", GOOD + "{", r"x\.jsonl, line 2: no JSON object"),
-        ("x.jsonl", "[1]", "line 1: a decision is a JSON object; this is"),
+        ("x.jsonl", GOOD + "{", r"x\.jsonl, line 2: not a JSON object"),
+        ("x.jsonl", "[1]", "line 1: a decision must be a JSON object, got"),
         ("x.jsonl", '{"mode": "m"}', "line 1: features must be an object"),
         ("x.jsonl", GOOD.replace("1}", "[1]}", 1), r"the feature 'a' is \[1\]"),
         ("x.jsonl", GOOD.replace('"m"', "3"), "mode is 3; it must be the name"),
@@ -228,7 +228,7 @@ GOOD = '{"features": {"a": 1}, "mode": "m", "propensity": 0.5, "reward": 1}\n'
         ("x.jsonl", GOOD.replace('"reward": 1', '"reward": NaN'), "reward is nan"),
         ("x.jsonl", GOOD.replace('"mode"', '"event": "guess", "mode"'), "event is 'guess'; it must be one of decision"),
         ("x.csv", "mode,propensity\nm,0.5\n", "there is no column reward; the columns are mode, propensity"),
-        ("x.csv", "mode,propensity,reward\nm,0.5\n", "line 2: 2 entries where the header has 3"),
+        ("x.csv", "mode,propensity,reward\nm,0.5\n", "line 2: 2 entries but the header has 3"),
         ("x.csv", "mode,propensity,reward\n\nm,1.5,0\n", "line 3: propensity is 1.5"),
         ("x.csv", "mode,propensity,reward\n,0.5,0\n", "line 2: mode is None"),
     ],
@@ -270,7 +270,7 @@ def test_a_routers_own_log_judges_and_teaches(tmp_path: Path, capsys: pytest.Cap
     assert (report.decisions, report.skipped) == (800, 800)
     assert report.dr.low > report.logged.high
     log.write_text("nothing\n")
-    with pytest.raises(SystemExit, match=r"decisions\.jsonl, line 1: no JSON object"):
+    with pytest.raises(SystemExit, match=r"decisions\.jsonl, line 1: not a JSON object"):
         commands.main([str(each) for each in arguments])
 
 

@@ -32,7 +32,7 @@ def test_features_by_name_and_in_order_are_the_same() -> None:
         ({"length": 0.3}, "missing: domain"),
         ({"length": 0.3, "domain": "law"}, "'domain' is 'law'; it can be one of code, math"),
         ({"length": 0.3, "domain": "math", "mood": 1}, "no feature 'mood'"),
-        ({"length": "long", "domain": "math"}, "'length' is 'long', which is no number"),
+        ({"length": "long", "domain": "math"}, "'length' is 'long', which is not a number"),
         ({"length": float("nan"), "domain": "math"}, "'length' is nan"),
         ([1.0, 2.0], "takes 3 numbers: length, domain=code, domain=math"),
         ([1.0, np.inf, 0.0], "'domain=code' is not finite"),
@@ -83,7 +83,7 @@ def test_files_that_are_no_policy_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", weights=np.zeros(3))
     np.savez(tmp_path / "pickled.npz", feature_names=np.array([{}], dtype=object))
     for name in ("text", "other", "pickled"):
-        with pytest.raises(ValueError, match=r"is no policy that LinearPolicy\.save wrote"):
+        with pytest.raises(ValueError, match=r"is not a policy written by LinearPolicy\.save"):
             LinearPolicy.load(tmp_path / f"{name}.npz")
 
 

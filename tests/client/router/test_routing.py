@@ -64,7 +64,7 @@ def test_a_dry_run_only_records(file: Path, tmp_path: Path) -> None:
     assert dry["features"] == REQUEST
     assert (dry["propensity"], dry["reward"]) == (1.0, None)
     assert dry["probabilities"] == chosen.probabilities
-    with pytest.raises(ValueError, match="a dry run only records: give log="):
+    with pytest.raises(ValueError, match="a dry run only records: pass log="):
         RouterPolicy.from_file(file).dry_run(REQUEST)
 
 
@@ -81,7 +81,7 @@ def test_exploration_is_drawn_with_the_logged_propensities(file: Path, tmp_path:
         greedy = mode == max(decisions[0].probabilities, key=lambda each: decisions[0].probabilities[each])
         assert likely == pytest.approx(0.4 * greedy + 0.6 * (0.5 * policy + 0.5 / 3))
     assert [each["propensity"] for each in records(tmp_path / "log.jsonl")] == [each.propensity for each in decisions]
-    with pytest.raises(ValueError, match="exploration is logged"):
+    with pytest.raises(ValueError, match="exploration needs a log"):
         RouterPolicy.from_file(file, exploration=0.1)
 
 

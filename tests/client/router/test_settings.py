@@ -71,7 +71,7 @@ def test_what_is_written_is_read_back() -> None:
         ),
         ("rllm:\n  enabled: true\nrllm: {}\n", "f.yaml, line 3: 'rllm' is also on line 1; keep one"),
         ("rllm: [\n", "f.yaml, line 2: this is no YAML"),
-        ("- rllm\n", "f.yaml, line 1: settings are a mapping"),
+        ("- rllm\n", "f.yaml, line 1: settings must be a mapping"),
         ("rollout: 3\n", "f.yaml, line 1: rollout: this is a section, with settings of its own, not 3"),
         ("observability:\n  metrics:\n    backend: grafana\n", "f.yaml, line 3: observability.metrics.backend: input"),
         ("hicra:\n  eps: 1e-3\n  epsilon: 2e-3\n", "f.yaml, line 1: hicra: epsilon is 0.002 and eps is 0.001"),
@@ -99,7 +99,7 @@ def test_overrides_have_the_last_word_and_are_checked_like_the_file() -> None:
         ("trainer.learning_rate=fast", "--set trainer.learning_rate: input should be a valid number, not 'fast'"),
         ("trainer.learning=1", "--set trainer.learning: there is no such setting; trainer takes"),
         ("trainer", "--set trainer: write SECTION.NAME=VALUE"),
-        ("trainer.learning_rate.x=1", "--set trainer.learning_rate.x=1: learning_rate is one value"),
+        ("trainer.learning_rate.x=1", "--set trainer.learning_rate.x=1: learning_rate is a single value"),
     ):
         with pytest.raises(SettingsError) as error:
             parse_settings(text, [override])

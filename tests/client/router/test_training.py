@@ -148,7 +148,7 @@ def test_a_killed_and_an_interrupted_run_end_with_the_same_bytes() -> None:
 
     refused = subprocess.run([*TRAIN, "--seed", "1"], capture_output=True, text=True)
     assert refused.returncode == 1
-    assert "an interrupted run is in out: go on with --resume, or begin anew with --overwrite" in refused.stderr
+    assert "an interrupted run is in out: continue with --resume, or start anew with --overwrite" in refused.stderr
     other = subprocess.run([*TRAIN, "--seed", "2", "--resume"], capture_output=True, text=True)
     assert other.returncode == 1
     assert "has other settings: `seed: 1` there, `seed: 2` here" in other.stderr
@@ -156,12 +156,12 @@ def test_a_killed_and_an_interrupted_run_end_with_the_same_bytes() -> None:
     interrupted = start("--seed", "1", "--resume")
     assert interrupted.stdout is not None
     going_on = interrupted.stdout.readline()
-    assert going_on.startswith("going on after update "), going_on
+    assert going_on.startswith("continuing after update "), going_on
     wait_for_update(interrupted, int(going_on.split()[-1]) + 1)
     interrupted.send_signal(signal.SIGINT)
     _, said = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 1
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     assert "Traceback" not in said
 
     done = subprocess.run([*TRAIN, "--seed", "1", "--resume"], capture_output=True, text=True)
@@ -171,7 +171,7 @@ def test_a_killed_and_an_interrupted_run_end_with_the_same_bytes() -> None:
 
 
 def test_resuming_needs_a_folder_and_begins_where_there_is_nothing() -> None:
-    with pytest.raises(ValueError, match=r"resuming needs experiment\.enabled"):
+    with pytest.raises(ValueError, match=r"to resume, set experiment\.enabled"):
         RouterPPOAdapter(small(experiment={"enabled": False})).train(resume=True)
     assert RouterPPOAdapter(small()).train(resume=True).stopped == "all 5 updates are done"
     Path("out/resume_state.npz").write_bytes(b"torn")

@@ -52,6 +52,7 @@ from gradwire.errors import (
     WriterError,
 )
 from gradwire.futures import Future, gather
+from gradwire.history import History
 from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampleResult, Timings
 from gradwire.sampling import SamplingClient
 from gradwire.service import ServiceClient
@@ -69,6 +70,7 @@ __all__ = [
     "EngineUnavailableError",
     "Future",
     "GradwireError",
+    "History",
     "InternalServerError",
     "InvalidArgumentError",
     "InvalidBatchError",

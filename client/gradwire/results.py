@@ -12,6 +12,8 @@ import numpy.typing as npt
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire import html
+
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Column]
 
@@ -63,6 +65,14 @@ class LossResult:
     def __getitem__(self, metric: str) -> float:
         return self.metrics[metric]
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.metrics)
+
+    def _repr_html_(self) -> str:
+        rows = [*self.metrics.items(), *_counts(self, "num_sequences", "num_tokens", "num_loss_tokens")]
+        rows += [("seconds", self.timings.engine_s)]
+        return html.table(("metric", "value"), rows, caption="LossResult", notes=self.warnings)
+
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> LossResult:
         body = result.loss
@@ -103,6 +113,13 @@ class OptimStepResult:
     timings: Timings
     num_accumulated: int = 0
 
+    def _repr_html_(self) -> str:
+        rows = _counts(self, "step", "grad_norm", "learning_rate", "num_accumulated")
+        notes = ("The gradient was not finite, and the step was skipped.",) if self.skipped else ()
+        return html.table(
+            ("", "value"), [*rows, ("seconds", self.timings.engine_s)], caption="OptimStepResult", notes=notes
+        )
+
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> OptimStepResult:
         body = result.optim_step
@@ -110,6 +127,10 @@ class OptimStepResult:
         return OptimStepResult(
             body.grad_norm, body.learning_rate, body.step, body.skipped, timings, body.num_accumulated
         )
+
+
+def _counts(result: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, getattr(result, name)) for name in names]
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class TrainingClient(Operations):
 
     earlier_operations = _blocking(training.TrainingClient.earlier_operations)
     info = _blocking(training.TrainingClient.info)
+    history = _blocking(training.TrainingClient.history)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
     share = _blocking(training.TrainingClient.share)
     unshare = _blocking(training.TrainingClient.unshare)

@@ -12,6 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.descriptions import RunInfo
 from gradwire.files import download
 from gradwire.futures import Future
+from gradwire.history import History
 from gradwire.losses import model_path
 from gradwire.operations import Operations
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult
@@ -41,6 +42,14 @@ class TrainingClient(Operations):
         return RunInfo.from_message(
             await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self.run_id))
         )
+
+    async def history(self) -> History:
+        """What this run's operations measured: loss, metrics, learning rate, gradient norm, tokens and seconds.
+
+        The server keeps it as long as the run: it outlives the program that trains, and a restart of the server. An
+        operation shows once its result can be awaited. Of a fork it begins with the source's, up to the checkpoint.
+        """
+        return History.from_wire(await self._transport.history(self.run_id))
 
     async def list_checkpoints(self) -> list[Checkpoint]:
         """List the run's checkpoints, oldest first."""

@@ -214,6 +214,21 @@ class Transport:
                 return result
         raise ConnectionLostError(f"{self.address} ended the stream without a result")
 
+    async def history(self, run_id: str) -> list[pb.HistoryPoint]:
+        """The points of a run's record in order; asked for again from the first while the server is away."""
+        request, backoff = pb.GetHistoryRequest(run_id=run_id), Backoff(self.patience_s)
+        while True:
+            points: list[pb.HistoryPoint] = []
+            call = self._stub.GetHistory(request, metadata=self._metadata)
+            try:
+                async with contextlib.aclosing(_frames(call, self.address)) as pages:
+                    async for page in pages:
+                        points += page.points
+                return points
+            except errors.RETRYABLE as error:
+                await backoff.pause(error)
+                self.check_alive()
+
     def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
         """Yield the frames of a checkpoint's or export's files, in order."""
         return _frames(self._stub.Download(request, metadata=self._metadata), self.address)

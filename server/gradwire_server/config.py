@@ -46,6 +46,7 @@ class Limits(BaseModel):
     max_string_chars: int = Field(default=4096, ge=1, description="characters of any other string of an operation")
     max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
     max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")
+    max_history_points: int = Field(default=100_000, ge=16, description="operations in a run's record, then thinned")
     max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are not on disk yet")
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")

@@ -24,6 +24,7 @@ PLACES = {
     "DeleteRun": "write",
     "ForkRun": "read",
     "ShareRun": "write",
+    "GetHistory": "read",
     "OpenRun": "write",
     "Submit": "write",
     "Results": "read",

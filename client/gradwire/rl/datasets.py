@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.types import Task
 
 Row = Mapping[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 
 
 class MetricLogger(Protocol):

@@ -13,9 +13,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from gradwire.extras import require
 from gradwire.rl.batching import SamplerStatistics, derive_seed
 from gradwire.rl.environments.base import BaseEnvironment
-from gradwire.rl.extras import require
 from gradwire.rl.generation import InferenceModule, SamplingParams
 from gradwire.rl.rollout_statistics import Rollouts, summarised
 from gradwire.rl.rollouts import RolloutManager

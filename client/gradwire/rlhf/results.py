@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gradwire.errors import InvalidArgumentError
-from gradwire.rl.extras import require
+from gradwire.extras import require
 
 RESULTS_FILE = "training_results.json"
 FIGURES = (

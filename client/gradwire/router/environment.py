@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 
 require("gymnasium", "gymnasium", "RouterEnvironment")
 

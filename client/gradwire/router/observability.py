@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.loggers import MetricLogger, TensorBoardLogger, WandbLogger
 from gradwire.router.settings import Logging, Metrics, Observability, Tracing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 
 require("pydantic", "router", "gradwire.router.settings")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 
 yaml: Any = require("yaml", "router", "gradwire.router.settings_file")
 pydantic: Any = require("pydantic", "router", "gradwire.router.settings_file")

@@ -1153,6 +1153,138 @@ class ForkRunRequest(_message.Message):
 Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
 
 @_typing.final
+class GetHistoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHistoryRequest: _TypeAlias = GetHistoryRequest  # noqa: Y015
+
+@_typing.final
+class HistoryPage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___HistoryPoint]: ...
+    def __init__(
+        self,
+        *,
+        points: _abc.Iterable[Global___HistoryPoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HistoryPage: _TypeAlias = HistoryPage  # noqa: Y015
+
+@_typing.final
+class HistoryPoint(_message.Message):
+    """What one operation measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    LOSS_FN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """the run that carried it out"""
+    seq: _builtins.int
+    """its number there"""
+    operation: _builtins.str
+    """the name of its field in Operation.kind"""
+    loss_fn: _builtins.str
+    step: _builtins.int
+    """optimizer steps taken when it was done, its own included"""
+    loss: _builtins.float
+    learning_rate: _builtins.float
+    grad_norm: _builtins.float
+    tokens: _builtins.int
+    """that went through the model or were sampled"""
+    seconds: _builtins.float
+    """of the engine"""
+    time: _builtins.float
+    """Unix time at which its result was ready"""
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        seq: _builtins.int = ...,
+        operation: _builtins.str = ...,
+        loss_fn: _builtins.str = ...,
+        step: _builtins.int = ...,
+        loss: _builtins.float | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        learning_rate: _builtins.float | None = ...,
+        grad_norm: _builtins.float | None = ...,
+        tokens: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        time: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm", "_learning_rate", b"_learning_rate", "_loss", b"_loss", "grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "loss", b"loss", "loss_fn", b"loss_fn", "metrics", b"metrics", "operation", b"operation", "run_id", b"run_id", "seconds", b"seconds", "seq", b"seq", "step", b"step", "time", b"time", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__grad_norm: _TypeAlias = _typing.Literal["grad_norm"]  # noqa: Y015
+    _WhichOneofArgType__grad_norm: _TypeAlias = _typing.Literal["_grad_norm", b"_grad_norm"]  # noqa: Y015
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__grad_norm) -> _WhichOneofReturnType__grad_norm | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___HistoryPoint: _TypeAlias = HistoryPoint  # noqa: Y015
+
+@_typing.final
 class OpenRunRequest(_message.Message):
     """============================================================ operations"""
 
@@ -1938,6 +2070,7 @@ class LossResult(_message.Message):
     NUM_MICROBATCHES_FIELD_NUMBER: _builtins.int
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     GROUPED_RUNS_FIELD_NUMBER: _builtins.int
+    ADDED_HEAD_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     num_sequences: _builtins.int
     num_tokens: _builtins.int
@@ -1949,6 +2082,8 @@ class LossResult(_message.Message):
     """the activation budget was exceeded and part was computed twice"""
     grouped_runs: _builtins.int
     """runs, this among them, whose rows went through the base at once; 0: this alone"""
+    added_head: _builtins.str
+    """the head that the run was given for this loss; empty for none"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -1965,10 +2100,11 @@ class LossResult(_message.Message):
         num_microbatches: _builtins.int = ...,
         recomputed: _builtins.bool = ...,
         grouped_runs: _builtins.int = ...,
+        added_head: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "grouped_runs", b"grouped_runs", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -89,6 +89,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
                 _registered_method=True)
+        self.GetHistory = channel.unary_stream(
+                '/gradwire.v1.TrainingService/GetHistory',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.FromString,
+                _registered_method=True)
         self.OpenRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/OpenRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.OpenRunRequest.SerializeToString,
@@ -206,6 +211,14 @@ class TrainingServiceServicer(object):
 
     def ShareRun(self, request, context):
         """Lets another key read a run: its results, its checkpoints, sampling and forking from them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHistory(self, request, context):
+        """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
+        those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -334,6 +347,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.ShareRun,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.SerializeToString,
             ),
             'OpenRun': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenRun,
@@ -678,6 +696,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/ShareRun',
             gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/GetHistory',
+            gradwire__proto_dot_v1_dot_training__pb2.GetHistoryRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.HistoryPage.FromString,
             options,
             channel_credentials,
             insecure,

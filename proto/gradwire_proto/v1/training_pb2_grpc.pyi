@@ -70,6 +70,10 @@ class TrainingServiceStub:
     """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
     ShareRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]
     """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+    GetHistory: _grpc.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]
+    """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
+    those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+    """
     OpenRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -115,6 +119,10 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
     ShareRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+    GetHistory: _aio.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]  # type: ignore[assignment]
+    """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
+    those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+    """
     OpenRun: _aio.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]  # type: ignore[assignment]
     """---- Operations ----
     Takes the single-writer lease of a run.
@@ -223,6 +231,16 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
         """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+
+    @_abc_1.abstractmethod
+    def GetHistory(
+        self,
+        request: _training_pb2.GetHistoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_training_pb2.HistoryPage], _abc.AsyncIterator[_training_pb2.HistoryPage]]:
+        """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
+        those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+        """
 
     @_abc_1.abstractmethod
     def OpenRun(

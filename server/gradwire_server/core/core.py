@@ -88,7 +88,11 @@ class Core:
         make_folder(config.state_dir, 0o700)
         self._lock_state()
         try:
-            self._journal = journal = Journal(config.state_dir, keep_payloads=config.durability == "journal")
+            self._journal = journal = Journal(
+                config.state_dir,
+                keep_payloads=config.durability == "journal",
+                history_points=config.limits.max_history_points,
+            )
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
@@ -250,6 +254,16 @@ class Core:
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="reader")
         await self.runs.share(record, reader, revoke)
         return record.to_proto()
+
+    async def history(self, caller: Caller, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
+        """Yield the points of a run's record in order, in lists of at least one.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN.
+        """
+        record = self.runs.get(run_id, caller)
+        async for points in self.scheduler.history(record):
+            yield points
 
     def _own(self, caller: Caller, run_id: str) -> RunRecord:
         return self.runs.get(run_id, caller, write=True)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal import history
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -137,7 +138,7 @@ class Database:
         self._loop = asyncio.get_running_loop()
         connection = self._connect()
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(SCHEMA.replace("{RUN}", RUN))
+        connection.executescript(SCHEMA.replace("{RUN}", RUN) + history.TABLES)
         connection.close()
         self._asked: list[_Item] = []
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()

@@ -12,13 +12,15 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.journal import history
 from gradwire_server.journal.database import Database, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 
@@ -107,12 +109,20 @@ class Journal:
         state_dir: Folder of ``gradwire.db`` and ``journal/``.
         keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
         segment_bytes: Size in bytes from which on a new segment file is begun.
+        history_points: Points of a run's record; see :mod:`.history`.
     """
 
-    def __init__(self, state_dir: Path, *, keep_payloads: bool = True, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        keep_payloads: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        history_points: int = 100_000,
+    ) -> None:
         self.segments = Segments(state_dir / "journal", segment_bytes)
         self.store = Database(state_dir / "gradwire.db", self.segments.sync, self.segments.abandon)
-        self.keep_payloads = keep_payloads
+        self.keep_payloads, self._history_points = keep_payloads, history_points
 
     # ---- operations ----
 
@@ -200,8 +210,9 @@ class Journal:
         marks: RunMarks,
         checkpoint: pb.Checkpoint | None = None,
         repeatable: bool = True,
+        point: pb.HistoryPoint | None = None,
     ) -> asyncio.Future[None]:
-        """Store a result, the changes to its run's row, and the checkpoint that it saved.
+        """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
 
         A result that is already stored is not replaced.
 
@@ -213,11 +224,13 @@ class Journal:
             location = self.segments.append(payload) if any(map(len, payload)) else None
             header = result.SerializeToString()
             digest = row_digest(run_id, result.seq, header, *_columns(location))
-            connection.execute(
+            stored = connection.execute(
                 "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (run_id, result.seq, header, time.time(), *_columns(location), digest),
             )
+            if point is not None and stored.rowcount:
+                history.add(connection, run_id, point, self._history_points)
             place = "segment, offset" if repeatable else "NULL, NULL"
             connection.execute(
                 f"UPDATE operations SET status = ?, (segment, offset) = ({place}),"
@@ -277,6 +290,15 @@ class Journal:
             )
 
         return self.store.write(work)
+
+    async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
+        """Yield the points of a run's record in order; each list holds at least one."""
+        after, last = 0, -1
+        while after != last:
+            last = after
+            points, after = await self.store.read(partial(history.page, run_id=run_id, after=last))
+            if points:
+                yield points
 
     # ---- trimming and rewinding ----
 
@@ -349,6 +371,7 @@ class Journal:
         def work(connection: sqlite3.Connection) -> None:
             for table in ("operations", "results", "uses"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ? AND seq > ?", (run_id, to_seq))
+            history.rewind(connection, run_id, to_seq)
             connection.execute(
                 "UPDATE runs SET accepted_seq = ?, applied_seq = min(applied_seq, ?), step = ?, failure_seq = 0,"
                 " failure = '', rewound_to_seq = ?, rewound_epoch = epoch, epoch = epoch + 1, writer = ''"

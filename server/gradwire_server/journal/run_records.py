@@ -21,6 +21,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.errors import ServiceError, unknown_checkpoint, unknown_run
+from gradwire_server.journal import history
 from gradwire_server.journal.database import RUN, Database
 
 log = logging.getLogger(__name__)
@@ -300,6 +301,7 @@ class RunRecords:
         def work(connection: sqlite3.Connection) -> None:
             for table in ("operations", "results", "uses", "readers", "checkpoints", "runs"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
+            history.delete(connection, record.run_id)
 
         await self._store.write(work)
         await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
@@ -370,9 +372,9 @@ class RunRecords:
         return self._folder / run_id / kind / name
 
     async def adopt(self, record: RunRecord, folder: Path) -> None:
-        """Copy the checkpoint from which a fork starts into the fork's own folder, with hard links where possible.
+        """Copy the checkpoint from which a fork starts, and the source's record up to it, into the fork's own.
 
-        The fork stays restorable when the original is deleted.
+        Files are linked where possible. The fork stays restorable when the original is deleted.
 
         Raises:
             ServiceError: UNKNOWN_CHECKPOINT if the original was deleted meanwhile.
@@ -391,6 +393,12 @@ class RunRecords:
             sync(target.parent)
 
         await asyncio.to_thread(copy)
+        source, _, name = record.forked_from.partition("/")
+        original = self._records.get(source)
+        if original is None or name not in original.checkpoints:
+            raise unknown_checkpoint(record.forked_from)  # deleted meanwhile
+        seq = original.checkpoints[name].seq
+        await self._store.write(lambda connection: history.copy(connection, source, seq, record.run_id))
 
 
 def _link_or_copy(source: str, target: str) -> None:

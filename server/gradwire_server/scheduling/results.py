@@ -11,6 +11,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal, StoredResult, lost_result
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Buffer
@@ -50,6 +51,7 @@ class Results:
         marks = queue.finish(operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
         kept = is_replayed_with(operation.header.operation, result.status)
+        point = history_point(run_id, operation.header.operation, result, marks.step)
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[None] = loop.create_future()
         self._storing.add(stored)
@@ -58,7 +60,7 @@ class Results:
             if queue.record.rewound_epoch != rewound_epoch:
                 end()  # after a rewind, another operation may have this number
                 return
-            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept)
+            put = self._journal.put_result(run_id, result, [payload], marks, checkpoint, kept, point)
             put.add_done_callback(durable)
 
         def durable(put: asyncio.Future[None]) -> None:

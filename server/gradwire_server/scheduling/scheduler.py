@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage, check_runs
@@ -187,6 +189,10 @@ class Scheduler:
     def usage(self, owner: str) -> Usage:
         """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
+
+    def history(self, record: RunRecord) -> AsyncIterator[list[pb.HistoryPoint]]:
+        """The points of a run's record; see :meth:`.Journal.history`."""
+        return self._journal.history(record.run_id)
 
     def _new_queue(self, record: RunRecord) -> RunQueue:
         return RunQueue(record, self._limits, self.usage(record.owner))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradwire.extras import require
 from gradwire.rl.environments.base import BaseEnvironment, StepResult, first_messages
-from gradwire.rl.extras import require
 from gradwire.rl.types import Action, State, Task
 
 

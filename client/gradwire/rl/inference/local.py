@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.generation import (
     Generation,
     SamplingParams,

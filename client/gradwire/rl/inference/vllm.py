@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import UnsupportedError
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenizerCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import WeightFolder, is_adapter

@@ -6,7 +6,7 @@ import string
 import sys
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.primitives.inference_module import InferenceModule
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from gradwire.extras import require
 from gradwire.rl.environments import Tool
-from gradwire.rl.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TopLogits
 from gradwire.rl.inference import InferenceModule as AsyncInferenceModule
 from gradwire.rl.inference import LocalInference, VLLMInference

@@ -6,7 +6,7 @@ import re
 import string
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.rewards.functions import RewardFunction
 from gradwire.rl.rewards.sandbox import SandboxLimits
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from gradwire.rl.extras import require
+from gradwire.extras import require
 from gradwire.rl.rewards._sandbox.grading import share_of_passed
 from gradwire.rl.rewards.functions import RewardFunction
 from gradwire.rl.rewards.sandbox import SandboxLimits

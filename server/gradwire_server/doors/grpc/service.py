@@ -77,6 +77,10 @@ class TrainingService(TrainingServiceServicer):
     async def ShareRun(self, request: pb.ShareRunRequest, context: Any) -> pb.Run:
         return await self._core.share_run(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
 
+    async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> AsyncIterator[pb.HistoryPage]:
+        async for points in self._core.history(CALLER.get(), request.run_id):
+            yield pb.HistoryPage(points=points)
+
     # ---- operations ----
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Any) -> pb.OpenRunResponse:

@@ -1,0 +1,243 @@
+"""The record of a run: what each of its operations measured, as the server kept it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire import html
+from gradwire.errors import InvalidArgumentError
+from gradwire.extras import require
+from gradwire.results import Array
+
+SHOWN_ROWS = 10
+PANELS_ACROSS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """The operations of a run that succeeded, in the order in which they were carried out, as columns of one length.
+
+    A fork's begin with those of the run it was forked from, up to the checkpoint. The server keeps 100,000 operations a
+    run (``--limit max_history_points=N``); of a longer one it keeps evenly spaced operations of each kind.
+    ``history["name"]`` is the column of this name, a metric's too.
+
+    Attributes:
+        step: optimizer steps taken when the operation was done, its own included.
+        operation: ``"forward_backward"``, ``"optim_step"``, ``"sample"`` and so on.
+        loss: float64; NaN where there is none.
+        metrics: by name a column, float64; NaN where the operation has no such metric.
+        learning_rate: of an ``optim_step``, else NaN.
+        grad_norm: of an ``optim_step``, before clipping, else NaN.
+        tokens: that went through the model or were sampled.
+        seconds: that the server computed.
+        loss_fn: the loss of a ``forward_backward`` or ``forward``, else ``""``.
+        time: Unix time at which the operation was done.
+        run_id: the run that carried it out.
+        seq: its number in that run.
+    """
+
+    step: Array
+    operation: Array
+    loss: Array
+    metrics: Mapping[str, Array]
+    learning_rate: Array
+    grad_norm: Array
+    tokens: Array
+    seconds: Array
+    loss_fn: Array
+    time: Array
+    run_id: Array
+    seq: Array
+
+    @staticmethod
+    def from_wire(points: Sequence[pb.HistoryPoint]) -> History:
+        def numbers(name: Literal["loss", "learning_rate", "grad_norm"]) -> Array:
+            return np.array([getattr(one, name) if one.HasField(name) else math.nan for one in points], np.float64)
+
+        def column(name: str, dtype: Any) -> Array:
+            return np.array([getattr(one, name) for one in points], dtype)
+
+        metrics: dict[str, Array] = {}
+        for index, one in enumerate(points):
+            for name, value in one.metrics.items():
+                if name not in metrics:
+                    metrics[name] = np.full(len(points), math.nan)
+                metrics[name][index] = value
+        return History(
+            step=column("step", np.int64),
+            operation=column("operation", object),
+            loss=numbers("loss"),
+            metrics=dict(sorted(metrics.items())),
+            learning_rate=numbers("learning_rate"),
+            grad_norm=numbers("grad_norm"),
+            tokens=column("tokens", np.int64),
+            seconds=column("seconds", np.float64),
+            loss_fn=column("loss_fn", object),
+            time=column("time", np.float64),
+            run_id=column("run_id", object),
+            seq=column("seq", np.int64),
+        )
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Every column by name; a metric that is named as another column is ``"metrics.NAME"``.
+
+        ``pandas.DataFrame(history.columns)`` and ``polars.DataFrame(history.columns)`` take it as it is.
+        """
+        own = {name: getattr(self, name) for name in FIRST}
+        last = {name: getattr(self, name) for name in LAST}
+        metrics = {
+            f"metrics.{name}" if name in own or name in last else name: values for name, values in self.metrics.items()
+        }
+        return own | metrics | last
+
+    def __getitem__(self, name: str) -> Array:
+        columns = self.columns
+        if name not in columns:
+            raise KeyError(f"the history has no column {name!r}; it has {', '.join(columns)}")
+        return columns[name]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.columns)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The operations one by one, as Python's own numbers and strings; None where a column has no value."""
+        columns = [(name, values.tolist()) for name, values in self.columns.items()]
+        for index in range(len(self)):
+            yield {name: _value(values[index]) for name, values in columns}
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Writes a CSV file with a line of headings; what has no value is empty.
+
+        Returns:
+            The file's path.
+        """
+        path = _made(path)
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(self.columns))
+            writer.writeheader()
+            writer.writerows(self.rows())
+        return path
+
+    def to_jsonl(self, path: str | Path) -> Path:
+        """Writes a JSON object a line, with the metrics of the operation as an object in it.
+
+        Returns:
+            The file's path.
+        """
+        path = _made(path)
+        own = [(name, getattr(self, name).tolist()) for name in FIRST]
+        last = [(name, getattr(self, name).tolist()) for name in LAST]
+        metrics = [(name, values.tolist()) for name, values in self.metrics.items()]
+        with path.open("w", encoding="utf-8") as file:
+            for index in range(len(self)):
+                line = {name: _value(values[index]) for name, values in own}
+                line["metrics"] = {name: values[index] for name, values in metrics if math.isfinite(values[index])}
+                line |= {name: _value(values[index]) for name, values in last}
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+        return path
+
+    def plot(self, *names: str, path: str | Path | None = None) -> Any:
+        """Draws columns over the optimizer steps, a panel each. Needs matplotlib (``gradwire[plot]``).
+
+        Args:
+            names: the columns; by default the loss, the gradient's norm, the learning rate and every metric.
+            path: the file to write, its ending naming the format.
+
+        Returns:
+            The ``matplotlib`` figure, which a notebook shows.
+
+        Raises:
+            InvalidArgumentError: for a column that is not there or holds no numbers.
+        """
+        columns = self.columns
+        for name in names:
+            if name not in columns or columns[name].dtype == object:
+                numeric = [each for each, values in columns.items() if values.dtype != object]
+                raise InvalidArgumentError(
+                    f"the history has no column of numbers {name!r}; it has {', '.join(numeric)}",
+                    field="names",
+                    rule="a column of numbers",
+                )
+        drawn = names or tuple(
+            name
+            for name in columns
+            if name in ("loss", "grad_norm", "learning_rate") or name not in (*FIRST, *LAST)
+            if np.isfinite(columns[name]).any()
+        )
+        figures = require("matplotlib.figure", "plot", "History.plot")
+        down = max(1, math.ceil(len(drawn) / PANELS_ACROSS))
+        across = min(PANELS_ACROSS, max(1, len(drawn)))
+        figure = figures.Figure(figsize=(4 * across, 2.6 * down), layout="constrained")
+        for index, name in enumerate(drawn):
+            axis = figure.add_subplot(down, across, index + 1)
+            series = self._series(columns[name])
+            for label, (x, y) in series.items():
+                axis.plot(x, y, linewidth=1.2, marker="." if len(x) == 1 else None, label=label)
+            if len(series) > 1:
+                axis.legend(fontsize=7)
+            axis.set_title(name, fontsize=10)
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+        if path is not None:
+            figure.savefig(_made(path))
+        return figure
+
+    def _series(self, values: Array) -> dict[str, tuple[Array, Array]]:
+        """Label -> steps and values, for each operation and loss that has some."""
+        found: dict[str, tuple[Array, Array]] = {}
+        there, steps = np.isfinite(values.astype(np.float64)), self._steps()
+        for operation, loss_fn in dict.fromkeys(zip(self.operation.tolist(), self.loss_fn.tolist())):
+            chosen = there & (self.operation == operation) & (self.loss_fn == loss_fn)
+            if chosen.any():
+                name = {"forward": f"{loss_fn} (forward)"}.get(operation, loss_fn) or operation
+                found[name] = (steps[chosen], values[chosen])
+        return found
+
+    def _steps(self) -> Array:
+        """Steps that go on counting where a fork began to count anew."""
+        steps, before, last = self.step.copy(), 0, 0
+        for run_id in dict.fromkeys(self.run_id.tolist()):
+            own = self.run_id == run_id
+            if self.step[own][0] < last:
+                before += last
+            last = int(self.step[own].max())
+            steps[own] += before
+        return steps
+
+    def __repr__(self) -> str:
+        return f"<History of {len(self)} operations: {', '.join(self.columns)}>"
+
+    def _repr_html_(self) -> str:
+        names = [name for name in self.columns if name not in LAST]
+        rows: Iterable[dict[str, Any]] = self.rows()
+        newest = list(rows)[-SHOWN_ROWS:]
+        shown = [name for name in names if any(row[name] is not None for row in newest)]
+        caption = f"{len(self)} operations" + (f", the last {len(newest)}" if len(newest) < len(self) else "")
+        return html.table(shown, [[row[name] for name in shown] for row in newest], caption=caption)
+
+
+FIRST = ("step", "operation", "loss_fn", "loss", "learning_rate", "grad_norm", "tokens", "seconds")
+LAST = ("time", "run_id", "seq")
+
+
+def _value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _made(path: str | Path) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

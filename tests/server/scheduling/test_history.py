@@ -8,8 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-
-from tests.server.front.conftest import Client, Start, error_of
+from support.front import Client, Start, error_of
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
 
 def create_application(context: Context) -> FastAPI:
-    """Makes the application over a context whose server and jobs the caller starts and stops."""
+    """Create the application for a context; the caller starts and stops its server and jobs."""
     app = FastAPI(
         title="gradwire feedback",
         version=version("gradwire"),
@@ -26,7 +26,8 @@ def create_application(context: Context) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.context = context
-    if context.settings.loopback:  # a page elsewhere could else point its own name at this machine and read along
+    # otherwise a foreign page could resolve its own name to this machine and read the answers
+    if context.settings.loopback:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
     errors.install(app)
     for router in (feedback.router, training.router, policies.router):

@@ -48,7 +48,9 @@ def serve(
     models_dir: Annotated[Path, typer.Option(help="Where trained versions are written.")] = Path("models"),
     service: Annotated[
         str,
-        typer.Option(help="Address of a gradwire server; an embedded one when absent. GRADWIRE_API_KEY is its key."),
+        typer.Option(
+            help="Address of a gradwire server; starts an embedded one if absent. GRADWIRE_API_KEY is its key."
+        ),
     ] = "",
     service_ca_cert: Annotated[
         Path | None, typer.Option(help="PEM file with the authority that signed the gradwire server's certificate.")
@@ -57,10 +59,10 @@ def serve(
         int, typer.Option(min=1, max=20, help="Raters who see each generated answer on the rating page.")
     ] = 1,
     server_arg: Annotated[
-        list[str] | None, typer.Option(help="A further argument of the embedded `gradwire serve`; repeat for more.")
+        list[str] | None, typer.Option(help="A further argument of the embedded `gradwire serve`; may be repeated.")
     ] = None,
 ) -> None:
-    """Serves the API and the pages."""
+    """Serve the API and the pages."""
     host, port = _host_and_port(address)
     folder = models_dir.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,8 @@ def serve(
             keyed = store.keys_required(session)
         if not settings.loopback and not keyed:
             _fail(
-                f"{host} can be reached from elsewhere, and there is no key: make one with `gradwire feedback keys "
+                f"{host} is reachable from other machines, but there is no key: create one with `gradwire feedback "
+                "keys "
                 "create NAME --role train`, or listen on 127.0.0.1"
             )
         raise typer.Exit(_run(settings, tables))
@@ -94,8 +97,8 @@ def _run(settings: Settings, tables: Database) -> int:
     except (GradwireError, OSError) as error:
         _fail(str(error))
     if not clean:
-        console.print("gradwire: stopped in the middle of a job, which goes on at the next start", markup=False)
-        os._exit(0)  # a thread waits for the training server still, and there is nothing to wait for
+        console.print("gradwire: stopped during a job, which continues at the next start", markup=False)
+        os._exit(0)  # a thread still waits for the training server; do not wait for it
     return 0
 
 
@@ -123,12 +126,12 @@ def _opened(url: str) -> Iterator[Database]:
 
 @keys_app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="Whose key it is.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's owner.")],
     role: Annotated[str, typer.Option(help="rate: score and ask. read: see results. train: everything.")],
     database: DatabaseUrl = DATABASE,
-    replace: Annotated[bool, typer.Option("--replace", help="Revoke the key that the name has.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Revoke the name's existing key.")] = False,
 ) -> None:
-    """Makes a key and prints it: it cannot be shown again."""
+    """Create a key and print it; it cannot be shown again."""
     with _opened(database) as tables, tables.write() as session:
         secret = store.create_key(session, name, role, replace=replace)
     console.print(f"key of {name} ({role}); it is not shown again:", markup=False)
@@ -137,7 +140,7 @@ def create(
 
 @keys_app.command("list")
 def list_keys(database: DatabaseUrl = DATABASE) -> None:
-    """Shows the keys, by the first characters of each."""
+    """List the keys by their first characters."""
     table = Table()
     for column in ("name", "role", "key", "made", "state"):
         table.add_column(column)
@@ -150,7 +153,7 @@ def list_keys(database: DatabaseUrl = DATABASE) -> None:
 
 @keys_app.command()
 def revoke(name: Annotated[str, typer.Argument(help="Whose key.")], database: DatabaseUrl = DATABASE) -> None:
-    """Refuses a key from now on, on a running service too."""
+    """Revoke a key, effective at once on a running service."""
     with _opened(database) as tables, tables.write() as session:
         store.revoke_key(session, name)
     console.print(f"the key of {name} is revoked", markup=False)

@@ -1,4 +1,4 @@
-"""What one running service consists of."""
+"""The components of one running service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire_feedback.training.server import TrainingServer
 
 @dataclass(frozen=True)
 class Context:
-    """Made once by the application; the API and the pages read it."""
+    """Created once by the application; read by the API and the pages."""
 
     settings: Settings
     database: Database

@@ -1,4 +1,4 @@
-"""Names that come from outside and end up in paths: agent ids and versions."""
+"""External names that become parts of paths: agent ids and versions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 AGENT_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 VERSION = r"^v[1-9][0-9]{0,9}(\.[1-9][0-9]{0,5})?$"
 BASE = "base"
-"""The version name of the model before any training."""
+"""Version name of the untrained model."""
 
 RESERVED_AGENT_IDS = frozenset({"feedback", "items", "jobs", "train_policy"})
-"""Path segments of the API that an agent's id would hide."""
+"""Path segments of the API, which cannot be agent ids."""
 
 
 def is_agent_id(text: str) -> bool:
@@ -26,7 +26,7 @@ def version_folder(models_dir: Path, agent_id: str, version: str) -> Path:
     """``MODELS/AGENT/VERSION``.
 
     Raises:
-        ValueError: when the names are none, or the folder is a link that leads out of the models' folder.
+        ValueError: A name is invalid, or the folder is a link that leads out of the models' folder.
     """
     if not is_agent_id(agent_id) or not is_version(version):
         raise ValueError(f"not an agent's version: {agent_id!r}, {version!r}")
@@ -37,7 +37,7 @@ def version_folder(models_dir: Path, agent_id: str, version: str) -> Path:
 
 
 def version_order(version: str) -> tuple[int, int]:
-    """Sorts versions of one agent by age: more feedback first, then the second policy on the same feedback."""
+    """Sort key of an agent's versions by age: amount of feedback, then number of the policy on that feedback."""
     if version == BASE:
         return (0, 0)
     count, _, repeat = version.removeprefix("v").partition(".")

@@ -1,4 +1,4 @@
-"""One running service, from the training server to the listening socket."""
+"""Run one service, from the training server to the listening socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STARTED_POLL_S = 0.02
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to :func:`serve_until_stopped`, which has more to end than connections."""
+    """A uvicorn server that leaves signals to :func:`serve_until_stopped`, which stops more than connections."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -30,11 +30,11 @@ class _Server(uvicorn.Server):
 
 
 async def serve_until_stopped(settings: Settings, database: Database) -> bool:
-    """Serves until SIGTERM or SIGINT; False when a job did not let go and its thread still runs.
+    """Serve until SIGTERM or SIGINT; return False if a job did not stop and its thread still runs.
 
     Raises:
-        OSError: when the address cannot be listened on.
-        gradwire.GradwireError: when the training server cannot be started or reached.
+        OSError: The address cannot be used.
+        gradwire.GradwireError: The training server cannot be started or reached.
     """
     listener = _listen(settings)
     server = TrainingServer(settings)
@@ -80,7 +80,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 async def _unless(stopping: asyncio.Event, work: object) -> bool:
-    """Waits for the work; False when stopping came first."""
+    """Wait for the work; return False if stopping came first."""
     starting, stopped = asyncio.ensure_future(work), asyncio.create_task(stopping.wait())  # type: ignore[call-overload]
     await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -1,4 +1,4 @@
-"""What `gradwire feedback serve` was told."""
+"""Settings of `gradwire feedback serve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes beyond which a request is refused."""
+    """Size limits; larger requests are refused."""
 
     prompt_chars: int = 32_768
     response_chars: int = 32_768
@@ -29,16 +29,16 @@ class Settings:
     """Settings of one service.
 
     Attributes:
-        host: address to listen on.
-        port: its port; 0 picks a free one.
+        host: Address to listen on.
+        port: Its port; 0 picks a free one.
         database_url: SQLAlchemy URL of SQLite or PostgreSQL.
-        models_dir: folder of the trained versions, and of the embedded server's state.
-        base_model: model that the first version of an agent starts from, as the training server names it.
-        embedded_model: that model as an argument of the embedded server: its name, or ``NAME=FOLDER``.
-        service: address of the gradwire server; None starts an embedded one.
+        models_dir: Folder of the trained versions, and of the embedded server's state.
+        base_model: Model that the first version of an agent starts from, under the training server's name.
+        embedded_model: That model as an argument of the embedded server: its name, or ``NAME=FOLDER``.
+        service: Address of the gradwire server; None starts an embedded one.
         service_ca_cert: PEM file with the authority that signed that server's certificate.
-        raters_per_item: raters who see each generated answer on the rating page.
-        server_args: further arguments of the embedded `gradwire serve`.
+        raters_per_item: Number of raters who see each generated answer on the rating page.
+        server_args: Further arguments of the embedded `gradwire serve`.
     """
 
     host: str

@@ -1,1 +1,1 @@
-"""The REST API: requests in, a use case, answers out."""
+"""The REST API: parses requests, calls the use cases, formats answers."""

@@ -1,4 +1,4 @@
-"""Who may do what: the key of a request, checked before anything else."""
+"""Access control: the key of a request is checked before anything else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire_feedback.context import Context
 from gradwire_feedback.store.keys import Caller, Role, caller_of, digest_of
 from gradwire_feedback.store.problems import ForbiddenError
 
-_bearer = HTTPBearer(auto_error=False, description="A key of `gradwire feedback keys create`.")
+_bearer = HTTPBearer(auto_error=False, description="A key made by `gradwire feedback keys create`.")
 
 
 def context_of(request: Request) -> Context:
@@ -28,7 +28,9 @@ def _require(role: Role) -> Callable[..., Caller]:
         with context.database.read() as session:
             caller = caller_of(session, digest_of(credentials.credentials) if credentials else None)
         if not caller.may(role):
-            raise ForbiddenError(f"the key {caller.name} has the role {caller.role}; this needs {role}")
+            raise ForbiddenError(
+                f"the key {caller.name} has the role {caller.role}; this request needs the role {role}"
+            )
         return caller
 
     return check

@@ -1,4 +1,4 @@
-"""Every refusal as a `Problem`: a sentence, and the fields that it is about."""
+"""Errors as `Problem` documents: a sentence, and the fields at fault."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 SHOWN_ERRORS = 20
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "The body is not what its type says."},
+    400: {"model": Problem, "description": "The body does not match its content type."},
     401: {"model": Problem, "description": "A valid key is missing."},
     403: {"model": Problem, "description": "The key's role does not allow it."},
-    404: {"model": Problem, "description": "There is no such thing."},
-    409: {"model": Problem, "description": "It conflicts with what is there."},
+    404: {"model": Problem, "description": "The object does not exist."},
+    409: {"model": Problem, "description": "The request conflicts with the current state."},
     413: {"model": Problem, "description": "The body is too large."},
     415: {"model": Problem, "description": "The body's type is not supported."},
     422: {"model": Problem, "description": "A field is wrong."},
-    503: {"model": Problem, "description": "The training server or the database is away."},
+    503: {"model": Problem, "description": "The training server or the database is unavailable."},
 }
 
 
@@ -40,7 +40,7 @@ def problem(status: int, detail: str, errors: Sequence[ErrorField] = ()) -> JSON
 
 
 def fields_of(errors: Sequence[Any], place: str = "") -> list[ErrorField]:
-    """The errors of a pydantic validation, by field, the first twenty."""
+    """List the errors of a pydantic validation by field, at most twenty."""
     found = []
     for error in errors[:SHOWN_ERRORS]:
         path = [str(part) for part in error["loc"] if part not in ("body", "path", "query", "header")]
@@ -53,7 +53,7 @@ def sentence(errors: Sequence[ErrorField]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Makes the application answer every error so."""
+    """Install handlers so that the application answers every error in this form."""
 
     @app.exception_handler(ProblemError)
     async def refused(_request: Request, error: ProblemError) -> JSONResponse:
@@ -77,7 +77,9 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(sa.exc.TimeoutError)
     async def busy(_request: Request, error: sa.exc.SQLAlchemyError) -> JSONResponse:
         log.error("the database failed: %s", error)
-        return problem(503, "the database is busy or away: send the request again, with an Idempotency-Key if you can")
+        return problem(
+            503, "the database is busy or unavailable: send the request again, with an Idempotency-Key if you can"
+        )
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Scores: one, a JSON list, or JSON lines; and items for people to rate on the page."""
+"""Scores (one, a JSON list, or JSON lines), and items to rate on the page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BODY: dict[str, Any] = {
                 ]
             }
         },
-        "application/x-ndjson": {"schema": {"type": "string", "description": "One FeedbackIn a line."}},
+        "application/x-ndjson": {"schema": {"type": "string", "description": "One FeedbackIn per line."}},
         "multipart/form-data": {
             "schema": {
                 "type": "object",
@@ -61,7 +61,7 @@ _one: TypeAdapter[FeedbackIn] = TypeAdapter(FeedbackIn)
 
 
 class InvalidRowsError(Exception):
-    """Rows of a request that are no feedback."""
+    """Rows of a request are not valid feedback."""
 
     def __init__(self, errors: list[ErrorField]) -> None:
         super().__init__(sentence(errors))
@@ -89,10 +89,10 @@ async def submit_feedback(
     caller: Rater,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200, pattern=r"^[!-~]+$")] = None,
 ) -> JSONResponse:
-    """Stores one score, or many: all of them or, when one is wrong, none.
+    """Stores one score or many; if one is invalid, none is stored.
 
-    A JSON object is one score, a JSON list or JSON lines (a body or a file upload) are many. A request that is sent
-    again with the same `Idempotency-Key` is stored once, and gets the first answer again, for seven days.
+    A JSON object is one score; a JSON list or JSON lines (a body or a file upload) are many. A request that is
+    repeated with the same `Idempotency-Key` within seven days is stored once, and gets the first answer again.
     """
     try:
         rows, single = await _read_rows(request)
@@ -137,13 +137,13 @@ def _lines(body: bytes) -> list[FeedbackIn]:
 
 
 def _rows(content: Any, word: str) -> list[FeedbackIn]:
-    """Checks each row; errors name it: `row 0` of a list, `line 1` of JSON lines."""
+    """Validate each row; errors name it: `row 0` of a list, `line 1` of JSON lines."""
     if not isinstance(content, list):
         raise UnprocessableError("the body is neither a JSON object nor a list of them")
     if not content:
         raise UnprocessableError("there is no feedback in the body")
     if len(content) > LIMITS.batch_rows:
-        raise TooLargeError(f"{len(content)} rows; at most {LIMITS.batch_rows} a request: send them in parts")
+        raise TooLargeError(f"{len(content)} rows; a request may have at most {LIMITS.batch_rows}: send them in parts")
     rows, errors = [], []
     for number, row in content if word == "line" else enumerate(content):
         try:
@@ -173,7 +173,7 @@ def _store(context: Context, agent_id: str, rows: list[FeedbackIn], single: bool
                 if key:
                     feedback.keep_answer(session, caller, agent_id, key, digest, answer)
                 return answer
-        except sa.exc.IntegrityError:  # the same key came twice at once: the other request's answer is there now
+        except sa.exc.IntegrityError:  # a concurrent request with the same key finished first: return its answer
             if last or not key:
                 raise
     raise AssertionError("unreachable")
@@ -181,7 +181,7 @@ def _store(context: Context, agent_id: str, rows: list[FeedbackIn], single: bool
 
 @router.post("/items/{agent_id}", status_code=201)
 def add_item(agent_id: AgentId, item: ItemIn, context: TheContext, caller: Trainer) -> ItemOut:
-    """Puts an answer that was made elsewhere, or two side by side, in the queue of the rating page."""
+    """Adds an answer that was made elsewhere, or two side by side, to the queue of the rating page."""
     answers = [rating.NewAnswer(item.run_id or new_id(), item.response)]
     if item.other is not None:
         answers.append(rating.NewAnswer(item.other.run_id or new_id(), item.other.response))
@@ -195,7 +195,7 @@ def add_item(agent_id: AgentId, item: ItemIn, context: TheContext, caller: Train
 
 @router.get("/{agent_id}/pairs")
 def list_pairs(agent_id: AgentId, context: TheContext, caller: Reader) -> list[PairOut]:
-    """Lists what raters preferred of two answers side by side, for preference training."""
+    """Lists the raters' preferences between two answers side by side, for preference training."""
     with context.database.read() as session:
         return [
             PairOut(prompt=pair.prompt, chosen=pair.chosen, rejected=pair.rejected, rater=pair.rater)
@@ -205,7 +205,7 @@ def list_pairs(agent_id: AgentId, context: TheContext, caller: Reader) -> list[P
 
 @router.get("/{agent_id}/agreement")
 def get_agreement(agent_id: AgentId, context: TheContext, caller: Reader) -> AgreementOut:
-    """Tells how far raters agree on the answers that several of them scored on the page."""
+    """Returns the agreement of raters on the answers that several of them scored on the page."""
     with context.database.read() as session:
         table = rating.score_table(session, agent_id)
     return AgreementOut(raters=table.shape[0], answers=table.shape[1], krippendorff_alpha=agreement(table))

@@ -1,4 +1,4 @@
-"""Versions of an agent: listed, deployed, asked, compared and rolled back."""
+"""Versions of an agent: list, deploy, generate, compare and roll back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def list_policies(agent_id: AgentId, context: TheContext, caller: Reader) -> lis
 
 @router.get("/{agent_id}/deployment")
 def get_deployment(agent_id: AgentId, context: TheContext, caller: Reader) -> DeploymentOut:
-    """Tells which versions answer; `base` alone before the first deployment."""
+    """Returns the deployed versions; only `base` before the first deployment."""
     with context.database.read() as session:
         return DeploymentOut(agent_id=agent_id, weights=deployments.deployment_of(session, agent_id))
 
@@ -62,21 +62,21 @@ def put_deployment(
     context: TheContext,
     caller: Trainer,
 ) -> DeploymentOut:
-    """Lets versions answer, each in its share of the users: weights sum to 1, `base` is the untrained model."""
+    """Deploys versions, each for its share of the users: weights sum to 1, `base` is the untrained model."""
     with context.database.write() as session:
         return DeploymentOut(agent_id=agent_id, weights=deployments.deploy(session, agent_id, weights))
 
 
 @router.post("/{agent_id}/rollback")
 def roll_back(agent_id: AgentId, context: TheContext, caller: Trainer) -> DeploymentOut:
-    """Deploys the version before the newest deployed one, alone."""
+    """Deploys only the version before the newest deployed one."""
     with context.database.write() as session:
         return DeploymentOut(agent_id=agent_id, weights=deployments.roll_back(session, agent_id))
 
 
 @router.post("/{agent_id}/generate")
 async def generate(agent_id: AgentId, request: GenerateIn, context: TheContext, caller: Rater) -> GenerateOut:
-    """Answers a prompt from a version drawn by weight, the same one each time for the same `userId`."""
+    """Answers a prompt with a version drawn by weight; a `userId` always gets the same version."""
     answer = await generate_answer(
         context.database,
         context.server,
@@ -95,7 +95,7 @@ async def generate(agent_id: AgentId, request: GenerateIn, context: TheContext, 
 async def get_comparison(agent_id: AgentId, context: TheContext, caller: Reader) -> ComparisonOut:
     """Compares the versions of the newest A/B deployment by the scores of their answers.
 
-    The intervals are confidence sequences: one may look after every rating and stop when `settled` is true.
+    The intervals are confidence sequences: you may look after every rating and stop when `settled` is true.
     """
     return await run_in_threadpool(comparison_of, context, agent_id)
 

@@ -13,11 +13,11 @@ from gradwire_feedback.names import AGENT_ID, RESERVED_AGENT_IDS
 from gradwire_feedback.settings import LIMITS
 
 LARGEST_SEED = 2**53 - 1
-"""The largest integer that every JSON reader takes exactly."""
+"""The largest integer that every JSON parser reads exactly."""
 
 
 class Body(BaseModel):
-    """Base of all bodies: camelCase outside, snake_case inside, unknown fields refused."""
+    """Base of all bodies: camelCase in JSON, snake_case in Python; unknown fields are refused."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid")
 
@@ -30,16 +30,16 @@ def _no_nul(text: str) -> str:
 
 def _agent_id(text: str) -> str:
     if text in RESERVED_AGENT_IDS:
-        raise ValueError(f"{text!r} is a path of the API, and no agent's id")
+        raise ValueError(f"{text!r} is a path of the API and cannot be an agent's id")
     return text
 
 
 AgentId = Annotated[
     str,
-    Path(alias="agent_id", pattern=AGENT_ID, description="Letters, digits, '.', '_' and '-', 100 at most."),
+    Path(alias="agent_id", pattern=AGENT_ID, description="Letters, digits, '.', '_' and '-'; at most 100."),
     AfterValidator(_agent_id),
 ]
-JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="As of the answer to train_policy.")]
+JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The job id returned by train_policy.")]
 Text = Annotated[str, AfterValidator(_no_nul)]
 Prompt = Annotated[Text, StringConstraints(min_length=1, max_length=LIMITS.prompt_chars)]
 Response = Annotated[Text, StringConstraints(max_length=LIMITS.response_chars)]
@@ -68,7 +68,9 @@ class FeedbackIn(Body):
     prompt: Prompt
     response: Response
     score: ScoreValue = Field(description="From 0 (bad) to 1 (excellent).")
-    run_id: RunId = Field(description="Of the answer; as generate gave it, the score is booked on its version.")
+    run_id: RunId = Field(
+        description="Run id of the answer; with the id returned by generate, the score counts for its version."
+    )
     notes: Notes | None = None
 
 
@@ -93,7 +95,7 @@ class ItemIn(Body):
 
     prompt: Prompt
     response: Response
-    run_id: RunId | None = Field(default=None, description="Made up when absent.")
+    run_id: RunId | None = Field(default=None, description="Generated if absent.")
     other: AnswerIn | None = Field(default=None, description="A second answer, to be rated side by side.")
     raters: Annotated[int, Field(ge=1, le=LIMITS.raters_per_item)] = Field(
         default=1, description="How many people are to rate it."
@@ -111,7 +113,7 @@ class ItemOut(Body):
 
 
 class PairOut(Body):
-    """What one rater preferred of two answers side by side."""
+    """A rater's preference between two answers side by side."""
 
     prompt: str
     chosen: str
@@ -120,7 +122,7 @@ class PairOut(Body):
 
 
 class Metrics(Body):
-    """Figures of a version: the reward model's scores of its answers at the end of training."""
+    """Metrics of a version: the reward model's scores of its answers at the end of training."""
 
     feedback_count: int
     reward_mean: float
@@ -138,7 +140,7 @@ class PolicyOut(Body):
 
 
 class DryRunOut(Body):
-    """What a training would take."""
+    """The estimated cost of a training."""
 
     status: Literal["dry_run"] = "dry_run"
     feedback_count: int
@@ -165,7 +167,7 @@ class TrainedOut(Body):
 
 
 class ProgressOut(Body):
-    """How far a job is: `reward_model`, then `policy`, then `export`."""
+    """The progress of a job: `reward_model`, then `policy`, then `export`."""
 
     stage: str
     step: int
@@ -189,7 +191,7 @@ class JobOut(Body):
 
 
 class DeploymentOut(Body):
-    """Which versions answer, and in which share of the users."""
+    """The deployed versions and their shares of the users."""
 
     agent_id: str
     weights: dict[str, float]
@@ -203,12 +205,12 @@ class GenerateIn(Body):
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 128
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = Field(
-        default=None, description="Of the sampling: the same version gives the same answer to a seed."
+        default=None, description="Seed of the sampling: the same version and seed give the same answer."
     )
 
 
 class GenerateOut(Body):
-    """An answer; feedback with its `runId` is booked on its version."""
+    """An answer; feedback with its `runId` counts for its version."""
 
     run_id: str
     agent_id: str
@@ -227,7 +229,7 @@ class VersionScores(Body):
 
 
 class Difference(Body):
-    """How much higher a version scores than the baseline."""
+    """A version's mean score minus the baseline's."""
 
     baseline: str
     version: str
@@ -238,7 +240,7 @@ class Difference(Body):
 
 
 class SampleRatio(Body):
-    """Whether the versions were drawn as their weights say."""
+    """Whether the versions were drawn in proportion to their weights."""
 
     expected: dict[str, float]
     observed: dict[str, int]
@@ -247,7 +249,7 @@ class SampleRatio(Body):
 
 
 class ComparisonOut(Body):
-    """The newest A/B test of an agent. Its intervals stay valid however often one looks."""
+    """The newest A/B test of an agent. Its intervals stay valid however often you look."""
 
     agent_id: str
     since: datetime | None
@@ -260,7 +262,7 @@ class ComparisonOut(Body):
 
 
 class AgreementOut(Body):
-    """How far raters agree on the answers that several of them scored."""
+    """The agreement of raters on the answers that several of them scored."""
 
     raters: int
     answers: int

@@ -1,4 +1,4 @@
-"""Training: a dry run, a training that is waited for, and jobs."""
+"""Training: a dry run, a synchronous training, and jobs."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ RewardModelIn: type[Body] = create_model(
 
 
 class TrainingOptions(Body):
-    """What a training starts from."""
+    """Starting point of a training."""
 
     dry_run: bool = Field(default=False, description="Estimate only.")
     start_from: str | None = Field(
-        default=None, max_length=50, description="Version to train on from, or `base`; the newest when absent."
+        default=None, max_length=50, description="Version to continue from, or `base`; the newest if absent."
     )
     reward_model: str = Field(
         default="retrain",
         max_length=50,
-        description="`retrain` on all feedback, `reuse` that of the version started from, or name a version.",
+        description="`retrain` on all feedback, `reuse` the starting version's, or name a version.",
     )
     reward_model_config: RewardModelIn | None = Field(  # type: ignore[valid-type]  # made from RewardModelConfig above
-        default=None, description="Settings of a retrained reward model; what is absent, it shares with the policy."
+        default=None, description="Settings of a retrained reward model; absent ones are the policy's."
     )
 
 
 def _setting(name: str, kind: Any, default: Any) -> Any:
-    """A field of TrainingConfig; the library itself checks its range."""
+    """Build a field from TrainingConfig; the library itself checks its range."""
     if name == "base_model":
-        return (str | None, Field(default=None, max_length=500, description="The service's --base-model when absent."))
+        return (str | None, Field(default=None, max_length=500, description="The service's --base-model if absent."))
     return (kind, Field(default=default, le=LARGEST_NUMBER if kind in (int, float) else None))
 
 
@@ -90,7 +90,7 @@ TrainIn: type[TrainingOptions] = create_model(
 
 
 class TrainingFailedError(Exception):
-    """A training that was waited for failed."""
+    """A synchronous training failed."""
 
 
 @router.post(
@@ -98,7 +98,7 @@ class TrainingFailedError(Exception):
     response_model=DryRunOut | TrainedOut,
     responses={
         202: {"model": JobOut, "description": "The job, as asked for with `Prefer: respond-async`."},
-        500: {"model": Problem, "description": "The training failed; the job tells why."},
+        500: {"model": Problem, "description": "The training failed; the job has the reason."},
     },
 )
 async def train_policy(
@@ -108,10 +108,10 @@ async def train_policy(
     caller: Trainer,
     prefer: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Response:
-    """Trains a reward model and then the policy on the agent's feedback, or estimates what that takes.
+    """Trains a reward model and then the policy on the agent's feedback, or estimates the cost of the training.
 
-    The answer comes when the training has ended; with `Prefer: respond-async` at once, with a job. A client that goes
-    away does not stop the training.
+    The answer comes when the training has ended; with `Prefer: respond-async` at once, with a job. A client that
+    disconnects does not stop the training.
     """
     options: TrainingOptions = request
     given = options.model_dump(include=set(_settings) & options.model_fields_set)
@@ -138,14 +138,14 @@ async def train_policy(
     if ended.status == "cancelled":
         raise ConflictError(f"job {job.id} was cancelled")
     if ended.result is None:
-        state = f"failed: {ended.error}" if ended.status == "failed" else "goes on when the service is back"
+        state = f"failed: {ended.error}" if ended.status == "failed" else "continues when the service is back"
         detail = Problem(detail=f"the training {state} (job {job.id})")
         return JSONResponse(detail.model_dump(mode="json", by_alias=True), 500 if ended.status == "failed" else 503)
     return JSONResponse(ended.result.model_dump(mode="json", by_alias=True))
 
 
 def job_out(context: Context, job: Job) -> JobOut:
-    """The job as it is shown, with its version's figures once there is one."""
+    """Convert a job for the answer, with its version's metrics once there is one."""
     result = None
     if job.status == "succeeded":
         with context.database.read() as session:
@@ -186,19 +186,19 @@ KnownJob = Annotated[JobOut, Depends(_known_job)]
 
 @router.get("/jobs/{id}")
 def get_job(caller: Reader, job: KnownJob) -> JobOut:
-    """Tells how far a job is."""
+    """Returns the progress of a job."""
     return job
 
 
 @router.delete("/jobs/{id}")
 def cancel_job(job_id: JobId, context: TheContext, caller: Trainer) -> JobOut:
-    """Cancels a job; one that has ended stays as it is."""
+    """Cancels a job; a job that has ended is not changed."""
     return job_out(context, context.jobs.cancel(job_id))
 
 
 @router.get("/jobs/{id}/events", response_class=EventSourceResponse)
 async def stream_job(caller: Reader, job: KnownJob, context: TheContext) -> AsyncIterable[ServerSentEvent]:
-    """Streams a job as server-sent events: `progress` whenever something changed, `end` at last."""
+    """Streams a job as server-sent events: `progress` at every change, `end` at the end."""
     shown: JobOut | None = None
     while True:
         if job != shown:

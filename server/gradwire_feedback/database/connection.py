@@ -16,25 +16,25 @@ from sqlalchemy.orm import Session
 MIGRATIONS = Path(__file__).with_name("migrations")
 BUSY_TIMEOUT_S = 60
 POOL_SIZE = 20
-"""Connections at most: PostgreSQL allows 100 in all by default. Whoever finds none free waits."""
+"""Maximum number of connections; PostgreSQL allows 100 in total by default. Further callers wait."""
 DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
 
 class UnusableDatabaseError(Exception):
-    """The database's URL is not one the service can work with, or nothing answers there."""
+    """The database's URL is not supported, or the database is unreachable."""
 
 
 def driver_url(url: str) -> sa.URL:
-    """The URL with the driver that the service brings: SQLite's own, or psycopg 3.
+    """Return the URL with the service's driver: SQLite's own, or psycopg 3.
 
     Raises:
-        UnusableDatabaseError: when it is no URL of one of the two.
+        UnusableDatabaseError: The URL is not one of SQLite or PostgreSQL.
     """
     try:
         parsed = sa.make_url(url)
     except sa.exc.ArgumentError:
         raise UnusableDatabaseError(
-            "not a database URL: give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+            "not a database URL: use sqlite:///FILE or postgresql://USER@HOST/DATABASE"
         ) from None
     kind = parsed.drivername.partition("+")[0]
     if kind not in DRIVERS:
@@ -48,7 +48,7 @@ class Database:
     """Transactions on the service's database.
 
     Args:
-        url: as of `--database`.
+        url: The URL, as for `--database`.
     """
 
     def __init__(self, url: str) -> None:
@@ -72,29 +72,29 @@ class Database:
     def write(self) -> Iterator[Session]:
         """A transaction that is committed at the end.
 
-        SQLite has one writer at a time, and lets others try again and again, with luck: here they queue. The write
-        lock is taken at once, so a transaction cannot fail half way on the writer of another process.
+        SQLite allows one writer at a time; waiting writers poll without fairness, so they queue here instead. The write
+        lock is taken at the start, so that a transaction cannot fail half way on a writer of another process.
         """
         with self._turn, Session(self.engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """A transaction that only reads."""
+        """A read-only transaction."""
         engine = self.engine.execution_options(reads_only=True)
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def upgrade(self, revision: str = "head") -> None:
-        """Brings the tables to a revision.
+        """Migrate the tables up to a revision.
 
         Raises:
-            UnusableDatabaseError: when the database cannot be reached.
+            UnusableDatabaseError: The database is unreachable.
         """
         self._migrate(command.upgrade, revision)
 
     def downgrade(self, revision: str) -> None:
-        """Takes the tables back to a revision; ``base`` drops them."""
+        """Migrate the tables down to a revision; ``base`` drops them."""
         self._migrate(command.downgrade, revision)
 
     def _migrate(self, move: Any, revision: str) -> None:

@@ -1,4 +1,4 @@
-"""What the service remembers. Times are UTC."""
+"""The database tables. Times are UTC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def now() -> datetime:
 
 
 class UtcDateTime(sa.types.TypeDecorator[datetime]):
-    """A time zone aware time; SQLite stores it without the zone, which is always UTC."""
+    """A time-zone-aware time; SQLite stores it without the zone, which is always UTC."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -41,7 +41,7 @@ class Table(DeclarativeBase):
 class Item(Table):
     """One or two answers to a prompt, waiting to be rated.
 
-    ``ratings`` counts the raters who are done with it, of ``raters`` wanted; ``reserved_by`` sees it until
+    ``ratings`` counts the raters who have finished, of ``raters`` wanted; it is reserved for ``reserved_by`` until
     ``reserved_until``.
     """
 
@@ -61,7 +61,7 @@ class Item(Table):
 
 
 class Answer(Table):
-    """An answer of an agent, by the version that gave it; ``version`` is None for answers made elsewhere."""
+    """An answer of an agent; ``version`` is None for answers made elsewhere."""
 
     __tablename__ = "answers"
     __table_args__ = (sa.UniqueConstraint("agent_id", "run_id", name="uq_answers_run"),)
@@ -100,7 +100,7 @@ class Feedback(Table):
 
 
 class Skip(Table):
-    """A rater does not want to rate an item."""
+    """A rater's decision not to rate an item."""
 
     __tablename__ = "skips"
 
@@ -145,7 +145,8 @@ class Policy(Table):
 
 
 class Job(Table):
-    """A training job. ``active_agent`` is the agent's id until the job ends: unique, so one job an agent."""
+    """A training job. ``active_agent`` is the agent's id until the job ends; it is unique, so an agent has one
+    active job."""
 
     __tablename__ = "jobs"
 
@@ -164,7 +165,7 @@ class Job(Table):
 
 
 class Deployment(Table):
-    """Which versions answer, with which weights, from ``created_at`` on. The newest row counts."""
+    """Deployed versions and their weights from ``created_at`` on. The newest row is in effect."""
 
     __tablename__ = "deployments"
     __table_args__ = (sa.Index("ix_deployments_agent", "agent_id", "number"),)
@@ -176,7 +177,7 @@ class Deployment(Table):
 
 
 class StepProbe(Table):
-    """A measured training step: seconds, by server, model and the settings that it depends on."""
+    """Measured seconds of a training step, by server, model and the settings that it depends on."""
 
     __tablename__ = "step_probes"
 

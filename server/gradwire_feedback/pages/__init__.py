@@ -13,11 +13,11 @@ from gradwire_feedback.pages import login, policies, rate
 
 SECRET_FILE = ".session-secret"
 RECONNECT_TIMEOUT_S = 30.0
-"""How long a page that lost its connection keeps what is on it; after that it loads again."""
+"""How long a disconnected page keeps its state; after that it reloads."""
 
 
 def mount(app: FastAPI, context: Context) -> None:
-    """Adds the pages to the application, behind its own routes."""
+    """Add the pages to the application, after its own routes."""
     for page in (login, rate, policies):
         page.register(context)
     ui.run_with(
@@ -30,11 +30,11 @@ def mount(app: FastAPI, context: Context) -> None:
 
 
 def _session_secret(context: Context) -> str:
-    """What signs the browsers' cookies: kept, so that a restart signs nobody out."""
+    """Return the secret that signs the browsers' cookies; stored, so that sessions survive a restart."""
     file = context.settings.models_dir / SECRET_FILE
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
             new.write(secrets.token_urlsafe(32))
     except FileExistsError:
-        pass  # made by an earlier start
+        pass  # created by an earlier start
     return file.read_text()

@@ -11,7 +11,7 @@ COLOURS = ["#1976d2", "#e07b00", "#2e7d32", "#8e24aa", "#c62828", "#00838f", "#6
 
 
 def histogram(counts: Sequence[int]) -> dict[str, Any]:
-    """Scores in bins of equal width over 0..1."""
+    """Histogram of scores in bins of equal width over 0..1."""
     width = 1 / len(counts)
     return {
         "grid": {"left": 40, "right": 10, "top": 20, "bottom": 40},
@@ -27,7 +27,7 @@ def histogram(counts: Sequence[int]) -> dict[str, Any]:
 
 
 def curves(histories: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Mean reward of each step, a line a version."""
+    """Mean reward per step, one line per version."""
     return {
         "color": COLOURS,
         "grid": {"left": 50, "right": 10, "top": 30, "bottom": 40},
@@ -47,7 +47,7 @@ def curves(histories: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def intervals(comparison: ComparisonOut) -> dict[str, Any]:
-    """Mean score of each version, on the bar of its interval."""
+    """Mean score and interval of each version."""
     names = [each.version for each in comparison.versions][::-1]
     rows = comparison.versions[::-1]
     return {

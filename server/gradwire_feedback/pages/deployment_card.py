@@ -1,4 +1,4 @@
-"""The part of the policies page that says which versions answer, and changes it."""
+"""Card of the policies page that shows and changes the deployed versions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DeploymentCard:
             self._placed[version] = share
 
     def _typed(self, version: str) -> bool:
-        """Whether the field has another share than the one that was placed in it."""
+        """Whether the user has changed the field's share."""
         return bool(self._fields[version].value != self._placed[version])
 
     async def _deploy(self) -> None:
@@ -87,7 +87,7 @@ class DeploymentCard:
         await self._carry_out(store, "Rolled back.")
 
     async def _carry_out(self, store: Callable[[], dict[str, float]], done: str) -> None:
-        """Stores a deployment; the fields show it afterwards, whatever was typed."""
+        """Store a deployment; the fields then show it."""
         if await self._act(store, done):
             self._placed = {version: field.value for version, field in self._fields.items()}
             self.refresh(self._found)

@@ -1,4 +1,4 @@
-"""The sign-in page: a key of the service, kept as its digest in the browser's session."""
+"""The sign-in page; the session stores the digest of a key of the service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def register(context: Context) -> None:
                 try:
                     caller_of(session, digest)
                 except UnauthenticatedError:
-                    ui.notify("This is no valid key.", type="negative")
+                    ui.notify("This key is not valid.", type="negative")
                     return
             app.storage.user["key"] = digest
             ui.navigate.to(target)

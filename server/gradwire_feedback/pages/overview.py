@@ -1,4 +1,4 @@
-"""What the policies page shows, read in one go so that it can tell whether anything changed."""
+"""Data of the policies page, read in one transaction so that changes can be detected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VersionRow:
-    """A line of the table of versions; the history is empty where its file is gone."""
+    """A row of the table of versions; the history is empty if its file is missing."""
 
     version: str
     parent: str
@@ -37,7 +37,7 @@ class VersionRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """An agent at one moment."""
+    """A snapshot of an agent."""
 
     distribution: Distribution
     agreement: float | None

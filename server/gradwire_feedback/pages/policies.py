@@ -1,4 +1,4 @@
-"""`/policies/{agent_id}`: scores with advice, training, versions, the A/B comparison, and what is deployed."""
+"""`/policies/{agent_id}`: scores with advice, training, versions, A/B comparison and deployment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Policies:
         async def refresh() -> None:
             await training.refresh()
             found = await run_in_threadpool(load, self._context, self._agent_id)
-            if found != self._shown:  # the charts stay as long as nothing changed
+            if found != self._shown:  # the charts are kept while nothing changes
                 self._update(found)
                 self._scores.refresh()
 
@@ -145,7 +145,7 @@ class _Policies:
             ui.label("The intervals stay valid however often you look: stop when it is settled.").classes("quiet")
 
     async def _act(self, work: Callable[[], Any], done: str, role: Role = "train") -> bool:
-        """Carries out what a button asks for, if the key still allows it, and says how it went."""
+        """Run a button's action if the key still allows it, and report the result."""
         caller = signed_in(self._context)
         if caller is None or not caller.may(role):
             ui.navigate.to(f"/login?next=/policies/{self._agent_id}")

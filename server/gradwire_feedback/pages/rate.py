@@ -33,7 +33,7 @@ def register(context: Context) -> None:
 
 @dataclass
 class _State:
-    """What the rater did with the item on the screen."""
+    """The rater's input for the current item."""
 
     item: Item | None = None
     waiting: int = 0
@@ -151,7 +151,7 @@ class _Rating:
         await self._carry_out(store)
 
     async def _carry_out(self, store: Callable[[], None]) -> None:
-        """Stores, and goes on; a key that is pressed twice counts once."""
+        """Store the input and continue; a key pressed twice counts once."""
         if self._busy or not self._allowed():
             return
         self._busy = True

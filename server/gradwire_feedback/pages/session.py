@@ -1,4 +1,4 @@
-"""Who sits in front of the browser."""
+"""Browser sessions: the caller and the rater behind a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ body { background: #f5f6f8; }
 
 
 def signed_in(context: Context) -> Caller | None:
-    """Who the browser's key belongs to, looked up each time: a revoked key is out at once."""
+    """Return the caller of the browser's key; looked up each time, so that revoking takes effect at once."""
     with context.database.read() as session:
         try:
             return caller_of(session, app.storage.user.get("key"))
@@ -30,7 +30,7 @@ def signed_in(context: Context) -> Caller | None:
 
 
 def entrance(context: Context, role: Role, agent_id: str, path: str) -> Caller | RedirectResponse | None:
-    """The caller of a page, a redirection to the sign-in page, or None where the page must say why it is empty."""
+    """Return the caller of a page, a redirection to the sign-in page, or None if the page shows why it is empty."""
     if not is_agent_id(agent_id):
         ui.label("There is no such agent: ids are letters, digits, '.', '_' and '-'.").classes("text-h6 q-pa-lg")
         return None
@@ -46,6 +46,6 @@ def entrance(context: Context, role: Role, agent_id: str, path: str) -> Caller |
 
 
 def rater_of(caller: Caller) -> str:
-    """A rater is a browser, or a key's browser where there are keys."""
+    """Identify a rater: by browser, or by key and browser on a service with keys."""
     browser = str(app.storage.browser["id"])
     return f"{caller.name}:{browser}" if caller.name else browser

@@ -1,4 +1,4 @@
-"""The part of the policies page that trains: settings, estimate, the running job."""
+"""Card of the policies page for training: settings, estimate, running job."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the scores say: pure functions on numpy arrays that know neither database nor HTTP."""
+"""Statistics of scores: pure functions on numpy arrays, independent of database and HTTP."""

@@ -1,4 +1,4 @@
-"""How far raters agree: Krippendorff's alpha for scores on an interval scale."""
+"""Agreement of raters: Krippendorff's alpha for scores on an interval scale."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 
 def agreement(table: NDArray[np.float64]) -> float | None:
-    """Krippendorff's alpha: 1 for full agreement, 0 for chance; None where it is not defined.
+    """Krippendorff's alpha: 1 for full agreement, 0 for chance; None if it is not defined.
 
     Args:
-        table: [raters, answers] with NaN where a rater did not score an answer.
+        table: [raters, answers], NaN where a rater did not score an answer.
     """
     shared = table[:, np.sum(~np.isnan(table), axis=0) > 1] if table.size else table
     values = shared[~np.isnan(shared)]

@@ -1,9 +1,8 @@
-"""Confidence sequences for the mean of bounded scores: intervals that stay valid however often one looks at them.
+"""Confidence sequences for the mean of bounded scores: intervals that stay valid however often they are inspected.
 
-The predictable plug-in empirical-Bernstein sequence, Theorem 2 of Waudby-Smith and Ramdas, "Estimating means of
-bounded random variables by betting", Journal of the Royal Statistical Society B 86 (2024), arXiv:2010.09686:
-with probability 1 - alpha the mean is in *all* intervals of the sequence, so one may stop at any of them.
-"""
+The predictable plug-in empirical-Bernstein sequence, Theorem 2 of Waudby-Smith and Ramdas, "Estimating means of bounded
+random variables by betting", Journal of the Royal Statistical Society B 86 (2024), arXiv:2010.09686: with probability 1
+- alpha the mean is in *all* intervals of the sequence, so an experiment may stop at any time."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ class Interval:
 
 
 def confidence_sequence(scores: ArrayLike, alpha: float = 0.05) -> NDArray[np.float64]:
-    """The interval after each score, [scores, 2]; each is within all before it.
+    """Return the interval after each score, [scores, 2]; each lies within all earlier ones.
 
     Args:
-        scores: [scores] in 0..1, in the order in which they came; their mean given the earlier ones must not change.
-        alpha: probability that the mean is ever outside.
+        scores: [scores] in 0..1, in order of arrival; their mean given the earlier scores must be constant.
+        alpha: Probability that the mean is ever outside.
 
     Raises:
-        ValueError: for scores outside 0..1.
+        ValueError: A score is outside 0..1.
     """
     x = np.asarray(scores, np.float64)
     if x.size and not (x.min() >= 0.0 and x.max() <= 1.0):
@@ -61,9 +60,9 @@ def interval(scores: ArrayLike, alpha: float = 0.05) -> Interval:
 
 
 def difference_interval(baseline: ArrayLike, other: ArrayLike, alpha: float = 0.05) -> Interval:
-    """The newest interval for mean(other) - mean(baseline).
+    """Return the newest interval for mean(other) - mean(baseline).
 
-    From one sequence for each mean at alpha / 2: by the union bound both hold at all times with probability
+    It combines one sequence per mean at alpha / 2: by the union bound both hold at all times with probability
     1 - alpha, whatever the order and the number of scores on either side.
     """
     first, second = interval(baseline, alpha / 2), interval(other, alpha / 2)

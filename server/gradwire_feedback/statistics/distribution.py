@@ -1,4 +1,4 @@
-"""The distribution of an agent's scores, with the advice that goes with it."""
+"""The distribution of an agent's scores, with advice."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Distribution:
     """Scores of an agent.
 
     Attributes:
-        count: how many.
-        mean: None without scores.
-        std: population standard deviation; None without scores.
-        histogram: counts in ten bins of equal width over 0..1.
-        advice: sentences for the person who collects them, none when all is well.
+        count: Number of scores.
+        mean: Mean; None without scores.
+        std: Population standard deviation; None without scores.
+        histogram: Counts in ten bins of equal width over 0..1.
+        advice: Sentences for the person who collects the scores; empty if there is nothing to improve.
     """
 
     count: int

@@ -1,1 +1,1 @@
-"""The use cases on the database: functions of a session, which neither commit nor know HTTP."""
+"""The use cases on the database: functions of a session, which neither commit nor depend on HTTP."""

@@ -1,4 +1,4 @@
-"""The A/B comparison: from what a deployment gave to what may be concluded from it."""
+"""The A/B comparison: from the results of a deployment to a conclusion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwire_feedback.store.deployments import Observed
 
 ALPHA = 0.05
 SAMPLE_RATIO_ALPHA = 0.001
-"""A false alarm here makes people distrust a sound test, and real losses of answers show soon: hence so small."""
+"""Small, because a false alarm makes people distrust a sound test, and real losses of answers show soon."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class VersionResult:
 
 @dataclass(frozen=True)
 class DifferenceResult:
-    """The baseline against one other version; all such intervals hold at once with probability 1 - ALPHA."""
+    """The baseline compared with one other version; all these intervals hold at once with probability 1 - ALPHA."""
 
     baseline: str
     version: str
@@ -37,7 +37,7 @@ class DifferenceResult:
 
     @property
     def better(self) -> str | None:
-        """The version that is better beyond doubt, or None as long as there is none."""
+        """The better version if the difference is significant, else None."""
         if self.interval.low > 0:
             return self.version
         return self.baseline if self.interval.high < 0 else None
@@ -45,7 +45,7 @@ class DifferenceResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the A/B test says by now."""
+    """The current result of the A/B test."""
 
     versions: tuple[VersionResult, ...]
     differences: tuple[DifferenceResult, ...]
@@ -57,15 +57,15 @@ class Comparison:
 
     @property
     def settled(self) -> bool:
-        """Whether every other version is told apart from the baseline, on a sound sample."""
+        """Whether every other version differs significantly from the baseline, on a sound sample."""
         return self.sample_ratio_ok and all(each.better is not None for each in self.differences)
 
     @property
     def verdict(self) -> str:
-        """The comparison in a sentence."""
+        """Summarise the comparison in a sentence."""
         if not self.sample_ratio_ok:
             return (
-                "Do not trust these scores: the versions were not drawn as their weights say "
+                "Do not trust these scores: the versions were not drawn in proportion to their weights "
                 f"(p = {self.sample_ratio_p:.2g}). Look for requests that are lost or repeated."
             )
         parts = []
@@ -79,7 +79,7 @@ class Comparison:
 
 
 def compare(observed: Observed) -> Comparison:
-    """Compares the oldest of the versions with each other one."""
+    """Compare the oldest version with each other one."""
     names = list(observed.scores)
     versions = []
     for name in names:

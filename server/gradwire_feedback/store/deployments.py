@@ -1,4 +1,4 @@
-"""Which versions of an agent answer, and who gets which."""
+"""Deployed versions of an agent, and their assignment to users."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SUM_TOLERANCE = 1e-6
 
 
 def policies_of(session: Session, agent_id: str) -> Sequence[Policy]:
-    """The agent's versions, oldest first."""
+    """Return the agent's versions, oldest first."""
     rows = session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id)).all()
     return sorted(rows, key=lambda policy: (policy.created_at, version_order(policy.version)))
 
 
 def policy_of(session: Session, agent_id: str, version: str) -> Policy:
-    """
+    """Return a version of the agent.
+
     Raises:
-        NotFoundError: when the agent has no such version.
+        NotFoundError: The agent has no such version.
     """
     found = session.scalar(sa.select(Policy).where(Policy.agent_id == agent_id, Policy.version == version))
     if found is None:
@@ -38,22 +39,22 @@ def policy_of(session: Session, agent_id: str, version: str) -> Policy:
 
 
 def deployment_of(session: Session, agent_id: str) -> dict[str, float]:
-    """The weights that count now; the base model alone where nothing was deployed."""
+    """Return the weights in effect; only the base model if nothing was deployed."""
     found = _history(session, agent_id)
     return dict(found[-1].weights) if found else {BASE: 1.0}
 
 
 def deploy(session: Session, agent_id: str, weights: Mapping[str, float]) -> dict[str, float]:
-    """Lets versions answer, each in its share of the users; ``base`` is the model before any training.
+    """Deploy versions, each for its share of the users; ``base`` is the untrained model.
 
     Raises:
-        UnprocessableError: when the weights are no shares that sum to 1.
-        NotFoundError: when the agent has no such version.
+        UnprocessableError: The weights are not shares that sum to 1.
+        NotFoundError: The agent has no such version.
     """
     if not weights:
-        raise UnprocessableError('a deployment names at least one version: {"v15": 1}')
+        raise UnprocessableError('a deployment needs at least one version: {"v15": 1}')
     if len(weights) > LIMITS.versions_in_deployment:
-        raise UnprocessableError(f"a deployment has at most {LIMITS.versions_in_deployment} versions")
+        raise UnprocessableError(f"a deployment may have at most {LIMITS.versions_in_deployment} versions")
     for version, weight in weights.items():
         if not (math.isfinite(weight) and 0 <= weight <= 1):
             raise UnprocessableError(f"{version}: the weight {weight} is not in 0..1")
@@ -68,21 +69,21 @@ def deploy(session: Session, agent_id: str, weights: Mapping[str, float]) -> dic
 
 
 def roll_back(session: Session, agent_id: str) -> dict[str, float]:
-    """Deploys the version before the newest deployed one, alone; before the first it is the base model.
+    """Deploy only the version before the newest deployed one; before the first it is the base model.
 
     Raises:
-        ConflictError: when the base model is all that is deployed.
+        ConflictError: Only the base model is deployed.
     """
     current = deployment_of(session, agent_id)
     newest = max(current, key=version_order)
     if newest == BASE:
-        raise ConflictError(f"there is no version before: {agent_id} answers with the base model")
+        raise ConflictError(f"there is no earlier version: {agent_id} answers with the base model")
     older = [p.version for p in policies_of(session, agent_id) if version_order(p.version) < version_order(newest)]
     return deploy(session, agent_id, {max(older, key=version_order) if older else BASE: 1.0})
 
 
 def draw_version(weights: Mapping[str, float], agent_id: str, unit: str) -> str:
-    """The version for a user, always the same while the weights are.
+    """Return the version for a user, which stays the same while the weights do.
 
     Weighted rendezvous hashing (Schindelhauer and Schomaker, "Weighted distributed hash tables", SPAA 2005): when
     weights change, only users of a version whose share shrinks change versions.
@@ -98,13 +99,13 @@ def draw_version(weights: Mapping[str, float], agent_id: str, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a deployment of several versions gave.
+    """Data of a deployment of several versions.
 
     Attributes:
-        since: when these versions were first deployed together.
-        weights: of the newest deployment of them.
-        scores: by version, one for each rated answer: its first score, in the order in which they came.
-        units: by version, distinct users and single requests without a user that it answered under these weights.
+        since: When these versions were first deployed together.
+        weights: Weights of their newest deployment.
+        scores: By version, the first score of each rated answer, in order of arrival.
+        units: By version, the number of distinct users, plus requests without a user, under these weights.
     """
 
     since: datetime
@@ -114,7 +115,7 @@ class Observed:
 
 
 def observe(session: Session, agent_id: str) -> Observed | None:
-    """What the newest A/B deployment gave; None when two versions were never deployed together."""
+    """Return the data of the newest A/B deployment; None if two versions were never deployed together."""
     history = _history(session, agent_id)
     last = next((i for i in range(len(history) - 1, -1, -1) if len(history[i].weights) > 1), None)
     if last is None:

@@ -1,4 +1,4 @@
-"""Scores that come in over the API, and what is known of an agent's scores."""
+"""Scores received over the API, and queries on an agent's scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDEMPOTENCY_DAYS = 7
 
 @dataclass(frozen=True)
 class Score:
-    """A score as it comes in."""
+    """A received score."""
 
     prompt: str
     response: str
@@ -30,7 +30,7 @@ class Score:
 
 
 def add_feedback(session: Session, agent_id: str, scores: Sequence[Score]) -> list[Feedback]:
-    """Stores scores; one whose ``run_id`` is that of a stored answer is booked on the version that gave it.
+    """Store scores; a score whose ``run_id`` is that of a stored answer counts for the answer's version.
 
     Training reads feedback in the order of its times. Those of a request are a microsecond apart, so that they keep its
     order on a coarse clock too.
@@ -71,13 +71,13 @@ def _answers(session: Session, agent_id: str, run_ids: set[str]) -> dict[str, An
 
 
 def scores_of(session: Session, agent_id: str) -> list[float]:
-    """The agent's scores, oldest first."""
+    """Return the agent's scores, oldest first."""
     query = sa.select(Feedback.score).where(Feedback.agent_id == agent_id)
     return list(session.scalars(query.order_by(Feedback.created_at, Feedback.id)))
 
 
 def feedback_of(session: Session, agent_id: str) -> Sequence[Feedback]:
-    """The agent's feedback, oldest first."""
+    """Return the agent's feedback, oldest first."""
     query = sa.select(Feedback).where(Feedback.agent_id == agent_id)
     return session.scalars(query.order_by(Feedback.created_at, Feedback.id)).all()
 
@@ -87,10 +87,10 @@ def request_digest(content: Any) -> str:
 
 
 def earlier_answer(session: Session, caller: str, agent_id: str, key: str, digest: str) -> Any | None:
-    """The answer that a request with this Idempotency-Key got before, or None.
+    """Return the answer of an earlier request with this Idempotency-Key, or None.
 
     Raises:
-        UnprocessableError: when the key came with another content.
+        UnprocessableError: The earlier request had other content.
     """
     session.execute(
         sa.delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - timedelta(days=IDEMPOTENCY_DAYS))
@@ -100,7 +100,7 @@ def earlier_answer(session: Session, caller: str, agent_id: str, key: str, diges
         return None
     if earlier.digest != digest:
         raise UnprocessableError(
-            "this Idempotency-Key came with another content before: use a new key for new feedback"
+            "this Idempotency-Key was already used with other content: use a new key for new feedback"
         )
     return earlier.answer["body"]
 

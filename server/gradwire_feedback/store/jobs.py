@@ -16,9 +16,10 @@ ACTIVE = ("queued", "running")
 
 
 def create_job(session: Session, agent_id: str, request: dict[str, Any]) -> Job:
-    """
+    """Create a queued job.
+
     Raises:
-        ConflictError: while the agent has a job; it names it.
+        ConflictError: The agent already has an active job; names it.
     """
     running = session.scalar(sa.select(Job).where(Job.active_agent == agent_id))
     if running is not None:
@@ -30,15 +31,16 @@ def create_job(session: Session, agent_id: str, request: dict[str, Any]) -> Job:
     session.add(job)
     try:
         session.flush()
-    except sa.exc.IntegrityError:  # another transaction made one in between
+    except sa.exc.IntegrityError:  # a concurrent transaction created one
         raise ConflictError(f"{agent_id} is being trained by another job already") from None
     return job
 
 
 def job_of(session: Session, job_id: str) -> Job:
-    """
+    """Return a job.
+
     Raises:
-        NotFoundError: when there is no such job.
+        NotFoundError: There is no such job.
     """
     job = session.get(Job, job_id)
     if job is None:
@@ -55,7 +57,7 @@ def newest_job(session: Session, agent_id: str) -> Job | None:
 
 
 def begin(session: Session, job_id: str, feedback_count: int) -> Job:
-    """Marks a job as running, under a version that no policy has. A second call changes nothing."""
+    """Mark a job as running, under a new version name. A second call changes nothing."""
     job = job_of(session, job_id)
     if job.version is None:
         taken = set(session.scalars(sa.select(Policy.version).where(Policy.agent_id == job.agent_id)))
@@ -69,14 +71,14 @@ def begin(session: Session, job_id: str, feedback_count: int) -> Job:
 
 
 def finish(session: Session, job_id: str, status: str, error: str | None = None) -> None:
-    """Ends a job, so that the agent may have another."""
+    """End a job, so that the agent may have another."""
     job = job_of(session, job_id)
     job.status, job.error, job.active_agent, job.finished_at = status, error, None, now()
     session.flush()
 
 
 def newest_version(session: Session, agent_id: str) -> str:
-    """The version that training goes on from by default; ``base`` before the first."""
+    """Return the version that training continues from by default; ``base`` before the first."""
     policies = session.scalars(sa.select(Policy).where(Policy.agent_id == agent_id)).all()
     if not policies:
         return BASE
@@ -84,5 +86,5 @@ def newest_version(session: Session, agent_id: str) -> str:
 
 
 def policy_of_job(session: Session, job_id: str) -> Policy:
-    """The version that a succeeded job made."""
+    """Return the version that a succeeded job created."""
     return session.scalars(sa.select(Policy).where(Policy.job_id == job_id)).one()

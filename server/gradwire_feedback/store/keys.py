@@ -1,6 +1,6 @@
-"""API keys: made, listed and revoked; only their SHA-256 is kept.
+"""API keys: created, listed and revoked; only their SHA-256 is stored.
 
-A key is 256 random bits, so there is nothing to salt or to slow down: nobody guesses one.
+A key is 256 random bits, so it needs neither a salt nor a slow hash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALLOWS: dict[Role, frozenset[Role]] = {
     "read": frozenset({"read"}),
     "train": frozenset(ROLES),
 }
-"""What a key of a role may do: ``train`` includes the other two; a rater does not read results, to stay blind."""
+"""Permissions of the roles: ``train`` includes the other two; a rater cannot read results, to stay blind."""
 
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 PREFIX_CHARS = 9
@@ -33,7 +33,7 @@ PREFIX_CHARS = 9
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a request; ``name`` is empty on a service without keys."""
+    """The sender of a request; ``name`` is empty on a service without keys."""
 
     name: str
     role: Role
@@ -50,11 +50,11 @@ def digest_of(secret: str) -> str:
 
 
 def create_key(session: Session, name: str, role: str, *, replace: bool = False) -> str:
-    """Makes a key and gives its secret, which cannot be shown again.
+    """Create a key and return its secret, which cannot be shown again.
 
     Raises:
-        UnprocessableError: for a name or role that is none.
-        ConflictError: when the name has a key and ``replace`` is not set.
+        UnprocessableError: The name or the role is invalid.
+        ConflictError: The name already has a key and ``replace`` is not set.
     """
     if not KEY_NAME.fullmatch(name):
         raise UnprocessableError(f"{name[:100]!r} is not a name: letters, digits, '.', '_', '@', '-', 100 at most")
@@ -62,7 +62,7 @@ def create_key(session: Session, name: str, role: str, *, replace: bool = False)
         raise UnprocessableError(f"{role[:100]!r} is not a role: {', '.join(ROLES)}")
     for key in session.scalars(sa.select(Key).where(Key.name == name, Key.revoked_at.is_(None))):
         if not replace:
-            raise ConflictError(f"{name} has a key already; --replace revokes it and makes another")
+            raise ConflictError(f"{name} already has a key; --replace revokes it and creates another")
         key.revoked_at = now()
     secret = "gwf_" + secrets.token_urlsafe(32)
     session.add(Key(name=name, role=role, prefix=secret[:PREFIX_CHARS], sha256=digest_of(secret)))
@@ -74,10 +74,10 @@ def list_keys(session: Session) -> Sequence[Key]:
 
 
 def revoke_key(session: Session, name: str) -> None:
-    """Refuses the key of a name from now on.
+    """Revoke the key of a name.
 
     Raises:
-        NotFoundError: when the name has none.
+        NotFoundError: The name has no key.
     """
     found = session.scalars(sa.select(Key).where(Key.name == name, Key.revoked_at.is_(None))).all()
     if not found:
@@ -87,15 +87,15 @@ def revoke_key(session: Session, name: str) -> None:
 
 
 def keys_required(session: Session) -> bool:
-    """Whether requests need a key: from the first one made on, also when all are revoked."""
+    """Whether requests need a key: true once the first key was created, even if all are revoked."""
     return session.scalar(sa.select(sa.func.count()).select_from(Key)) != 0
 
 
 def caller_of(session: Session, digest: str | None) -> Caller:
-    """Who has the key of this digest.
+    """Return the owner of the key with this digest.
 
     Raises:
-        UnauthenticatedError: for a missing, unknown or revoked key alike.
+        UnauthenticatedError: The key is missing, unknown or revoked.
     """
     if not keys_required(session):
         return ANYONE

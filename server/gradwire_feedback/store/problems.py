@@ -1,4 +1,4 @@
-"""What a use case refuses, each with the HTTP status that says so."""
+"""Errors of the use cases, each with its HTTP status."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class ProblemError(Exception):
-    """A request that cannot be carried out; the message is for the person who made it."""
+    """A request that cannot be carried out; the message is for its sender."""
 
     status: ClassVar[int] = 400
 

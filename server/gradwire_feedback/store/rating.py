@@ -1,7 +1,7 @@
 """Items to rate: reserved for one rater at a time, rated, skipped, and taken back.
 
-An item is open while fewer raters than wanted are done with it. A rater never sees an item again that they rated or
-skipped. A reservation that is not used runs out, so that a closed browser keeps nothing from the others.
+An item is open while fewer raters than wanted have finished it. A rater never sees an item again that they rated or
+skipped. An unused reservation expires, so that a closed browser blocks nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class NewAnswer:
 def add_item(
     session: Session, agent_id: str, prompt: str, answers: Sequence[NewAnswer], raters: int, user_id: str | None = None
 ) -> Item:
-    """Puts one answer, or two side by side, in the queue of the rating page.
+    """Add one answer, or two side by side, to the queue of the rating page.
 
     Raises:
-        ConflictError: when a run id is taken.
+        ConflictError: A run id is already in use.
     """
     taken = session.scalars(
         sa.select(Answer.run_id).where(
@@ -45,7 +45,7 @@ def add_item(
         )
     ).first()
     if taken is not None or len({answer.run_id for answer in answers}) < len(answers):
-        raise ConflictError(f"runId {(taken or answers[0].run_id)!r} names an answer of {agent_id} already")
+        raise ConflictError(f"runId {(taken or answers[0].run_id)!r} already names an answer of {agent_id}")
     item = Item(agent_id=agent_id, prompt=prompt, raters=raters, user_id=user_id)
     item.answers = [
         Answer(
@@ -63,7 +63,7 @@ def add_item(
 
 
 def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
-    """The next item for this rater, reserved; the one they have reserved already, first of all."""
+    """Return the next item for this rater, reserved; an item they have already reserved comes first."""
     time = now()
     rated = (
         sa.select(Answer.item_id)
@@ -87,16 +87,16 @@ def reserve(session: Session, agent_id: str, rater: str) -> Item | None:
 
 
 def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], notes: str | None) -> list[Feedback]:
-    """Stores a rater's scores of the answers of the item that they have reserved.
+    """Store a rater's scores of the answers of their reserved item.
 
     Raises:
-        NotFoundError: when there is no such item.
-        ConflictError: when the reservation ran out and another rater has it, or it is rated already.
-        UnprocessableError: when there is not one score for each answer.
+        NotFoundError: There is no such item.
+        ConflictError: The reservation expired and another rater has the item, or it is already rated.
+        UnprocessableError: There is not exactly one score for each answer.
     """
     item = _held(session, item_id, rater)
     if len(scores) != len(item.answers):
-        raise UnprocessableError(f"the item has {len(item.answers)} answers, and {len(scores)} scores came")
+        raise UnprocessableError(f"the item has {len(item.answers)} answers, but the request has {len(scores)} scores")
     rows = [
         Feedback(
             agent_id=item.agent_id,
@@ -119,10 +119,10 @@ def rate(session: Session, item_id: str, rater: str, scores: Sequence[float], no
 
 
 def skip(session: Session, item_id: str, rater: str) -> None:
-    """Leaves the item to other raters.
+    """Leave the item to other raters.
 
     Raises:
-        NotFoundError, ConflictError: as of :func:`rate`.
+        NotFoundError, ConflictError: As for :func:`rate`.
     """
     item = _held(session, item_id, rater)
     item.reserved_by = item.reserved_until = None
@@ -131,7 +131,7 @@ def skip(session: Session, item_id: str, rater: str) -> None:
 
 
 def undo(session: Session, agent_id: str, rater: str) -> Item | None:
-    """Takes back the rater's last rating or skip, and reserves that item for them again; None if there is none."""
+    """Take back the rater's last rating or skip, and reserve that item for them again; None if there is none."""
     rated = session.execute(
         sa.select(Answer.item_id, Feedback.created_at)
         .join(Feedback, Feedback.answer_id == Answer.id)
@@ -169,20 +169,20 @@ def _held(session: Session, item_id: str, rater: str) -> Item:
     if item is None:
         raise NotFoundError("there is no such item")
     if item.reserved_by != rater:
-        raise ConflictError("your reservation of this item ran out: go on with the next one")
+        raise ConflictError("your reservation of this item expired: continue with the next one")
     return item
 
 
 def open_items(session: Session, agent_id: str) -> int:
-    """How many items wait for raters."""
+    """Count the items that wait for raters."""
     query = sa.select(sa.func.count()).where(Item.agent_id == agent_id, Item.ratings < Item.raters)
     return session.scalar(query) or 0
 
 
 def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
-    """Scores by raters and answers, [raters, answers]; NaN where a rater did not score an answer.
+    """Table of scores by raters and answers, [raters, answers]; NaN where a rater did not score an answer.
 
-    Only answers that two raters or more scored on the page are in it.
+    It contains only answers that two raters or more scored on the page.
     """
     query = sa.select(Feedback.rater, Feedback.answer_id, Feedback.score).where(
         Feedback.agent_id == agent_id, Feedback.rater.is_not(None), Feedback.answer_id.is_not(None)
@@ -204,7 +204,7 @@ def score_table(session: Session, agent_id: str) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Pair:
-    """What one rater preferred of two answers side by side."""
+    """A rater's preference between two answers side by side."""
 
     prompt: str
     chosen: str
@@ -213,7 +213,7 @@ class Pair:
 
 
 def pairs_of(session: Session, agent_id: str) -> list[Pair]:
-    """The preferences that ratings of two answers side by side give; equal scores give none."""
+    """Return the preferences from ratings of two answers side by side; equal scores give none."""
     query = (
         sa.select(Answer.item_id, Feedback.rater, Feedback.prompt, Feedback.response, Feedback.score)
         .join(Feedback, Feedback.answer_id == Answer.id)

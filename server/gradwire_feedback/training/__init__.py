@@ -1,1 +1,1 @@
-"""Training and answering through a gradwire server: the connection, durable jobs, estimates, generation."""
+"""Training and generation through a gradwire server: the connection, durable jobs, estimates, generation."""

@@ -1,4 +1,4 @@
-"""What a training will take: time from measured steps, memory from the model's size."""
+"""Estimate of a training's cost: time from measured steps, memory from the model's size."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TIMED_SETTINGS = (
     "base_model", "use_lora", "lora_r", "batch_size", "mini_batch_size", "gradient_accumulation_steps", "ppo_epochs",
     "max_new_tokens",
 )  # fmt: skip
-"""Settings that the duration of a step depends on."""
+"""Settings on which the duration of a step depends."""
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRAINED_BYTES = 16
-"""A trained parameter: float32 master, gradient, and two moments of AdamW."""
+"""Bytes per trained parameter: float32 weight, gradient, and two moments of AdamW."""
 ACTIVATIONS_PER_UNIT = 34
 """Activations of a transformer layer in units of tokens * hidden size, at 16 bits (Korthikanti et al. 2022,
 arXiv:2205.05198, equation 2 without the attention term)."""
@@ -55,13 +55,13 @@ class StepTimes:
 async def estimate(
     database: Database, server: TrainingServer, settings: Settings, agent_id: str, plan: Plan
 ) -> dict[str, Any]:
-    """The fields of a dry run's answer.
+    """Return the fields of a dry run's answer.
 
-    The first estimate for a model and its settings trains a few steps on the agent's own feedback; the measured steps
+    The first estimate for a model and its settings trains a few steps on the agent's own feedback; the measured times
     are kept in the database.
 
     Raises:
-        gradwire.GradwireError: when the training server cannot carry out the settings.
+        gradwire.GradwireError: The training server cannot use the settings.
     """
 
     def read() -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ async def estimate(
 
     feedbacks = await run_in_threadpool(read)
     config = TrainingConfig(**plan.config)
-    async with _one_probe:  # two at once would measure each other
+    async with _one_probe:  # concurrent measurements would distort each other
         times = await _step_times(database, server, settings, plan, feedbacks)
     reward_steps = 0
     if plan.reward_model_path is None:
@@ -119,7 +119,7 @@ async def _step_times(
 async def _measure(
     server: TrainingServer, settings: Settings, plan: Plan, feedbacks: Sequence[Mapping[str, Any]]
 ) -> StepTimes:
-    """Trains a few steps of both stages on some of the feedback, and throws the result away."""
+    """Train a few steps of both stages on some of the feedback, and discard the result."""
     some = [feedbacks[i] for i in np.linspace(0, len(feedbacks) - 1, min(len(feedbacks), PROBE_FEEDBACK)).astype(int)]
     probe = replace(plan, config=plan.config | {"max_steps": PROBE_STEPS}, reward_model_path=None)
     moments: dict[str, list[tuple[int, float]]] = {"reward_model": [], "policy": [], "export": []}
@@ -136,20 +136,20 @@ async def _measure(
 
 
 def _seconds_a_step(moments: Sequence[tuple[int, float]]) -> float:
-    """Mean over the steps after the first, which pays for what is set up once."""
+    """Mean over the steps after the first, which includes one-time setup."""
     (first, start), (last, end) = moments[0], moments[-1]
     return (end - start) / (last - first) if last > first else 0.0
 
 
 def memory_gib(model: gradwire.ModelInfo, config: TrainingConfig) -> float:
-    """Estimated peak memory of the engine.
+    """Estimate the engine's peak memory.
 
     Weights (one base model for an adapter; policy, reward model and reference for full training), optimizer state,
-    activations of a mini-batch, and its logits in float32 with their gradient. Prompts count as long as answers.
+    activations of a mini-batch, and its logits in float32 with their gradient. Prompts are assumed as long as answers.
     """
     width = BYTES_OF.get(model.dtype, 4)
     weights = model.num_parameters * width
-    if config.use_lora:  # seven linear layers, about 18 hidden sizes of inputs and outputs together
+    if config.use_lora:  # seven linear layers with a total of about 18 hidden sizes of inputs and outputs
         adapter = model.num_layers * config.lora_r * 18 * model.hidden_size
         held = weights + 2 * adapter * TRAINED_BYTES
     else:

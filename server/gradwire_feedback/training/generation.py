@@ -1,4 +1,4 @@
-"""Answers of the deployed versions, remembered so that feedback finds its version."""
+"""Answers of the deployed versions, stored so that feedback is assigned to its version."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradwire_feedback.store import deployments, rating
 from gradwire_feedback.training.server import TrainingServer
 
 TOP_K, TOP_P = 50, 0.95
-"""As in training."""
+"""The same as in training."""
 
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """An answer; feedback on it names its run."""
+    """An answer; feedback refers to it by its run id."""
 
     run_id: str
     version: str
@@ -38,10 +38,10 @@ async def generate_answer(
     temperature: float,
     seed: int | None,
 ) -> GeneratedAnswer:
-    """Answers from a version drawn by weight, the same one for the same user, and queues the answer for raters.
+    """Answer with a version drawn by weight, always the same one for a user, and queue the answer for raters.
 
     Raises:
-        gradwire.GradwireError: when the training server refuses the prompt, or cannot be reached.
+        gradwire.GradwireError: The training server refuses the prompt, or cannot be reached.
     """
     run_id = new_id()
 

@@ -1,11 +1,11 @@
-"""Training jobs that survive the service: each is a DBOS workflow of three steps, snapshot, train and publish.
+"""Durable training jobs: each is a DBOS workflow of three steps, snapshot, train and publish.
 
-DBOS keeps which steps are done in the database (SQLite or PostgreSQL, as the service itself), and starts unfinished
-workflows again when the service starts; no broker and no second process are needed. The smaller huey takes a task off
-its queue before it runs it: one whose process is killed is gone.
+DBOS records finished steps in the database (SQLite or PostgreSQL, the service's own), and restarts unfinished
+workflows when the service starts; it needs no broker and no second process. The smaller huey removes a task from
+its queue before it runs it, so a task is lost if its process is killed.
 
-A repeated step changes nothing: the snapshot is a file that is kept, the trainer finds its run on the training server
-again, and a job makes one version because ``policies.job_id`` is unique.
+Steps are idempotent: the snapshot is a file that is kept, the trainer finds its run on the training server
+again, and a job creates one version because ``policies.job_id`` is unique.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ WAIT_POLL_S = 0.3
 STOP_PATIENCE_S = 10.0
 ATTEMPTS = 5
 UNFINISHED = ("ENQUEUED", "PENDING", "DELAYED")
-"""What DBOS calls a workflow that it will go on with."""
+"""DBOS's states of unfinished workflows."""
 RETRY_AFTER_S = 2.0
 
 
 class Jobs:
-    """Runs jobs, one at a time; the service has one of these.
+    """Runs jobs, one at a time; the service has one instance.
 
     Args:
-        settings: of the service.
-        database: its tables.
-        server: what trains.
+        settings: Settings of the service.
+        database: Its tables.
+        server: The training server.
     """
 
     def __init__(self, settings: Settings, database: Database, server: TrainingServer) -> None:
@@ -68,7 +68,7 @@ class Jobs:
         return self._stopping.is_set()
 
     def start(self) -> None:
-        """Starts the workers; jobs that the last process left unfinished go on."""
+        """Start the workers; unfinished jobs of the last process continue."""
         url = self._database.url
         if self._database.sqlite:
             assert url.database is not None
@@ -77,7 +77,7 @@ class Jobs:
             config=DBOSConfig(
                 name="gradwire-feedback",
                 system_database_url=url.render_as_string(hide_password=False),
-                application_version="1",  # jobs of an older release go on in a newer one
+                application_version="1",  # jobs of an older release continue in a newer one
                 sys_db_pool_size=5,
                 log_level="WARNING",
             )
@@ -95,17 +95,17 @@ class Jobs:
             left = [job.id for job in store.active_jobs(session)]
         for job_id in left:
             known = DBOS.get_workflow_status(job_id)
-            if known is None:  # the service died before it told DBOS
+            if known is None:  # the service was killed before it updated DBOS
                 self._enqueue(job_id)
             elif known.status not in UNFINISHED:
                 self._end(job_id, "failed", f"it was tried too often: its workflow is {known.status}")
 
     def interrupt(self) -> None:
-        """Lets the running job stop at its next step; it goes on at the next start of the service."""
+        """Make the running job stop at its next step; it continues at the next start of the service."""
         self._stopping.set()
 
     def stop(self) -> bool:
-        """Interrupts the running job and ends the workers; False if the job does not let go in time."""
+        """Interrupt the running job and stop the workers; return False if the job does not stop in time."""
         self.interrupt()
         deadline = time.monotonic() + STOP_PATIENCE_S
         while self._running and time.monotonic() < deadline:
@@ -116,10 +116,10 @@ class Jobs:
         return ended
 
     def submit(self, agent_id: str, plan: Plan) -> Job:
-        """Queues a training.
+        """Queue a training.
 
         Raises:
-            ConflictError: while the agent has a job.
+            ConflictError: The agent already has an active job.
         """
         with self._database.write() as session:
             job = store.create_job(session, agent_id, asdict(plan))
@@ -131,10 +131,10 @@ class Jobs:
             DBOS.enqueue_workflow(QUEUE, self._workflow, job_id)
 
     def cancel(self, job_id: str) -> Job:
-        """Asks a job to end; one that has ended stays as it is.
+        """Request the end of a job; a job that has ended is not changed.
 
         Raises:
-            NotFoundError: when there is no such job.
+            NotFoundError: There is no such job.
         """
         with self._database.write() as session:
             job = store.job_of(session, job_id)
@@ -145,15 +145,16 @@ class Jobs:
             return job
 
     def get(self, job_id: str) -> Job:
-        """
+        """Return a job.
+
         Raises:
-            NotFoundError: when there is no such job.
+            NotFoundError: There is no such job.
         """
         with self._database.read() as session:
             return store.job_of(session, job_id)
 
     async def wait(self, job_id: str) -> Job:
-        """The job once it has ended, or as it is when the service stops."""
+        """Return the job once it has ended, or its current state when the service stops."""
         while True:
             job = await asyncio.to_thread(self.get, job_id)
             if job.status not in store.ACTIVE or self.stopping:
@@ -185,7 +186,7 @@ class Jobs:
         return self._settings.models_dir / job.agent_id / ".jobs" / f"{job.id}.jsonl"
 
     def _snapshot(self, job_id: str) -> None:
-        """Fixes the feedback that the job learns from, and with it the version's name."""
+        """Fix the job's feedback, and with it the version's name."""
         with self._database.write() as session:
             job = store.job_of(session, job_id)
             file = self._snapshot_file(job)
@@ -215,11 +216,11 @@ class Jobs:
                     raise ServiceStopping from error
                 if attempt == ATTEMPTS:
                     raise
-                log.warning("job %s lost the training server (%s); it goes on in a moment", job_id, error)
+                log.warning("job %s lost the training server (%s); it will continue", job_id, error)
                 self._stopping.wait(RETRY_AFTER_S)
 
     def _publish(self, job_id: str) -> None:
-        """Makes the version known, once."""
+        """Create the version; idempotent."""
         job = self.get(job_id)
         assert job.version is not None
         folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
@@ -248,14 +249,14 @@ class Jobs:
             snapshot.rename(folder / "feedback.jsonl")
 
     def _end(self, job_id: str, status: str, error: str | None) -> None:
-        """Ends a job without a version, and removes what it wrote."""
+        """End a job without a version, and remove its files."""
         job = self.get(job_id)
         if job.version is not None:
             folder = version_folder(self._settings.models_dir, job.agent_id, job.version)
             try:
                 asyncio.run(self._server.discard(folder))
             except gradwire.GradwireError as trouble:
-                log.warning("what job %s left on the training server stays there: %s", job_id, trouble)
+                log.warning("the runs of job %s remain on the training server: %s", job_id, trouble)
             rmtree(folder, ignore_errors=True)
         self._snapshot_file(job).unlink(missing_ok=True)
         with self._database.write() as session:

@@ -1,4 +1,4 @@
-"""What a job is to do, checked before it is queued, and the training itself."""
+"""The plan of a job, validated before it is queued, and the training itself."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gradwire_feedback.training.server import TrainingServer
 
 @dataclass(frozen=True)
 class Plan:
-    """A training, as JSON keeps it.
+    """A training, in a form that JSON can store.
 
     Attributes:
-        config: all settings of a :class:`gradwire.rlhf.TrainingConfig`.
-        start_from: version that training goes on from; ``base`` for the base model.
-        start_path: folder of that version's policy; None for the base model.
-        reward_model_path: folder of a reward model to use again; None trains one.
-        reward_settings: of a reward model that is trained, in place of those that it shares with the policy.
+        config: All settings of a :class:`gradwire.rlhf.TrainingConfig`.
+        start_from: Version that training continues from; ``base`` for the base model.
+        start_path: Folder of that version's policy; None for the base model.
+        reward_model_path: Folder of a reward model to reuse; None trains one.
+        reward_settings: Settings of a trained reward model that override those of the policy.
     """
 
     config: dict[str, Any]
@@ -54,18 +54,18 @@ def make_plan(
     reward_model: str,
     reward_given: Mapping[str, Any],
 ) -> Plan:
-    """Checks a request for training.
+    """Validate a request for training.
 
     Args:
-        given: settings of the request; others have their defaults.
-        start_from: version, ``base``, or None for the newest.
+        given: Settings of the request; others have their defaults.
+        start_from: A version, ``base``, or None for the newest.
         reward_model: ``retrain``, ``reuse``, or a version.
-        reward_given: settings of a reward model that is trained; others are the policy's.
+        reward_given: Settings of a trained reward model; others are the policy's.
 
     Raises:
-        UnprocessableError: for too little feedback, or a reward model that there is not.
-        NotFoundError: for an unknown version.
-        gradwire.InvalidArgumentError: for settings that cannot be.
+        UnprocessableError: Too little feedback, or a reward model that does not exist.
+        NotFoundError: An unknown version.
+        gradwire.InvalidArgumentError: Invalid settings.
     """
     config = TrainingConfig(**({"base_model": settings.base_model} | {k: v for k, v in given.items() if v is not None}))
     check_server_settings(config)
@@ -73,7 +73,7 @@ def make_plan(
         count = len(scores_of(session, agent_id))
         if count < MINIMUM_FEEDBACK:
             raise UnprocessableError(
-                f"{agent_id} has {count} feedback samples, and training needs {MINIMUM_FEEDBACK}: "
+                f"{agent_id} has {count} feedback samples, but training needs {MINIMUM_FEEDBACK}: "
                 f"{MINIMUM_FEEDBACK - count} are missing"
             )
         start = start_from or newest_version(session, agent_id)
@@ -89,8 +89,9 @@ def make_plan(
     reward_settings = {name: value for name, value in reward_given.items() if value is not None}
     if reward_settings and reward_model_path is not None:
         raise UnprocessableError(
-            f"rewardModelConfig: these settings train a reward model, and rewardModel {reward_model!r} trains none: "
-            "leave one of the two out"
+            f"rewardModelConfig: these settings apply to a new reward model, but rewardModel {reward_model!r} trains "
+            "none: "
+            "leave out one of the two"
         )
     plan = Plan(asdict(config), start, parent.model_path if parent else None, reward_model_path, reward_settings)
     try:
@@ -101,14 +102,16 @@ def make_plan(
 
 
 def check_server_settings(config: TrainingConfig) -> None:
-    """
+    """Refuse settings that only the training server has.
+
     Raises:
-        UnprocessableError: for settings that only the training server has.
+        UnprocessableError: Such a setting was given.
     """
     for name, option in (("device", "--device"), ("mixed_precision", "--dtype")):
         if getattr(config, name) is not None:
             raise UnprocessableError(
-                f"{name} is the training server's: set it there, with `gradwire serve {option}` or, for the embedded "
+                f"{name} is a setting of the training server: set it there, with `gradwire serve {option}` or, for the "
+                "embedded "
                 f"one, `gradwire feedback serve --server-arg={option}=…`"
             )
 
@@ -120,10 +123,10 @@ async def train(
     server: TrainingServer,
     on_progress: Callable[[TrainingProgress], None],
 ) -> TrainingResult:
-    """Carries out a plan, going on where an earlier attempt in the same folder was.
+    """Run a plan, continuing an earlier attempt in the same folder.
 
     Raises:
-        gradwire.GradwireError: of the training server.
+        gradwire.GradwireError: An error of the training server.
     """
     config = TrainingConfig(**plan.config)
     policy = config if plan.start_path is None else replace(config, base_model=plan.start_path)

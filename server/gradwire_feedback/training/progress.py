@@ -1,4 +1,4 @@
-"""How a running job tells how far it is, and is told to stop."""
+"""Progress reports and cancellation of a running job."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHOWN_METRICS = {
     "mse": "meanSquaredError", "correlation": "correlation", "rewards/score": "reward", "train/kl": "kl",
     "train/loss": "loss", "train/value_error": "valueError",
 }  # fmt: skip
-"""What progress shows of the trainer's metrics, and under which name."""
+"""Trainer metrics shown in the progress, and their names there."""
 
 
 class JobCancelledError(Exception):
-    """Somebody asked for the job to end."""
+    """The job was cancelled."""
 
 
 class ServiceStopping(BaseException):
-    """The service stops in the middle of a job. No Exception, so that DBOS leaves the workflow for the next start."""
+    """The service stops during a job. Not an Exception, so that DBOS keeps the workflow for the next start."""
 
 
 class ProgressReporter:
-    """Writes progress to the job's row, now and then, and stops the training when that is asked for."""
+    """Writes progress to the job's row periodically, and stops the training when the job is cancelled."""
 
     def __init__(self, database: Database, job_id: str, stopping: threading.Event) -> None:
         self._database, self._job_id, self._stopping = database, job_id, stopping
@@ -51,7 +51,7 @@ class ProgressReporter:
 
 
 def progress_json(progress: TrainingProgress) -> dict[str, Any]:
-    """JSON of a progress, with the figures that people watch; those that are no numbers as null."""
+    """Convert progress to JSON with the main metrics; NaN becomes null."""
     metrics = {
         shown: value if math.isfinite(value) else None
         for name, shown in SHOWN_METRICS.items()

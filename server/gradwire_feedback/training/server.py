@@ -1,4 +1,4 @@
-"""The connection to the gradwire server, which is an embedded one where the service was given none."""
+"""The connection to the gradwire server, or to an embedded one if no address was given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainingServer:
     """Connects to the gradwire server, and restarts an embedded one that ended.
 
     Args:
-        settings: of the feedback service.
+        settings: Settings of the feedback service.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,12 +37,13 @@ class TrainingServer:
         self.address = settings.service or ""
 
     async def start(self) -> None:
-        """
+        """Start or connect.
+
         Raises:
-            gradwire.GradwireError: when the server cannot be started or reached.
+            gradwire.GradwireError: The server cannot be started or reached.
         """
         if self._settings.service is None:
-            self.address = f"127.0.0.1:{_free_port()}"  # kept, so that whoever waits for a lost server finds it again
+            self.address = f"127.0.0.1:{_free_port()}"  # kept, so that callers waiting for a lost server find it again
             await self._embed()
             self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._service = await self.connection()
@@ -63,12 +64,12 @@ class TrainingServer:
                 self._embedded.check_alive()
                 continue
             except gradwire.ConnectionLostError as error:
-                log.error("%s; it is started again", error)
+                log.error("%s; restarting it", error)
             await self._embedded.close()
             try:
                 await self._embed()
             except gradwire.ServerStartError as error:
-                log.error("%s; it is tried again", error)
+                log.error("%s; retrying", error)
 
     async def stop(self) -> None:
         if self._watcher is not None:
@@ -82,11 +83,11 @@ class TrainingServer:
 
     @property
     def service(self) -> gradwire.ServiceClient:
-        assert self._service is not None, "the service was not started"
+        assert self._service is not None, "the training server was not started"
         return self._service
 
     def connection(self) -> gradwire.Connection:
-        """A connection of one's own, for another event loop; the key is the environment's GRADWIRE_API_KEY."""
+        """Open another connection, for another event loop; the key is the environment's GRADWIRE_API_KEY."""
         return gradwire.connect(
             self.address, ca_cert=self._settings.service_ca_cert, reconnect_timeout=RECONNECT_TIMEOUT_S
         )
@@ -102,33 +103,34 @@ class TrainingServer:
         top_p: float,
         seed: int | None,
     ) -> str:
-        """Continues a prompt.
+        """Continue a prompt.
 
         Args:
-            model: a model of the server's, or a checkpoint.
-            prompt: the text.
-            max_tokens, temperature, top_k, top_p, seed: as of :meth:`gradwire.SamplingClient.sample`.
+            model: A model of the server, or a checkpoint.
+            prompt: The text.
+            max_tokens, temperature, top_k, top_p, seed: As for :meth:`gradwire.SamplingClient.sample`.
 
         Raises:
-            gradwire.GradwireError: when the server refuses the prompt, or cannot be reached.
+            gradwire.GradwireError: The server refuses the prompt, or cannot be reached.
         """
         result = await self.service.sampling_client(model).sample(
             [prompt], max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
         )
         text = result.samples[0][0].text
         if text is None:
-            raise gradwire.UnsupportedError(f"{model} has no tokenizer: the service needs a model that reads text")
+            raise gradwire.UnsupportedError(f"{model} has no tokenizer: the service needs a model with a tokenizer")
         return text.replace("\0", "")
 
     async def discard(self, folder: Path) -> None:
-        """Deletes what a training in this folder left on the server."""
+        """Delete the runs that a training in this folder left on the server."""
         async with self.connection() as service:
             await discard_training(service, folder)
 
     async def model_info(self, name: str) -> gradwire.ModelInfo:
-        """
+        """Return the server's description of a model.
+
         Raises:
-            UnprocessableError: when the server does not hold the model.
+            UnprocessableError: The server does not hold the model.
         """
         models = {model.name: model for model in await self.service.list_models()}
         if name not in models:

@@ -1,4 +1,4 @@
-"""Alembic's entry: the connection comes from :class:`gradwire_feedback.database.connection.Database`."""
+"""Alembic's entry point; :class:`gradwire_feedback.database.connection.Database` provides the connection."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One file a revision."""
+"""Migrations, one file per revision."""

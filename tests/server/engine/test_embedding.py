@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from gradwire_server.engine.model.embedding import add_rows_in_place
+from gradwire_server.engine.model.placement import Placement
 from torch import nn
 
 
@@ -15,7 +16,7 @@ from torch import nn
 def test_gradients_are_pytorchs(padding_idx: int | None, tied: bool) -> None:
     theirs = nn.Embedding(11, 4, padding_idx=padding_idx)
     ours = copy.deepcopy(theirs)
-    add_rows_in_place(ours)
+    add_rows_in_place(ours, Placement())
     for batch in range(3):
         ids = torch.tensor([[3, 1, 1, 7], [batch, 3, 9, 1]])
         for embedding in (theirs, ours):
@@ -30,6 +31,6 @@ def test_gradients_are_pytorchs(padding_idx: int | None, tied: bool) -> None:
 
 def test_other_embeddings_are_left_alone() -> None:
     embedding = nn.Embedding(11, 4, sparse=True)
-    add_rows_in_place(embedding)
+    add_rows_in_place(embedding, Placement())
     embedding(torch.tensor([1, 2])).sum().backward()
     assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse

@@ -370,7 +370,7 @@ def test_a_batch_may_say_what_is_predicted(make_run: Any) -> None:
     found = score_batch(run.policy, batch, names, budget=Budget(10))
     with torch.no_grad():
         states = run.policy.hidden(ids, lengths)[scored]
-        log_p = (states @ run.policy.output_head().weight.T).log_softmax(-1)
+        log_p = (states @ run.policy.compute(run.policy.output_head).weight.T).log_softmax(-1)
         assert run.policy.head is not None
         torch.testing.assert_close(found["token_rewards"], run.policy.head(states))
     torch.testing.assert_close(found["candidate_logprobs"], log_p.gather(1, candidates), atol=1e-5, rtol=1e-5)

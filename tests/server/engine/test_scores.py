@@ -54,7 +54,7 @@ def test_divergence_is_that_of_the_distributions_before_each_token(make_run: Any
     )["divergence"]
     before = [0, 1, 2, 4, 5]
     logs = [
-        torch.log_softmax(hidden_at(policy, batch, before) @ policy.output_head().weight.T / 0.8, -1)
+        torch.log_softmax(hidden_at(policy, batch, before) @ policy.compute(policy.output_head).weight.T / 0.8, -1)
         for policy in (run.policy, teacher)
     ]
     s, t = (log.exp() for log in logs)
@@ -133,7 +133,7 @@ def test_a_custom_loss_gets_the_candidates_of_its_batch(make_run: Any) -> None:
     )
     kept, _ = kept_forward(run.policy, named, ["candidate_logprobs"], budget=SMALL)
     hidden = hidden_at(run.policy, batch, [0, 1, 2, 4, 5])
-    expected = torch.log_softmax(hidden @ run.policy.output_head().weight.T, -1).gather(1, ids)
+    expected = torch.log_softmax(hidden @ run.policy.compute(run.policy.output_head).weight.T, -1).gather(1, ids)
     torch.testing.assert_close(kept.by_name["candidate_logprobs"], expected.detach(), atol=1e-5, rtol=1e-4)
 
 

@@ -121,7 +121,8 @@ def test_the_weight_accumulates_its_gradient_in_place() -> None:
     (expected,) = torch.autograd.grad(score_tokens(hidden, OutputHead(weight), ids).logprobs.sum(), weight)
 
     def backward() -> Tensor | None:
-        score_tokens(hidden, OutputHead(weight), ids, chunk_elements=V, accumulate=True).logprobs.sum().backward()
+        head = OutputHead(weight, adds_in_place=True)
+        score_tokens(hidden, head, ids, chunk_elements=V).logprobs.sum().backward()
         return weight.grad
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire_server.engine.model.placement import Placement
 
-def add_rows_in_place(embedding: nn.Module) -> None:
+
+def add_rows_in_place(embedding: nn.Module, placement: Placement) -> None:
     """Use this backward in a plain embedding; valid with ``torch.autograd.backward`` only."""
     plain = type(embedding) is nn.Embedding and not hasattr(embedding, "_hf_hook")
     if plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse:
-        embedding.forward = partial(_embed, embedding)
+        embedding.forward = partial(_embed, embedding, placement)
 
 
-def _embed(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+def _embed(embedding: nn.Embedding, placement: Placement, ids: Tensor) -> Tensor:
     weight = embedding.weight
-    if weight.is_cpu and weight.requires_grad and torch.is_grad_enabled():
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    if trains and weight.is_cpu and placement.adds_in_place(weight):
         embedded: Tensor = _Embed.apply(ids, weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
         return embedded
     return nn.functional.embedding(ids, weight, embedding.padding_idx)
@@ -42,7 +45,7 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,), weight = ctx.saved_tensors, ctx.weight
         padding = -1 if ctx.padding_idx is None else ctx.padding_idx
-        total = weight.grad if weight.is_leaf else None
+        total = weight.grad
         if total is None or total.dtype != grad.dtype:
             return None, torch.ops.aten.embedding_dense_backward(grad, ids, len(weight), padding, False), None
         ids, grad = ids.flatten(), grad.flatten(0, -2)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.placement import whole_tensors
 
 HeadKind = Literal["value", "reward", "classification"]
 HEAD_FILE = "gradwire_head.safetensors"
@@ -59,8 +60,7 @@ class Head(nn.Module):
 
 def save_head(head: Head, folder: Path) -> None:
     """Write a head beside a model's weights, where :func:`make_head` finds it."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
+    save_file(whole_tensors(head.state_dict()), folder / HEAD_FILE, metadata={"format": "pt", "kind": head.kind})
 
 
 def make_head(

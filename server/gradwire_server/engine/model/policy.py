@@ -8,8 +8,8 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from gradwire_losses.batch import sent
@@ -21,10 +21,13 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.heads import Head, make_head
 from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
 HEAD_PREFIX = "head."
+
+T = TypeVar("T")
 
 
 class Policy:
@@ -117,7 +120,12 @@ class Policy:
         wanted = arranged.places if positions is None else arranged.places[positions]
         return states.index_select(0, sent(wanted, states.device))
 
+    def compute(self, computation: Callable[[], T]) -> T:
+        """Run a computation that uses the weights; see :meth:`.split_model.SplitModel.compute`."""
+        return self.split_model.compute(computation)
+
     def output_head(self) -> OutputHead:
+        """The output head with the current weights; only within :meth:`compute`."""
         return self.split_model.output_head()
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -138,13 +146,12 @@ class Policy:
     def num_trainable_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._parameters.values())
 
-    @torch.no_grad()
     def sync(self) -> None:
         """Round the masters into the parameters that are not their own masters."""
         pairs = [(self._parameters[name], master) for name, master in self._masters.items()]
         rounded = [(parameter, master) for parameter, master in pairs if parameter is not master]
         if rounded:
-            torch._foreach_copy_([parameter for parameter, _ in rounded], [master for _, master in rounded])
+            assign_each([parameter for parameter, _ in rounded], [master for _, master in rounded])
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Name -> the master itself, detached and not copied."""
@@ -176,7 +183,7 @@ class Policy:
                 rule="same base model, LoRA settings and head",
             )
         for name in mine:
-            self._masters[name].copy_(tensors[name])
+            assign(self._masters[name], tensors[name])
         self.sync()
 
     def close(self) -> None:
@@ -312,6 +319,8 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
         )
     split_model = pool.load(config.base_model)
     head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+    if head is not None:
+        pool.placement.place(head)
     return FullPolicy(
         split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
     )

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -21,6 +21,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.compilation import compile_layers
 from gradwire_server.engine.model.packing_check import choose_packing
+from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
 
 logger = logging.getLogger(__name__)
@@ -33,24 +34,25 @@ class ModelPool:
 
     Args:
         models: Name -> folder or hub name. Requests may name only these.
-        device: ``"cpu"``, ``"cuda"`` (accelerate spreads models over several GPUs) or ``"cuda:N"``.
+        placement: Where models live; a device stands for one whole copy on it.
         dtype: Dtype of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
 
     Attributes:
+        placement: Where models live.
         dtype: Dtype of the weights.
     """
 
     def __init__(
         self,
         models: Mapping[str, str],
-        device: str | torch.device = "cpu",
+        placement: Placement | str | torch.device = "cpu",
         dtype: Dtype | None = None,
         *,
         compiled: bool = False,
     ) -> None:
-        self.device = torch.device(device)
+        self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed, self._compiled = dtype == "mixed", compiled
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.dtype = torch.float32 if dtype == "mixed" else dtype or on_device
@@ -58,6 +60,10 @@ class ModelPool:
         transformers_logging.disable_progress_bar()
         self._loaded: dict[str, SplitModel] = {}
         self._facts: dict[str, ModelFacts] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
 
     @property
     def names(self) -> list[str]:
@@ -97,10 +103,6 @@ class ModelPool:
     def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
         """Load a copy of a model from disk for one owner; ``dtype`` overrides the server's."""
         facts = self.facts(name)
-        kwargs: dict[str, Any] = {}
-        if self.device.type == "cuda":
-            spread = self.device.index is None and torch.cuda.device_count() > 1
-            kwargs["device_map"] = "auto" if spread else {"": str(self.device)}
         logger.info("loading %s from %s as %s on %s", name, facts.path, dtype or facts.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
             model = AutoModelForCausalLM.from_pretrained(
@@ -108,12 +110,13 @@ class ModelPool:
                 dtype=dtype or self.dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                **kwargs,
+                **self.placement.loading_arguments(),
             )
-        split_model = SplitModel(facts, model, mixed=self._mixed and dtype is None)
+        split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
         split_model.packing = choose_packing(split_model)
         if self._compiled:
             compile_layers(split_model.trunk)
+        self.placement.place(split_model.root)
         return split_model
 
     def _read_facts(self, name: str) -> ModelFacts:

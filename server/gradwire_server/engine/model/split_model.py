@@ -3,13 +3,15 @@
 The *trunk* maps token ids to final hidden states, and the *output head* maps hidden states to logits, which
 :mod:`gradwire_server.engine.scoring` computes in chunks. The split is checked once, at load, against the model's own
 logits, so that an architecture that does more between the two is refused rather than trained wrongly.
+
+Both run inside the forward of one module, the *root*: see :meth:`SplitModel.compute`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from gradwire_losses.batch import sent
@@ -22,11 +24,14 @@ from gradwire_server.engine.model.attention import LAYOUT
 from gradwire_server.engine.model.dropout import DropoutPlaces
 from gradwire_server.engine.model.embedding import add_rows_in_place
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
+from gradwire_server.engine.model.placement import Placement
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
     from gradwire_server.engine.model.adapters import AdapterLayers, Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,15 @@ class OutputHead:
         bias: ``[V]`` or None.
         scale: Factor of the product.
         softcap: Bound of the logits, or None.
+        adds_in_place: Whether a backward may add the weight's gradient to ``weight.grad`` itself, invisibly to
+            autograd; valid with ``torch.autograd.backward`` only.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    adds_in_place: bool = False
 
     def transform(self, logits: Tensor) -> Tensor:
         """Apply scale and softcap to ``h W^T + b``, elementwise."""
@@ -69,12 +77,25 @@ class OutputHead:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+class Root(nn.Module):
+    """The module in whose forward a model computes, so that hooks on modules, such as sharding's, see every use."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, computation: Callable[[], T]) -> T:
+        return computation()
+
+
 class SplitModel:
     """One copy of a model.
 
     Attributes:
         facts: Facts of the model.
         model: The transformers model; frozen if it is a shared base.
+        placement: Where its tensors live.
+        root: The module around ``model`` in whose forward everything is computed.
         trunk: The part of the model that ends in hidden states.
         adapters: The peft wrapper around ``model`` once a LoRA run uses it, else None.
         adapter_layers: The layers that compute the adapters.
@@ -83,9 +104,12 @@ class SplitModel:
             :func:`.packing_check.choose_packing` finds a better one.
     """
 
-    def __init__(self, facts: ModelFacts, model: PreTrainedModel, *, mixed: bool = False) -> None:
+    def __init__(self, facts: ModelFacts, model: PreTrainedModel, placement: Placement, *, mixed: bool = False) -> None:
         self.facts = facts
         self.model = model
+        self.placement = placement
+        self.root = Root(model)
+        self._computing = False
         self.trunk = cast(nn.Module, model.get_decoder())
         self.mixed = mixed
         if mixed:
@@ -97,7 +121,7 @@ class SplitModel:
         self._dropout: float | None = None
         self._dropout_places = DropoutPlaces(model)
         model.eval()
-        add_rows_in_place(model.get_input_embeddings())
+        add_rows_in_place(model.get_input_embeddings(), placement)
         check_split(self)
         self.packing = Packing.PADDED
 
@@ -110,8 +134,24 @@ class SplitModel:
         """Dtype that the trunk computes in."""
         return torch.bfloat16 if self.mixed else cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
 
+    def compute(self, computation: Callable[[], T]) -> T:
+        """Run a computation that uses the model's weights, which are whole within it; calls may be nested.
+
+        Tensors whose gradient will be needed must be in the result, itself a tensor or a list or dict of them.
+        """
+        if self._computing:
+            return computation()
+        self._computing = True
+        try:
+            return cast(T, self.root(computation))
+        finally:
+            self._computing = False
+
     def states(self, sequences: Layout | Padded) -> Tensor:
         """``[M, H]`` final hidden states of all computed tokens, from one forward of the trunk."""
+        return self.compute(lambda: self._states(sequences))
+
+    def _states(self, sequences: Layout | Padded) -> Tensor:
         if isinstance(sequences, Padded):
             rows = sent(sequences.input_ids, self.device)
             padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
@@ -127,7 +167,9 @@ class SplitModel:
         return packed[0]
 
     def output_head(self) -> OutputHead:
-        """The output head with the model's current weights."""
+        """The output head with the model's current weights; only within :meth:`compute`, where they are whole."""
+        if not self._computing:
+            raise RuntimeError("the output head's weight may be sharded: use it within SplitModel.compute")
         config = self.model.config.get_text_config()
         linear = self.model.get_output_embeddings()
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
@@ -136,7 +178,8 @@ class SplitModel:
         softcap = getattr(config, "final_logit_softcapping", None)
         # The CPU multiplies in float32 anyway; a GPU is many times faster in bfloat16.
         weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
-        return OutputHead(weight, getattr(linear, "bias", None), scale, float(softcap) if softcap else None)
+        bias, in_place = getattr(linear, "bias", None), self.placement.adds_in_place(weight)
+        return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place)
 
     def adapters_changed(self) -> None:
         """Rebuild the adapter layers; call after adding adapters to the model or removing them."""
@@ -206,10 +249,14 @@ def check_split(split_model: SplitModel) -> None:
     facts = split_model.facts
     length = min(6, facts.context_length)
     ids = torch.arange(2 * length, device=split_model.device).view(2, length) % facts.vocab_size
-    head = split_model.output_head()
-    hidden = split_model.trunk(input_ids=ids, use_cache=False).last_hidden_state
-    bias = 0.0 if head.bias is None else head.bias.float()
-    ours = head.transform(hidden.float() @ head.weight.float().T + bias)
+
+    def split_logits() -> Tensor:
+        head = split_model.output_head()
+        hidden = split_model.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        bias = 0.0 if head.bias is None else head.bias.float()
+        return head.transform(hidden.float() @ head.weight.float().T + bias)
+
+    ours = split_model.compute(split_logits)
     tolerance = 1e-3 if split_model.dtype in (torch.float32, torch.float64) else 5e-2
     for row, width in enumerate((length, max(1, length // 2))):
         theirs = split_model.model(input_ids=ids[row : row + 1, :width], use_cache=False).logits[0].float()

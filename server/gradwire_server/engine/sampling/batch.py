@@ -114,7 +114,7 @@ class Batch:
         failure = None
         try:
             with torch.no_grad():
-                self._step()
+                self.policy.compute(self._step)
         except Exception as error:  # reported by the jobs, to whoever waits for their samples
             if is_fatal(error):
                 raise

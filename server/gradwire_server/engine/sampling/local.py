@@ -88,5 +88,5 @@ class LocalSampler:
     def _fits_slots(self, policy: Policy) -> bool:
         if policy.split_model not in self._slots:
             policy.activate()
-            self._slots[policy.split_model] = fits_slots(policy)
+            self._slots[policy.split_model] = policy.compute(lambda: fits_slots(policy))
         return self._slots[policy.split_model]

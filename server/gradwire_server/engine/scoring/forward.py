@@ -136,12 +136,23 @@ class Reading:
         batch, sizes = self.batch, self.policy.facts.num_parameters
         if self.teacher is not None:
             sizes += self.teacher.policy.facts.num_parameters
-        with suited_threads(self.policy.device, len(batch.input_ids), sizes):
+
+        def compute() -> dict[str, Tensor]:
             teacher_states = self.teacher_states()
             hidden = self.policy.hidden(
                 batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
             )
             return self.scores(hidden, teacher_states)
+
+        with suited_threads(self.policy.device, len(batch.input_ids), sizes):
+            return self.with_weights(compute)
+
+    def with_weights(self, computation: Callable[[], T]) -> T:
+        """Run a computation that calls :meth:`scores`, with the weights of the policy and of the teacher at hand."""
+        if self.teacher is None:
+            return self.policy.compute(computation)
+        teacher = self.teacher.policy
+        return teacher.compute(lambda: self.policy.compute(computation))
 
     def teacher_states(self) -> Tensor | None:
         """The teacher's hidden states; None without ``divergence``.
@@ -157,7 +168,10 @@ class Reading:
             )
 
     def scores(self, hidden: Tensor, teacher_states: Tensor | None) -> dict[str, Tensor]:
-        """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's."""
+        """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's.
+
+        Call it within :meth:`with_weights`.
+        """
         wanted = set(self.names)
         read, own, last = hidden.split([len(positions) for positions in self.places.values()])
         scores: dict[str, Tensor] = {}
@@ -176,7 +190,6 @@ class Reading:
                 correct="correct" in wanted,
                 chunk_elements=self.budget.logits_elements,
                 kept_elements=self.budget.kept_logits,
-                accumulate=True,
             )
             scores = {
                 "logprobs": found.logprobs[:, 0],

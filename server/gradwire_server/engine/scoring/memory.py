@@ -29,6 +29,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.placement import storage_addresses
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 
@@ -132,13 +133,16 @@ class Memory:
 
 
 class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
-    """Count the bytes that autograd saves within the context, without weights and buffers of the model."""
+    """Count the bytes that autograd saves within the context, without weights and buffers of the model.
+
+    A whole copy of sharded weights counts.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(self._pack, lambda tensor: tensor)
         self.bytes = 0
         tensors = [*policy.model.parameters(), *policy.model.buffers(), *policy.trainable_parameters().values()]
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._seen = storage_addresses(tensors)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

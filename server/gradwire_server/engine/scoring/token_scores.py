@@ -55,7 +55,6 @@ def score_tokens(
     correct: bool = False,
     chunk_elements: int = 1 << 22,
     kept_elements: int = 0,
-    accumulate: bool = False,
 ) -> TokenScores:
     """Compute scores of ``ids [T, K]`` given ``hidden [T, H]``.
 
@@ -64,12 +63,10 @@ def score_tokens(
         entropy, mean_logprobs, collision, correct: Whether to compute each.
         chunk_elements: Number of logits in memory at once.
         kept_elements: Number of logits that may additionally be kept for the backward pass.
-        accumulate: Add the gradient of the head's weight in place to ``weight.grad`` in the backward pass, invisibly to
-            autograd; valid with ``torch.autograd.backward`` only.
     """
     keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
     chunk = max(1, chunk_elements // len(head.weight))
-    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps, accumulate)
+    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps)
     return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
@@ -88,7 +85,6 @@ class _Request:
     correct: bool
     chunk: int
     keeps: bool
-    accumulate: bool
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -138,7 +134,7 @@ class _ScoreTokens(torch.autograd.Function):
         request: _Request = ctx.request
         product = HeadProduct(weight)
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
-        holder = request.head.weight if request.accumulate else None
+        holder = request.head.weight if request.head.adds_in_place else None
         gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad, holder)
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
@@ -217,7 +213,7 @@ class HeadGradients:
         self._dtypes = (weight.dtype, None if bias is None else bias.dtype)
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = None
-        self._held = holder is not None and needed[1] and holder.is_leaf and holder.dtype == product.dtype
+        self._held = holder is not None and needed[1] and holder.dtype == product.dtype
         if holder is not None and self._held:
             if holder.grad is None:
                 holder.grad = torch.zeros_like(holder)

@@ -25,6 +25,7 @@ from torch import Tensor
 from gradwire_server.crash_points import crash_point
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.engine.state.folders import replacing
 
 MANIFEST = "manifest.json"
@@ -215,7 +216,7 @@ class CheckpointStore:
             stored = {}
             for file, tensors in files.items():
                 if tensors:
-                    save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / file)
+                    save_file(whole_tensors(tensors), folder / file)
                     stored[file] = _stored(folder / file)
                     crash_point("engine.inside_checkpoint")
             content = {

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import save_head
+from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
@@ -57,7 +58,7 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
                 _merged(pool, run).save_pretrained(folder)
         else:
             policy.activate()
-            policy.model.save_pretrained(folder)
+            policy.model.save_pretrained(folder, state_dict=whole_tensors(policy.model.state_dict()))
         _copy_tokenizer(policy.facts, folder)
         if policy.head is not None:
             save_head(policy.head, folder)
@@ -73,7 +74,7 @@ def save_adapter(policy: LoraPolicy, folder: Path) -> None:
     config.save_pretrained(str(folder))
     weights = _without_head(policy)
     save_file(
-        {f"base_model.model.{name}": weight.contiguous() for name, weight in weights.items()},
+        {f"base_model.model.{name}": weight for name, weight in whole_tensors(weights).items()},
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import Head, make_head
+from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import SplitModel
@@ -228,14 +229,13 @@ class References:
             self.loaded_models += 1
         return self._use(identity)
 
-    @torch.no_grad()
     def _full(self, split_model: SplitModel, head: Head | None, tensors: dict[str, Tensor]) -> Policy:
         """Make a policy with these weights in a copy of the model, in its dtype, without float32 masters."""
         for name, parameter in split_model.model.named_parameters():
-            parameter.copy_(tensors[name])
+            assign(parameter, tensors[name])
         if head is not None:
             for name, parameter in head.named_parameters():
-                parameter.copy_(tensors[HEAD_PREFIX + name])
+                assign(parameter, tensors[HEAD_PREFIX + name])
         return Policy(split_model, head=head)
 
     def _use(self, identity: str) -> Reference:

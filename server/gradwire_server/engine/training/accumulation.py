@@ -14,7 +14,8 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+
+from gradwire_server.engine.model.placement import placed_like, total_norm
 
 Key = tuple[str, str]
 Gradients = dict[str, Tensor]
@@ -80,11 +81,11 @@ class GradientCollector:
 
     def norm(self) -> Tensor:
         """Norm of all gradients, 0-d. It may overflow; :meth:`finite` then tells whether the gradients are finite."""
-        return get_total_norm(self._gradients())
+        return total_norm(self._gradients())
 
     def finite(self) -> bool:
         """Whether all gradients are finite; waits for the device."""
-        return bool(get_total_norm(self._gradients(), norm_type=float("inf")).isfinite())
+        return bool(total_norm(self._gradients(), norm_type=float("inf")).isfinite())
 
     def _gradients(self) -> list[Tensor]:
         return [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
@@ -187,13 +188,13 @@ class GradientAccumulator:
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-        """Replace the accumulation; each sum goes to the device of its parameter in ``masters``."""
+        """Replace the accumulation; each sum goes to the place of its parameter in ``masters``."""
         self.clear()
         for path, tensor in tensors.items():
             loss, unit, name = path.rsplit("|", 2)
             if not loss:
                 self.num_operations = int(tensor.item())
             elif name:
-                self._sums.setdefault((loss, unit), {})[name] = tensor.detach().clone().to(masters[name].device)
+                self._sums.setdefault((loss, unit), {})[name] = placed_like(tensor.clone(), masters[name])
             else:
                 self._counts[loss, unit] = tensor.item()

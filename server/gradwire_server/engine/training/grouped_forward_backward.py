@@ -101,16 +101,9 @@ def forward_backward_together(
     Raises:
         Exception: Any error in the shared computation; nothing is accumulated then.
     """
-    readings = [_reading(training) for training in trainings]
-    taught = [reading.teacher_states() for reading in readings]
-    policies = [cast(LoraPolicy, training.policy) for training in trainings]
-    hidden = hidden_together(policies, [each.batch for each in trainings], [each.positions for each in readings])
     passes: list[list[tuple[Key, list[Tensor], list[Tensor]]]] = []
     evaluated = []
-    for training, reading, states, teacher_states, run_rng in zip(
-        trainings, readings, hidden, taught, run_rngs, strict=True
-    ):
-        scores = reading.scores(states, teacher_states)
+    for training, scores, run_rng in zip(trainings, _scores_together(trainings), run_rngs, strict=True):
         detached = assemble(
             training.policy,
             training.batch,
@@ -131,6 +124,24 @@ def forward_backward_together(
     for training, collector, whole in zip(trainings, collectors, evaluated, strict=True):
         found.append(_unless_failed(partial(training.end, collector, 1)) if whole else None)
     return found
+
+
+def _scores_together(trainings: Sequence[Training]) -> list[dict[str, Tensor]]:
+    """Scores of each training's batch, from one forward of the trunk."""
+    readings = [_reading(training) for training in trainings]
+
+    def compute() -> list[dict[str, Tensor]]:
+        taught = [reading.teacher_states() for reading in readings]
+        policies = [cast(LoraPolicy, training.policy) for training in trainings]
+        hidden = hidden_together(policies, [each.batch for each in trainings], [each.positions for each in readings])
+        return [
+            reading.scores(states, teacher_states)
+            for reading, states, teacher_states in zip(readings, hidden, taught, strict=True)
+        ]
+
+    for reading in readings:
+        compute = partial(reading.with_weights, compute)
+    return compute()
 
 
 def _backward(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.placement import assign, total_norm
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 
@@ -80,7 +80,7 @@ class Optimizer:
         found, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
         gradients = {name: found[name] for name in self._masters if name in found}
-        norm = get_total_norm(list(gradients.values())).item() * factor if gradients else 0.0
+        norm = total_norm(list(gradients.values())).item() * factor if gradients else 0.0
         if not math.isfinite(norm):
             if not settings.skip_nonfinite:
                 raise OperationError(
@@ -127,7 +127,7 @@ class Optimizer:
         for path, tensor in tensors.items():
             moment, name = path.split("|", 1)
             self._prepare(self._masters[name])
-            self._adamw.state[self._masters[name]][moment].copy_(tensor)
+            assign(self._adamw.state[self._masters[name]][moment], tensor)
 
     def _prepare(self, master: Tensor) -> None:
         """Allocate a parameter's moments before anything is changed, because memory may run out here."""

@@ -1,0 +1,95 @@
+"""Where the tensors of models and runs live.
+
+A tensor is *whole* if this process holds all of its elements. :class:`Placement` keeps every tensor whole; a subclass
+may shard models over ranks with ``torch.distributed.fsdp.fully_shard``. A sharded parameter is a DTensor, except within
+:meth:`.split_model.SplitModel.compute`, where modules see a whole copy. Code that needs a whole tensor elsewhere, or
+combines many tensors, calls the functions of this module, which accept both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import get_total_norm
+
+
+class Placement:
+    """Every tensor whole on one device; "cuda" spreads the layers of a model over the machine's GPUs.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def loading_arguments(self) -> dict[str, Any]:
+        """Arguments of transformers' ``from_pretrained`` that load a model onto its device."""
+        if self.device.type != "cuda":
+            return {}
+        spread = self.device.index is None and torch.cuda.device_count() > 1
+        return {"device_map": "auto" if spread else {"": str(self.device)}}
+
+    def place(self, module: nn.Module) -> None:
+        """Move a loaded module's parameters to their places; they are there already."""
+
+    def adds_in_place(self, weight: Tensor) -> bool:
+        """Whether a backward may add a weight's gradient to ``weight.grad`` itself; otherwise autograd must do it.
+
+        This saves a tensor of the weight's size. It requires that ``weight.grad`` is the gradient that is collected.
+        """
+        return weight.is_leaf
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor with all its elements, detached: itself, not a copy, if it is whole."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, each whole and contiguous, as safetensors writes them."""
+    return {name: whole(tensor).contiguous() for name, tensor in tensors.items()}
+
+
+def placed_like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor, detached, on the device or shards of another."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value.detach().to(target.device), target.device_mesh, target.placements)
+    return value.detach().to(target.device)
+
+
+@torch.no_grad()
+def assign(target: Tensor, value: Tensor) -> None:
+    """Copy a tensor, whole or placed like the target, into the target."""
+    target.copy_(placed_like(value, target) if isinstance(target, DTensor) else value)
+
+
+@torch.no_grad()
+def assign_each(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into targets that are placed like them."""
+    torch._foreach_copy_([_local(target) for target in targets], [_local(value) for value in values])
+
+
+def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of all elements of all tensors, 0-d and whole."""
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
+        return get_total_norm(tensors, norm_type)
+    norms = [whole(get_total_norm(sharded, norm_type))]
+    if len(sharded) < len(tensors):
+        norms.append(get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)], norm_type))
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Addresses of the memory that this process permanently holds of these tensors."""
+    return {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,259 @@
+"""Models sharded by ``fully_shard`` train as whole ones do, on one gloo rank, and only the seam tells them apart."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradwire_losses.batch import Batch
+from gradwire_losses.registry import get_loss
+from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
+from gradwire_server.engine import model
+from gradwire_server.engine.model.placement import Placement, whole, whole_tensors
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.checkpoints import CheckpointStore
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.exports import export_run
+from gradwire_server.engine.state.snapshot import capture, restore
+from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+VOCAB = 64
+STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
+
+
+class Sharded(Placement):
+    """Every layer, and the rest of a module, sharded over the ranks."""
+
+    def place(self, module: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
+            for layer in layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+    def adds_in_place(self, weight: Tensor) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=request.param == "tied",
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def pair(model_path: Path, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[EngineRun, EngineRun]:
+    """The same run on a whole model and on a sharded one."""
+    lora = config.pop("lora", None)
+    settings = RunConfig(base_model="m", seed=3, lora=LoraSettings(rank=lora) if lora else None, **config)
+    pools = (ModelPool({"m": str(model_path)}, placement, dtype) for placement in (Placement(), Sharded()))
+    plain, sharded = (EngineRun(pool, "run", settings) for pool in pools)
+    assert any(isinstance(each, DTensor) for each in sharded.policy.model.parameters())
+    return plain, sharded
+
+
+def batch_of(loss: str) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([7, 3, 5, 9, 4, 6])
+    total = int(lengths.sum())
+    scored = torch.rand(total, generator=generator) < 0.8
+    scored[lengths.cumsum(0) - lengths] = False
+    ids = torch.randint(VOCAB, (total,), generator=generator)
+    if loss == "dpo":
+        return Batch(ids, lengths, scored, torch.full((3,), 2))
+    fields = {
+        "importance_sampling": ("behavior_log_probs", "advantages"),
+        "enhanced_ppo": ("old_log_probs", "old_values", "rewards"),
+    }.get(loss, ())
+    count = int(scored.sum())
+    values = {name: torch.randn(count, generator=generator) for name in fields}
+    return Batch(ids, lengths, scored, torch.ones(6, dtype=torch.int64), values, dict.fromkeys(values, "token"))
+
+
+def train(run: EngineRun, loss_name: str, budget: Budget, **kwargs: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and gradient norms of two steps, and the gradient of the last one."""
+    loss, base = get_loss(loss_name), Policy(run.policy.split_model)
+    config = loss.config(**kwargs)
+    figures: list[float] = []
+    for _ in range(2):
+        for _ in range(2):
+            training = Training(
+                run.policy,
+                batch_of(loss_name),
+                loss,
+                config,
+                run.accumulator,
+                teacher=base,
+                reference=lambda batch, temperature: torch.full((batch.num_scored,), -4.0),
+                outputs=["values"] if run.policy.head is not None else [],
+                budget=budget,
+            )
+            figures.append(forward_backward(training).loss or 0.0)
+        gradients = {name: whole(each).clone() for name, each in run.accumulator.normalised()[0].items()}
+        figures.append(run.optimizer.step(run.accumulator, STEP).grad_norm)
+    return figures, gradients
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(whole(found[name]), tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+ONE = Budget()
+MANY = Budget(microbatch_tokens=12)
+RECOMPUTED = Budget(microbatch_tokens=12, activation_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kwargs", "config", "budget"),
+    [
+        ("causal_lm", {}, {}, ONE),
+        ("causal_lm", {}, {}, MANY),
+        ("causal_lm", {}, {}, RECOMPUTED),
+        ("causal_lm", {}, {"gradient_checkpointing": True}, ONE),
+        ("causal_lm", {}, {"lora": 4}, MANY),
+        ("causal_lm", {}, {"lora": 4}, RECOMPUTED),
+        ("enhanced_ppo", {}, {"head": "value"}, MANY),
+        ("enhanced_ppo", {}, {"head": "value", "lora": 4}, MANY),
+        ("dpo", {"reference_model": "base"}, {}, MANY),
+        ("dpo", {"reference_model": "base"}, {}, RECOMPUTED),
+        ("gkd", {"reference_model": "base"}, {"lora": 4}, MANY),
+    ],
+)
+def test_a_sharded_model_trains_as_a_whole_one(
+    model_path: Path, loss: str, kwargs: dict[str, Any], config: dict[str, Any], budget: Budget
+) -> None:
+    plain, sharded = pair(model_path, **config)
+    expected, gradients = train(plain, loss, budget, **kwargs)
+    found, sharded_gradients = train(sharded, loss, budget, **kwargs)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert_same(sharded_gradients, gradients)
+    assert_same(sharded.policy.state_tensors(), plain.policy.state_tensors())
+    assert_same(sharded.optimizer.state_tensors(), plain.optimizer.state_tensors())
+
+
+@pytest.mark.parametrize("config", [{}, {"lora": 4}, {"head": "value"}], ids=["full", "lora", "value-head"])
+def test_masters_of_a_sharded_model_in_bfloat16_are_those_of_a_whole_one(
+    model_path: Path, config: dict[str, Any]
+) -> None:
+    plain, sharded = pair(model_path, torch.bfloat16, **config)
+    expected, _ = train(plain, "causal_lm", MANY)
+    found, _ = train(sharded, "causal_lm", MANY)
+    assert found == pytest.approx(expected, rel=1e-2)
+    for name, master in plain.policy.masters().items():
+        assert master.dtype == torch.float32
+        torch.testing.assert_close(whole(sharded.policy.masters()[name]), master, rtol=1e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("config", [{}, {"lora": 4}, {"head": "value"}], ids=["full", "lora", "value-head"])
+def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    plain, sharded = pair(model_path, **config)
+    store = CheckpointStore(tmp_path)
+    train(sharded, "causal_lm", ONE)
+    sharded.move_ema(0.9)
+    forward_and_backward = Training(
+        sharded.policy, batch_of("causal_lm"), get_loss("causal_lm"), get_loss("causal_lm").config(),
+        sharded.accumulator, budget=ONE,
+    )  # fmt: skip
+    forward_backward(forward_and_backward)
+    saved = {file: whole_tensors(tensors) for file, tensors in capture(sharded).items()}
+    assert all(saved.values())
+    for run, name in ((plain, "sharded"), (sharded, "whole")):
+        store.save("run", name, saved if name == "whole" else capture(sharded), config=run.config, step=2, seq=1)
+        restore(run, store, f"run/{name}")
+        for file, tensors in capture(run).items():
+            assert set(tensors) == set(saved[file])
+            assert all(torch.equal(whole(tensor), saved[file][key]) for key, tensor in tensors.items())
+    assert train(plain, "causal_lm", ONE)[0] == pytest.approx(train(sharded, "causal_lm", ONE)[0], rel=1e-9)
+
+
+def test_a_sharded_model_is_exported_whole(model_path: Path, tmp_path: Path) -> None:
+    _, run = pair(model_path)
+    train(run, "causal_lm", ONE)
+    assert export_run(ModelPool({"m": str(model_path)}), run, tmp_path / "export", "auto") == "hf"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
+    assert_same(dict(exported.named_parameters()), whole_tensors(run.policy.state_tensors()))
+
+
+def test_scores_and_samples_of_a_sharded_model(model_path: Path) -> None:
+    plain, sharded = pair(model_path)
+    batch = batch_of("causal_lm")
+    for each in (plain, sharded):
+        kept, _ = kept_forward(each.policy, batch, ["logprobs", "entropy"], budget=MANY)
+        gradients = {name: scores.cos() for name, scores in kept.by_name.items()}
+        custom_backward(kept, gradients, 2.0, each.accumulator)
+    expected, found = (each.accumulator.normalised()[0] for each in (plain, sharded))
+    assert_same(found, expected)
+    drawn = [
+        LocalSampler().sample(each.policy, [[1, 2, 3], [4]], SamplingParams(max_tokens=8, seed=5, n=2))
+        for each in (plain, sharded)
+    ]
+    assert drawn[0].token_ids.tolist() == drawn[1].token_ids.tolist()
+
+
+def test_the_output_head_is_used_where_its_weight_is_whole(model_path: Path) -> None:
+    for run in pair(model_path):
+        with pytest.raises(RuntimeError, match=r"within SplitModel\.compute"):
+            run.policy.output_head()
+        weight = run.policy.compute(run.policy.output_head).weight
+        assert weight.shape == (VOCAB, 32)
+        assert not isinstance(weight, DTensor)
+
+
+SEAM = {
+    "get_total_norm": {"model/placement.py"},
+    "full_tensor": {"model/placement.py"},
+    "to_local": {"model/placement.py"},
+    "DTensor": {"model/placement.py"},
+    "data_ptr": {"model/placement.py", "scoring/memory.py"},  # of a tensor that autograd saves
+    "save_file": {"model/heads.py", "state/checkpoints.py", "state/exports.py"},
+    "get_output_embeddings": {"model/split_model.py", "model/policy.py"},  # the policy asks for its name
+    "get_input_embeddings": {"model/split_model.py", "model/packing_check.py"},  # the check hooks its output
+}
+
+
+def test_only_the_seam_reads_whole_weights() -> None:
+    engine = Path(model.__file__).parent.parent
+    users: dict[str, set[str]] = {name: set() for name in SEAM}
+    for file in engine.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name in users:
+                users[name].add(file.relative_to(engine).as_posix())
+            if isinstance(node, ast.Call) and name == "" and ast.unparse(node.func) == "save_file":
+                assert ast.unparse(node.args[0]).startswith(("whole_tensors(", "{")), f"{file}: {ast.unparse(node)}"
+    assert users == SEAM

@@ -1,5 +1,5 @@
 """Losses of gradwire: pure functions on torch tensors, and their registry.
 
-Each file is one loss or one close family. To write one, read ``causal_lm.py``, then ``batch.py`` and
-``outputs.py``, which are all that a loss sees.
+Each file is one loss or one family of similar losses. To write a loss, read ``causal_lm.py``, then ``batch.py`` and
+``outputs.py``, which define its input and output.
 """

@@ -1,9 +1,9 @@
 """Advantage estimators in torch: pure functions of rewards and values, without gradient.
 
-Their twins in numpy, for the client, are ``gradwire.rl.advantages``, with the same names and meaning.
+``gradwire.rl.advantages`` has the same functions in numpy, for the client.
 
-Ragged throughout: ``[T]`` entries of all sequences one after the other, cut by ``row_lengths [S]``; ``[S]`` a number
-a sequence, cut into groups by ``group_sizes [B]``. Lengths and sizes are on the host.
+Data is ragged: ``[T]`` holds the entries of all sequences one after the other, split by ``row_lengths [S]``; ``[S]``
+holds one number per sequence, split into groups by ``group_sizes [B]``. Lengths and sizes are on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 128
 def discounted_sums(numbers: Tensor, factor: float) -> Tensor:
     """``[S, L] -> [S, L]``: at t, ``sum over u >= t of factor^(u - t) numbers[:, u]``.
 
-    In blocks, by products with the powers of the factor: long rows take few steps.
+    Computed in blocks, by products with powers of the factor, so that long rows take few steps.
     """
     rows, width = numbers.shape
     blocks = -(-width // BLOCK)
@@ -49,16 +49,17 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438).
 
     Args:
-        rewards: ``[T]``, for emitting each token.
-        values: ``[T]``, of the state that each was emitted in.
+        rewards: ``[T]``, reward for emitting each token.
+        values: ``[T]``, value of the state in which each token was emitted.
         row_lengths: ``[S]``.
-        gamma: discount of a step.
-        gae_lambda: 1 gives discounted returns less values, 0 one-step errors.
-        bootstrap_values: ``[S]``, the value of the state after each sequence's last token, for sequences that were
-            cut off (truncated). By default 0: the end is terminal.
+        gamma: Discount per step.
+        gae_lambda: 1 gives discounted returns minus values, 0 gives one-step errors.
+        bootstrap_values: ``[S]``, value of the state after each sequence's last token, for truncated sequences. By
+            default 0: the end is terminal.
         mask: ``[T]`` bool, on the host; False for tokens that the policy did not write (observations, tool results).
-            Time does not pass at them: the step after the last token before one is the first token after it. Their
-            rewards and values are ignored, their advantage and return are 0. A batch of the server has none of them.
+            Time does not advance at them: the last policy token before them is followed by the first policy token after
+            them. Their rewards and values are ignored; their advantage and return are 0. A server batch has none of
+            them.
 
     Returns:
         Advantages and returns (advantages + values), both ``[T]``.
@@ -102,15 +103,16 @@ def vtrace(
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561): advantages and value targets from another policy's samples.
 
     Args:
-        logprobs, behavior_logprobs: ``[T]``, of each token under the policy and under the one that wrote it.
-        rewards, values, row_lengths, gamma, bootstrap_values: as in :func:`gae`.
-        rho_clip: ceiling of the ratio that weighs each temporal difference.
-        c_clip: ceiling of the ratio that passes a difference on to earlier tokens.
+        logprobs, behavior_logprobs: ``[T]``, log-probability of each token under the policy and under the policy that
+            wrote it.
+        rewards, values, row_lengths, gamma, bootstrap_values: As in :func:`gae`.
+        rho_clip: Upper bound of the ratio that weights each temporal difference.
+        c_clip: Upper bound of the ratio that propagates a difference to earlier tokens.
 
     Returns:
         Advantages ``rho_t (r_t + gamma v_{t+1} - V_t)`` and the targets ``v``, both ``[T]``.
     """
-    # The ceilings make an overflow of exp harmless; bounding the exponent keeps it finite.
+    # The upper bounds make an overflow of exp harmless; clamping the exponent keeps it finite.
     ratio = (logprobs - behavior_logprobs).clamp(max=60.0).exp()
     rho_rows, mask = pad(ratio.clamp(max=rho_clip), row_lengths)
     (c_rows, _), (reward_rows, _) = pad(ratio.clamp(max=c_clip), row_lengths), pad(rewards, row_lengths)
@@ -130,7 +132,7 @@ def vtrace(
 
 
 def rewards_to_go(rewards: Tensor, row_lengths: Tensor, gamma: float = 1.0) -> Tensor:
-    """``[T]``: of each token, the discounted sum of the rewards from it to the end of its sequence."""
+    """``[T]``: for each token, the discounted sum of the rewards from it to the end of its sequence."""
     return gae(rewards, torch.zeros_like(rewards), row_lengths, gamma=gamma, gae_lambda=1.0)[0]
 
 
@@ -143,9 +145,9 @@ def at_last_token(numbers: Tensor, row_lengths: Tensor) -> Tensor:
 
 
 def group_spread(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation and whether rewards differ at all.
+    """``[S], [B] -> [B], [B], [B] bool``: mean, unbiased standard deviation, and whether the rewards differ.
 
-    The deviation of a group of one, and of one whose rewards are all equal, is 0 exactly.
+    The deviation of a group of one, or of a group of equal rewards, is exactly 0.
     """
     groups = beside(segment_ids(group_sizes), rewards)
     mean = segment_mean(rewards, group_sizes)
@@ -159,11 +161,10 @@ def group_spread(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def group_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True) -> Tensor:
-    """``[S]``: each reward less its group's mean, over the group's standard deviation + 1e-4 when ``scale``.
+    """``[S]``: each reward minus its group's mean, divided by the group's standard deviation + 1e-4 when ``scale``.
 
-    A group of one, and one whose rewards are all equal, gives zeros. Shao et al. 2024, arXiv 2402.03300; without
-    ``scale``, Liu et al. 2025, arXiv 2503.20783.
-    """
+    A group of one, or a group of equal rewards, gives zeros. Shao et al. 2024, arXiv 2402.03300; without ``scale``, Liu
+    et al. 2025, arXiv 2503.20783."""
     mean, std, differ = group_spread(rewards, group_sizes)
     groups = beside(segment_ids(group_sizes), rewards)
     centred = torch.where(differ[groups], rewards - mean[groups], 0.0)
@@ -180,7 +181,7 @@ def whiten(values: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def rloo_advantages(rewards: Tensor, group_sizes: Tensor) -> Tensor:
-    """``[S]``: each reward less the mean of the *others* of its group (leave one out); 0 for a group of one.
+    """``[S]``: each reward minus the mean of the *other* rewards of its group (leave one out); 0 for a group of one.
 
     Ahmadian et al. 2024, arXiv 2402.14740.
     """
@@ -190,9 +191,9 @@ def rloo_advantages(rewards: Tensor, group_sizes: Tensor) -> Tensor:
 
 
 def opo_advantages(rewards: Tensor, row_lengths: Tensor, group_sizes: Tensor) -> Tensor:
-    """``[S]``: each reward less its group's mean weighted by length, the baseline of least variance.
+    """``[S]``: each reward minus its group's length-weighted mean, the baseline of least variance.
 
-    Hao et al. 2025, arXiv 2505.23585. A group of one, and one whose rewards are all equal, gives zeros.
+    Hao et al. 2025, arXiv 2505.23585. A group of one, or a group of equal rewards, gives zeros.
     """
     groups, lengths = beside(segment_ids(group_sizes), rewards), beside(row_lengths, rewards).to(rewards.dtype)
     baseline = segment_sum(lengths * rewards, group_sizes) / segment_sum(lengths, group_sizes).clamp(min=1)
@@ -200,20 +201,23 @@ def opo_advantages(rewards: Tensor, row_lengths: Tensor, group_sizes: Tensor) ->
 
 
 def remax_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """``[S]``: each reward less that of the greedy response to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
+    """``[S]``: each reward minus the reward of the greedy response to the same prompt.
+
+    Li et al. 2023, arXiv 2310.10505.
+    """
     return rewards - greedy_rewards
 
 
 def amplify_planning(advantages: Tensor, planning: Tensor, alpha: float) -> Tensor:
-    """``A + alpha |A|`` where ``planning`` is true, A elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
+    """``A + alpha |A|`` where ``planning`` is true, ``A`` elsewhere: HICRA (Wang et al. 2025, arXiv 2509.03646).
 
-    Planning tokens gain more from success and lose less by failure. Both arguments have one shape.
+    Planning tokens gain more from success and lose less by failure. Both arguments have the same shape.
     """
     return torch.where(planning, advantages + alpha * advantages.abs(), advantages)
 
 
 def reinforce_plus_plus_advantages(rewards: Tensor, row_lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """``[T]``: rewards to go (the KL penalty of each token in its reward), whitened over all tokens of the batch.
+    """``[T]``: rewards to go, whitened over all tokens of the batch. Each token's KL penalty is part of its reward.
 
     Hu et al. 2025, arXiv 2501.03262.
     """
@@ -221,7 +225,7 @@ def reinforce_plus_plus_advantages(rewards: Tensor, row_lengths: Tensor, *, gamm
 
 
 def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor, row_lengths: Tensor) -> Tensor:
-    """``[T]``: each sequence's reward ``[S]`` less its group's mean, whitened over all tokens of the batch.
+    """``[T]``: each sequence's reward ``[S]`` minus its group's mean, whitened over all tokens of the batch.
 
     The variant with a baseline of Hu et al. 2025, arXiv 2501.03262.
     """
@@ -231,7 +235,7 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_sizes: Tensor
 def gigpo_states(group_sizes: Tensor, step_counts: Tensor, anchor_ids: Tensor) -> Tensor:
     """``[B], [S], [M] int64 -> [M] int64``, all on the host: a number for each step's group and anchor state together.
 
-    Equal where both are, from 0 on without gaps.
+    Equal numbers mean equal group and state; numbers start at 0 without gaps.
     """
     groups = segment_ids(group_sizes)[segment_ids(step_counts)]
     states: Tensor = torch.unique(torch.stack([groups, anchor_ids], dim=1), dim=0, return_inverse=True)[1]
@@ -252,14 +256,14 @@ def gigpo_advantages(
     """``[M]``: ``A_E + omega A_S`` of each step (Feng et al. 2025, arXiv 2505.10978).
 
     Args:
-        episode_rewards: ``[S]``, of each whole episode.
-        group_sizes: ``[B]``, episodes that started from one state.
-        step_rewards: ``[M]``, of all episodes' steps, one episode after the other.
-        step_counts: ``[S]``, steps of each episode.
-        anchor_ids: ``[M]`` int64, on the host: a number for the state that each step was taken in.
-        gamma: discount of a step.
-        omega: weight of the step level. A step alone in its group's state has none.
-        scale: divide both levels by their groups' standard deviations + 1e-4.
+        episode_rewards: ``[S]``, reward of each whole episode.
+        group_sizes: ``[B]``, number of episodes that started from one state.
+        step_rewards: ``[M]``, rewards of all episodes' steps, one episode after the other.
+        step_counts: ``[S]``, number of steps of each episode.
+        anchor_ids: ``[M]`` int64, on the host: number of the state in which each step was taken.
+        gamma: Discount per step.
+        omega: Weight of the step level. A step that is alone in its group's state has none.
+        scale: Divide both levels by their groups' standard deviations + 1e-4.
     """
     episode = group_advantages(episode_rewards, group_sizes, scale=scale)
     returns = rewards_to_go(step_rewards, step_counts, gamma)
@@ -268,10 +272,10 @@ def gigpo_advantages(
 
 
 def subgroup_advantages(numbers: Tensor, keys: Tensor, *, scale: bool = True) -> Tensor:
-    """``[M], [M] int64 -> [M]``: as :func:`group_advantages`, groups being the entries of equal key, in any order.
+    """``[M], [M] int64 -> [M]``: like :func:`group_advantages`; a group is the set of entries with equal keys.
 
-    ``keys`` are on the host. With returns of steps for numbers, and for keys what tells apart group and anchor state,
-    the step level of GiGPO (Feng et al. 2025, arXiv 2505.10978).
+    ``keys`` are on the host, in any order. With the returns of steps, and keys that identify group and anchor state,
+    this is the step level of GiGPO (Feng et al. 2025, arXiv 2505.10978).
     """
     _, place, sizes = torch.unique(keys, return_inverse=True, return_counts=True)
     order = beside(place.argsort(stable=True), numbers)

@@ -1,7 +1,8 @@
-"""Advantages from groups of responses, beyond a group's mean: pass@k, several rewards, GPG, a baseline for each token.
+"""Advantages from groups of responses beyond the group mean: pass@k, several rewards, GPG, per-token baselines.
 
-Ragged as in ``advantages.py``: ``[S]`` a number a response, cut into groups by ``group_sizes [B]``; ``[T]`` entries of
-all responses' tokens, cut by ``row_lengths [S]``. Lengths and sizes are on the host. Nothing has a gradient.
+Ragged as in ``advantages.py``: ``[S]`` holds one number per response, split into groups by ``group_sizes [B]``; ``[T]``
+holds the entries of all responses' tokens, split by ``row_lengths [S]``. Lengths and sizes are on the host. No result
+has a gradient.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from gradwire_losses.batch import beside, pad, segment_ids, spread, unpad
 
 
 def pass_k_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True) -> Tensor:
-    """``[S]``: of each group's best response, by how much it is better than the second; 0 of all others.
+    """``[S]``: for each group's best response, the difference to the second best; 0 for all others.
 
-    Over the group's standard deviation + 1e-4 when ``scale``. Tang et al. 2025, arXiv 2503.19595. Where the two best
-    are equal, and in a group of one, all are 0.
+    Divided by the group's standard deviation + 1e-4 if ``scale``. Tang et al. 2025, arXiv 2503.19595. If the two best
+    are equal, or the group has one response, all are 0.
     """
     padded, _ = pad(rewards, group_sizes, fill=-torch.inf)
     result = torch.zeros_like(padded)
@@ -42,15 +43,15 @@ def pass_k_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = Tru
 def gdpo_advantages(
     rewards: Tensor, group_sizes: Tensor, row_lengths: Tensor, *, weights: Sequence[float] | None = None
 ) -> Tensor:
-    """``[T]``: several rewards a response, each normalised in its group, added up and whitened over the batch's tokens.
+    """``[T]``: several rewards per response, each normalised in its group, summed and whitened over the batch's tokens.
 
-    So that rewards of different scales do not drown each other. GDPO 2026, arXiv 2601.05242.
+    Normalising first lets rewards of different scales contribute equally. GDPO 2026, arXiv 2601.05242.
 
     Args:
         rewards: ``[S, K]``.
         group_sizes: ``[B]``.
         row_lengths: ``[S]``.
-        weights: K of them; 1 by default.
+        weights: K weights; 1 by default.
     """
     factors = torch.ones(rewards.shape[1]) if weights is None else torch.tensor(weights)
     each = [group_advantages(column, group_sizes) for column in rewards.unbind(1)]
@@ -59,12 +60,12 @@ def gdpo_advantages(
 
 
 def gpg_scale(rewards: Tensor, group_sizes: Tensor, *, count: Literal["spread", "nonzero"] = "spread") -> Tensor:
-    """0-d: GPG's alpha, responses of the batch over those that have a gradient (Chu et al. 2025, arXiv 2504.02546).
+    """0-d: GPG's alpha, the batch's responses divided by those with a gradient (Chu et al. 2025, arXiv 2504.02546).
 
     Args:
         rewards: ``[S]``.
         group_sizes: ``[B]``.
-        count: those of groups whose rewards differ, or (verl) those whose reward is not 0.
+        count: Responses of groups whose rewards differ, or (verl) responses whose reward is not 0.
     """
     groups = beside(segment_ids(group_sizes), rewards)
     counted = group_spread(rewards, group_sizes)[2][groups] if count == "spread" else rewards != 0
@@ -72,7 +73,7 @@ def gpg_scale(rewards: Tensor, group_sizes: Tensor, *, count: Literal["spread", 
 
 
 def gpg_advantages(rewards: Tensor, group_sizes: Tensor, *, count: Literal["spread", "nonzero"] = "spread") -> Tensor:
-    """``[S]``: each reward less its group's mean, times :func:`gpg_scale`."""
+    """``[S]``: each reward minus its group's mean, times :func:`gpg_scale`."""
     return group_advantages(rewards, group_sizes, scale=False) * gpg_scale(rewards, group_sizes, count=count)
 
 
@@ -87,22 +88,22 @@ def optimal_token_baseline(
     zero_tail: bool = True,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """``[T]``: rewards to go, less at each place the group's mean weighted by how much the gradient has varied so far.
+    """``[T]``: rewards to go minus a per-position baseline: the group's mean weighted by the gradient variance so far.
 
-    ``B_t = sum_i G_it W_it / sum_i W_it`` over the group's responses that reach place t, ``W_it = sum_{u <= t} (1 -
+    ``B_t = sum_i G_it W_it / sum_i W_it`` over the group's responses that reach position t, ``W_it = sum_{u <= t} (1 -
     2 p_iu + sum_v p_iu(v)^2)``, the squared length of the gradient of the logits. A group of one has advantage 0. As
     in verl.
 
     Args:
         rewards: ``[T]``.
-        logprobs: ``[T]``, of the policy that wrote the tokens.
+        logprobs: ``[T]``, under the policy that wrote the tokens.
         collision: ``[T]``, log of the sum over the vocabulary of the squared probabilities, as the score of that name.
         row_lengths: ``[S]``.
         group_sizes: ``[B]``.
-        positions: ``[T]`` on the host, the place of each token in its response, where tokens that the policy did not
-            write (tool results) lie between: tokens are compared at equal places then. By default they are compared by
-            their number among those that the policy wrote.
-        zero_tail: places that only the longest response of a group reaches have no baseline.
+        positions: ``[T]`` on the host, the position of each token in its response, if tokens that the policy did not
+            write (tool results) lie between: tokens are then compared at equal positions. By default they are compared
+            by their index among the policy's tokens.
+        zero_tail: Positions that only the longest response of a group reaches have no baseline.
         weights: ``[T]`` importance weights, whose squares multiply W's summands.
     """
     returns = rewards_to_go(rewards, row_lengths)

@@ -1,18 +1,17 @@
-"""A batch as a loss sees it: sequences, which of their tokens are scored, and the batch's own fields beside them.
+"""The batch that a loss receives: sequences, the mask of scored tokens, and the batch's other fields.
 
-Legend: ``B`` examples (rows of the caller's batch), ``S`` sequences (one an example for a plain batch, two for
-pairs, one a sample for groups), ``N`` tokens of all sequences, ``T`` scored tokens of all sequences. Everything is
-ragged and flat: a row's entries follow one another, and lengths cut them. Masked positions are absent, not zero.
+Legend: ``B`` examples (rows of the caller's batch), ``S`` sequences (one per example for a plain batch, two for pairs,
+one per sample for groups), ``N`` tokens of all sequences, ``T`` scored tokens of all sequences. Everything is ragged
+and flat: rows' entries are concatenated, and lengths split them. Masked positions are absent, not zero.
 
-Where things are: what says how a batch is cut (lengths, masks) stays on the host, what a loss computes with (scores
-and fields) is on the model's device. So sizes and selections are known without asking the device, and a loss never
-waits for it: :func:`select` by masks of the host, never by a mask on the device; figures stay 0-d tensors.
+Devices: lengths and masks stay on the host; scores and fields are on the model's device. So sizes and selections are
+known without synchronising with the device, and a loss never waits for it: use :func:`select` with host masks, never a
+mask on the device; metrics stay 0-d tensors.
 
-Alignment: entry ``t`` of a per-token field belongs to token ``t``: its log-probability given the tokens before
-it, the reward for emitting it, the value of the state it was emitted in. The first token of a sequence has no
-log-probability and is never scored. A batch with ``target_tokens`` says itself what is predicted: there, "scored
-token" ``t`` stands for the prediction made after reading tokens ``0 … t``, and any token can be one.
-"""
+Alignment: entry ``t`` of a per-token field belongs to token ``t``: its log-probability given the tokens before it, the
+reward for emitting it, the value of the state it was emitted in. The first token of a sequence has no log-probability
+and is never scored. A batch with ``target_tokens`` defines its own targets: there, "scored token" ``t`` means the
+prediction made after reading tokens ``0 … t``, and any token can be scored."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ class BatchError(ValueError):
     """A batch breaks a rule.
 
     Attributes:
-        field: the batch field.
-        row: the row of the caller's batch, where one row is to blame.
-        rule: the rule in short, e.g. ``"0 <= id < 32000"``.
+        field: The batch field.
+        row: The row of the caller's batch, if one row is at fault.
+        rule: The rule in short form, e.g. ``"0 <= id < 32000"``.
     """
 
     def __init__(self, message: str, *, field: str = "", row: int | None = None, rule: str = "") -> None:
@@ -44,29 +43,29 @@ class BatchError(ValueError):
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device; waits for nothing. To a GPU it goes by way of pinned memory."""
+    """Copy a host tensor to a device without waiting; to a GPU through pinned memory."""
     if device.type == "cuda" and not host.is_cuda:
-        host = host.pin_memory()  # the allocator keeps it until the copy is done, and for the next one
+        host = host.pin_memory()  # the allocator keeps the pinned memory until the copy is done, and reuses it
     return host.to(device, non_blocking=True)
 
 
 def beside(host: Tensor, values: Tensor) -> Tensor:
-    """As :func:`sent`, to the device of ``values``."""
+    """Copy a host tensor to the device of ``values``, like :func:`sent`."""
     return host if host.device == values.device else sent(host, values.device)
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """``[T, ...], [T] bool -> [t, ...]``: the entries that a mask of the host leaves."""
+    """``[T, ...], [T] bool -> [t, ...]``: select entries by a host mask."""
     return values if bool(mask.all()) else values[beside(mask.nonzero().squeeze(1), values)]
 
 
 def segment_ids(lengths: Tensor) -> Tensor:
-    """``[S] -> [sum(lengths)]``: the segment that each entry belongs to."""
+    """``[S] -> [sum(lengths)]``: the segment index of each entry."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 def spread(numbers: Tensor, lengths: Tensor) -> Tensor:
-    """``[S, ...], [S] -> [T, ...]``: each segment's entry at all of its places. Differentiable."""
+    """``[S, ...], [S] -> [T, ...]``: repeat each segment's entry at all of its positions. Differentiable."""
     return numbers[beside(segment_ids(lengths), numbers)]
 
 
@@ -82,7 +81,7 @@ def segment_mean(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pad(values: Tensor, lengths: Tensor, fill: float = 0.0) -> tuple[Tensor, Tensor]:
-    """``[T], [S] -> [S, longest], [S, longest] bool``: rows side by side, and the mask of what is real."""
+    """``[T], [S] -> [S, longest], [S, longest] bool``: pad rows, and the mask of real entries."""
     places, width = _padded_places(lengths)
     padded = torch.full((len(lengths) * width,), fill, dtype=values.dtype, device=values.device)
     mask = torch.arange(width, device=values.device) < beside(lengths, values)[:, None]
@@ -90,7 +89,7 @@ def pad(values: Tensor, lengths: Tensor, fill: float = 0.0) -> tuple[Tensor, Ten
 
 
 def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
-    """``[S, longest], [S] -> [T]``: the way back from :func:`pad`."""
+    """``[S, longest], [S] -> [T]``: the inverse of :func:`pad`."""
     places, _ = _padded_places(lengths)
     return padded.flatten()[beside(places, padded)]
 
@@ -110,16 +109,17 @@ class Batch:
 
     Attributes:
         input_ids: ``[N]`` int64, the tokens of all sequences.
-        lengths: ``[S]`` int64, tokens a sequence.
-        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first but with target_tokens.
-        group_sizes: ``[B]`` int64, sequences an example: 1 for rows, 2 for pairs (chosen, then rejected).
-        fields: name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32, int64 or bool, by ``levels``.
-        levels: name -> what the entries of a field belong to.
-        target_tokens: ``[T]`` int64, what is predicted after reading each scored token; None where it is the scored
-            token itself, predicted from those before it.
-        origin: the batch on the host, of one that :meth:`to` moved. ``lengths``, ``scored`` and ``group_sizes`` are
-            on the host always.
-        warnings: what of the caller's batch counts nowhere although it says something, as sentences for a person.
+        lengths: ``[S]`` int64, number of tokens per sequence.
+        scored: ``[N]`` bool, whether a token is scored; False for each sequence's first token, except with
+            target_tokens.
+        group_sizes: ``[B]`` int64, sequences per example: 1 for rows, 2 for pairs (chosen, then rejected).
+        fields: Name -> ``[T, ...]``, ``[S, ...]`` or ``[B, ...]``, float32, int64 or bool, by ``levels``.
+        levels: Name -> the unit (token, sequence or example) of a field's entries.
+        target_tokens: ``[T]`` int64, the token predicted at each scored position; None if it is the scored
+            token itself, predicted from the tokens before it.
+        origin: The host copy of a batch that :meth:`to` moved. ``lengths``, ``scored`` and ``group_sizes`` are
+            always on the host.
+        warnings: Parts of the caller's batch that have no effect, as sentences for people.
     """
 
     input_ids: Tensor
@@ -134,12 +134,12 @@ class Batch:
 
     @property
     def host(self) -> Batch:
-        """The batch on the host: what it holds may be looked at, to check a field or to choose entries."""
+        """The batch on the host, for checking a field or choosing entries by value."""
         return self if self.origin is None else self.origin
 
     @cached_property
     def row_lengths(self) -> Tensor:
-        """``[S]`` int64, on the host: scored tokens a sequence, 0 where a mask leaves none."""
+        """``[S]`` int64, on the host: scored tokens per sequence, 0 if a mask leaves none."""
         return segment_sum(self.scored.long(), self.lengths)
 
     @property
@@ -156,17 +156,17 @@ class Batch:
 
     @property
     def own_positions(self) -> Tensor:
-        """``[T]``: where each scored token is in ``input_ids``."""
+        """``[T]``: index of each scored token in ``input_ids``."""
         return self.scored.nonzero().squeeze(1)
 
     @property
     def read_positions(self) -> Tensor:
-        """``[T]``: the token of ``input_ids`` after whose reading each prediction is made."""
+        """``[T]``: index of the token of ``input_ids`` after which each prediction is made."""
         return self.own_positions - 1 if self.target_tokens is None else self.own_positions
 
     @property
     def targets(self) -> Tensor:
-        """``[T]``: the token whose log-probability each prediction is asked for."""
+        """``[T]``: the token whose log-probability each prediction needs."""
         return self.input_ids[self.scored] if self.target_tokens is None else self.target_tokens
 
     def __getitem__(self, name: str) -> Tensor:
@@ -176,14 +176,15 @@ class Batch:
         return self.fields.get(name)
 
     def per_token(self, name: str) -> Tensor:
-        """``[T, ...]``: a field with each scored token's own entry, or its sequence's or example's, repeated."""
+        """``[T, ...]``: a field expanded to tokens: each token's own entry, or its sequence's or example's,
+        repeated."""
         values, level = self.fields[name], self.levels[name]
         if level == "example":
             values, level = spread(values, self.group_sizes), "sequence"
         return spread(values, self.row_lengths) if level == "sequence" else values
 
     def select(self, examples: Tensor) -> Batch:
-        """The batch of these examples (indices ``[b]``), in this order."""
+        """Select these examples (indices ``[b]``), in this order."""
         sequences = _entries(self.group_sizes, examples)
         tokens = _entries(self.lengths, sequences)
         scored_tokens = _entries(self.row_lengths, sequences)
@@ -199,7 +200,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The batch whose tokens and fields are on a device; waits for nothing."""
+        """Copy tokens and fields to a device, without waiting."""
         if device.type == "cpu":
             return self.host
         moved = replace(
@@ -225,7 +226,7 @@ def _entries(lengths: Tensor, segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the engine computed for a batch, in float32, by name; only what the loss asked for is there."""
+    """Scores that the engine computed for a batch, in float32, by name; only those that the loss requested."""
 
     by_name: Mapping[str, Tensor]
 
@@ -264,7 +265,7 @@ class Scores:
 
     @property
     def candidate_logprobs(self) -> Tensor:
-        """``[T, K]``, differentiable: log-probability of each of the batch's ``candidates [T, K]`` at that place."""
+        """``[T, K]``, differentiable: log-probability of each of the batch's ``candidates [T, K]`` at that position."""
         return self.by_name["candidate_logprobs"]
 
     @property

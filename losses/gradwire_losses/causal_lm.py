@@ -16,7 +16,7 @@ LABELS = FieldSpec(
     "labels",
     "int",
     ROW_TOKENS,
-    "As in Hugging Face: the token's own id where it is learned, -100 where not.",
+    "As in Hugging Face: the token's own id if it is learned, -100 if not.",
     aligned_with="input_ids",
 )
 
@@ -25,7 +25,7 @@ class CausalLMConfig(ReductionConfig):
     """Arguments of ``causal_lm``."""
 
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of a token's mass that is spread over the whole vocabulary"
+        0.0, ge=0, lt=1, description="share of a target's probability that is spread over the whole vocabulary"
     )
     loss_type: Literal["nll", "dft"] = Field(
         "nll", description="dft: each token weighted by its own probability, without gradient (dynamic fine-tuning)"
@@ -44,12 +44,12 @@ def _scores(config: CausalLMConfig, present: frozenset[str]) -> frozenset[ScoreN
         LABELS,
         LOSS_MASK,
         PROMPT_LENGTHS,
-        row_field("weights", ROW_TOKENS, "How much each token counts, in the loss and in what it is averaged over."),
+        row_field("weights", ROW_TOKENS, "Weight of each token, in the loss and in the number it is averaged over."),
     ),
     scores=_scores,
     metrics={
         "perplexity": "exp of the mean negative log-likelihood of a learned token",
-        "num_tokens": "learned tokens, those of weight 0 left out",
+        "num_tokens": "number of learned tokens, without those of weight 0",
         "token_accuracy": "share of learned tokens that were the most probable one",
     },
     reference="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training; dft: Wu et al. 2025 "

@@ -1,4 +1,4 @@
-"""Classification of sequences and of tokens. ``C`` classes: those of the run's head, ``head="classification"``."""
+"""Classification of sequences and of tokens. ``C`` classes, those of the run's head, ``head="classification"``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClassificationConfig(LossConfig):
     """Arguments of the classification losses."""
 
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of a label's mass that is spread over all classes"
+        0.0, ge=0, lt=1, description="share of a label's probability that is spread over all classes"
     )
 
 
@@ -49,10 +49,10 @@ def _check_classes(labels: Tensor, field: str, rows: Tensor, classes: int) -> No
     head="classification",
 )
 def sequence_classification(batch: Batch, scores: Scores, config: ClassificationConfig) -> LossOutput:
-    """The class of each sequence, read at its last token; a mean over sequences.
+    """Predicts the class of each sequence at its last token; a mean over sequences.
 
     Raises:
-        BatchError: for a class that the head has not.
+        BatchError: The head does not have the class.
     """
     logits, labels = scores.class_logits, batch["label"]
     _check_classes(batch.host["label"], "label", segment_ids(batch.group_sizes), logits.shape[1])
@@ -78,7 +78,7 @@ class TokenClassificationConfig(ReductionConfig, ClassificationConfig):
             "token_labels",
             "int",
             ROW_TOKENS,
-            "The class of each token; -100 where it has none.",
+            "The class of each token; -100 for tokens without a label.",
             required=True,
             aligned_with="input_ids",
         ),
@@ -94,10 +94,10 @@ class TokenClassificationConfig(ReductionConfig, ClassificationConfig):
     head="classification",
 )
 def token_classification(batch: Batch, scores: Scores, config: TokenClassificationConfig) -> LossOutput:
-    """The class of each labelled token, read having read it; a mean over labelled tokens, or what ``reduction`` says.
+    """Predicts the class of each labelled token, after reading it; a mean over these tokens, or as ``reduction`` says.
 
     Raises:
-        BatchError: for a class that the head has not.
+        BatchError: The head does not have the class.
     """
     logits, labels = scores.token_class_logits, batch["token_labels"]
     _check_classes(batch.host["token_labels"], "token_labels", segment_ids(batch.row_lengths), logits.shape[1])

@@ -1,9 +1,8 @@
-"""Columns of a batch brought to the shapes that a loss declares, with errors that say which row broke which rule.
+"""Convert columns of a batch to the shapes that a loss declares; errors name the row and the rule.
 
-A column is values and the lengths that cut them: no lengths for one value a row, one array for a row of tokens
+A column is values and the lengths that split them: no lengths for one value per row, one array for a row of tokens
 (or of samples), two for a row of samples of tokens. Dimensions named ``samples``, ``tokens`` and ``steps`` may be
-ragged; any other is dense. A dense array given for a ragged dimension, or equal lengths given for a dense one,
-are taken for what they are.
+ragged; any other is dense. A dense array is accepted for a ragged dimension, and equal lengths for a dense one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gradwire_losses.batch import BatchError
 from gradwire_losses.registry import FieldSpec, LossSpec
 
 RAGGED_DIMENSIONS = frozenset({"samples", "tokens", "steps"})
-LOG_PROB_TOLERANCE = 1e-3  # what rounding may add to log 1
+LOG_PROB_TOLERANCE = 1e-3  # rounding may raise a log-probability above 0 by this much
 _KINDS = {"int": "iu", "float": "fiub", "bool": "biuf"}
 _CAST: Mapping[str, type[np.generic]] = {"int": np.int64, "float": np.float32, "bool": np.bool_}
 
@@ -27,7 +26,7 @@ Array = NDArray[Any]
 
 
 class Column(Protocol):
-    """What travels: ``values [total, *dense]`` and ``levels``, the lengths that cut them, outermost first."""
+    """The wire form: ``values [total, *dense]`` and ``levels``, the lengths that split them, outermost first."""
 
     @property
     def values(self) -> Array: ...
@@ -41,11 +40,11 @@ class Field:
     """A column that has one of the shapes its loss declares.
 
     Attributes:
-        spec: what the loss declares.
-        dimensions: the shape it has, e.g. ``("rows", "tokens")``.
-        values: ``[total, *dense]``, as they came.
-        levels: lengths of each ragged dimension, int64, outermost first.
-        num_rows: rows of the batch.
+        spec: The loss's declaration.
+        dimensions: The column's shape, e.g. ``("rows", "tokens")``.
+        values: ``[total, *dense]``, as received.
+        levels: Lengths of each ragged dimension, int64, outermost first.
+        num_rows: Rows of the batch.
     """
 
     spec: FieldSpec
@@ -60,7 +59,7 @@ class Field:
         return self.levels[-1]
 
     def row_of(self, unit: int, level: int | None = None) -> int:
-        """The row that an entry belongs to; with ``level``, the row that the unit cut by that level belongs to."""
+        """Return the row of an entry; with ``level``, the row of the unit that this level splits."""
         for lengths in reversed(self.levels if level is None else self.levels[:level]):
             unit = _segment(lengths, unit)
         return unit
@@ -70,7 +69,7 @@ class Field:
         return BatchError(f"{where}: {message}", field=self.spec.name, row=row, rule=rule)
 
     def place_of(self, entry: int) -> tuple[int, str]:
-        """The row that an entry belongs to, and where it is within it, e.g. ``"sample 1, token 3"``."""
+        """Return the row of an entry, and its position within the row, e.g. ``"sample 1, token 3"``."""
         unit, place = entry, []
         for name, lengths in zip(
             reversed(self.dimensions[1 : 1 + len(self.levels)]), reversed(self.levels), strict=True
@@ -81,7 +80,7 @@ class Field:
         return unit, ", ".join(reversed(place))
 
     def entry_error(self, entry: int, problem: str, rule: str) -> BatchError:
-        """The error of one entry, placed by its row, sample and token; ``problem`` follows its value."""
+        """Build the error of one entry, located by row, sample and token; ``problem`` follows its value."""
         row, place = self.place_of(entry)
         value = self.values[entry]
         shown = f"is {value}" if value.ndim == 0 else f"holds {value.tolist()}"
@@ -93,10 +92,10 @@ def _segment(lengths: Array, entry: int) -> int:
 
 
 def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Field]:
-    """The columns as the fields that the loss declares.
+    """Convert the columns to the fields that the loss declares.
 
     Raises:
-        BatchError: for a field that is unknown, missing, of another dtype or shape, or of another number of rows.
+        BatchError: A field is unknown, missing, of another dtype or shape, or of another number of rows.
     """
     specs = {spec.name: spec for spec in loss.fields}
     accepted = f"{loss.name} takes {', '.join(specs)}"
@@ -105,7 +104,8 @@ def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Fiel
             continue
         if any(name == spec.padding_mask for spec in loss.fields):
             raise BatchError(
-                f"{name} does not travel: cut the padding of each row by it and leave it out (the SDK does both)",
+                f"{name} must not be sent: use it to cut the padding of each row, then leave it out (the SDK does "
+                "both)",
                 field=name,
                 rule="rows without padding",
             )
@@ -126,14 +126,14 @@ def read_fields(loss: LossSpec, columns: Mapping[str, Column]) -> dict[str, Fiel
         goes_with = specs[name].aligned_with
         if goes_with and goes_with not in columns:
             raise BatchError(
-                f"{name} is about {goes_with}, which the batch has not", field=name, rule=f"with {goes_with}"
+                f"{name} belongs to {goes_with}, which the batch does not have", field=name, rule=f"with {goes_with}"
             )
     fields = {name: _shaped(specs[name], column) for name, column in columns.items()}
     first = next(fields[spec.name] for spec in loss.fields if spec.name in fields)
     for other in fields.values():
         if other.num_rows != first.num_rows:
             raise other.error(
-                f"has {other.num_rows} rows where {first.spec.name} has {first.num_rows}", "equal row counts"
+                f"has {other.num_rows} rows but {first.spec.name} has {first.num_rows}", "equal row counts"
             )
     return fields
 
@@ -152,7 +152,7 @@ def _shaped(spec: FieldSpec, column: Column) -> Field:
     for outer, inner in zip(levels, [*(len(lengths) for lengths in levels[1:]), len(values)], strict=False):
         if outer.sum() != inner:
             raise BatchError(
-                f"{spec.name}: its row lengths add up to {outer.sum()} and cut {inner} entries",
+                f"{spec.name}: its row lengths add up to {outer.sum()}, but there are {inner} entries",
                 field=spec.name,
                 rule="row lengths add up to the number of entries",
             )
@@ -192,10 +192,10 @@ def dimensions_of(shape: str) -> tuple[str, ...]:
 
 
 def cast(field: Field, entries: Array | None = None) -> Array:
-    """The values as int64, float32 or bool (a copy); of ``entries`` (a mask over them) only where it is given.
+    """Convert values to int64, float32 or bool (a copy); only those of ``entries`` (a mask over them), if it is given.
 
     Raises:
-        BatchError: for a number that is not finite in float32, a log-probability above 0, or a mask entry that is
+        BatchError: A number is not finite in float32, a log-probability is above 0, or a mask entry is
             neither 0 nor 1.
     """
     values = field.values if entries is None else field.values[entries]
@@ -212,7 +212,7 @@ def cast(field: Field, entries: Array | None = None) -> Array:
         if values.dtype.kind == "f":
             refuse(~np.isfinite(result), "numbers must be finite (in float32)", "finite")
         if field.spec.holds_log_probs:
-            problem = "a log-probability is at most 0: give log p, neither -log p nor p"
+            problem = "a log-probability is at most 0: pass log p, not -log p or p"
             refuse(result > LOG_PROB_TOLERANCE, problem, "log-probability <= 0")
     elif field.spec.dtype == "bool" and values.dtype.kind != "b":
         refuse((values != 0) & (values != 1), "a mask holds 0 or 1", "0 or 1")

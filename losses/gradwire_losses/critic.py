@@ -1,16 +1,16 @@
-"""The critic of a policy gradient: values, the advantages and returns they give, and what it learns from them.
+"""The critic of a policy gradient: values, advantages and returns, and the value loss.
 
 ``T`` scored tokens, ``S`` sequences.
 
-Who is the critic:
+The critic is one of:
 
-* The server's value head, where the run has one (``create_run(..., head="value")``): it is trained by the value loss.
-* The batch's ``values``, where the run has none: numbers, so the value loss is reported and trains nothing.
+* The server's value head, if the run has one (``create_run(..., head="value")``): the value loss trains it.
+* The batch's ``values``, if the run has no head: constants, so the value loss is reported and trains nothing.
 
-Which values the advantages are estimated with, always without gradient: the batch's ``old_values``, else its
-``values``, else the head's of this very call. They are also what ``clip_value_loss`` keeps the head close to; with the
-head's own of this call there is nothing to clip. So to take several steps on one batch, ask ``forward`` for the values
-before the first and give them as ``old_values``.
+The values for estimating advantages, always without gradient, are the batch's ``old_values``, else its ``values``, else
+the head's of the current call. ``clip_value_loss`` keeps the head close to the same values; with the head's own values
+of the current call there is nothing to clip. So to take several steps on one batch, compute the values with ``forward``
+before the first step and pass them as ``old_values``.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from gradwire_losses.registry import register_loss
 
 
 class AdvantageConfig(ReductionConfig):
-    """Arguments that say how advantages are estimated and what the critic learns."""
+    """Arguments for the estimation of advantages and the training of the critic."""
 
     whiten_rewards: bool = Field(
-        False, description="give the batch's rewards (less the KL's) variance 1, their mean kept"
+        False, description="scale the batch's rewards (minus the KL penalty) to variance 1, keeping their mean"
     )
-    use_gae: bool = Field(True, description="else advantages are discounted returns less values: gae_lambda 1")
-    gamma: float = Field(0.99, ge=0, le=1, description="discount of a token")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="bias against variance of the advantages")
+    use_gae: bool = Field(True, description="False: advantages are discounted returns minus values (gae_lambda 1)")
+    gamma: float = Field(0.99, ge=0, le=1, description="discount per token")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="trade-off between bias and variance of the advantages")
     clip_value_loss: bool = Field(True, description="keep the critic within value_clip_epsilon of old_values")
-    value_clip_epsilon: float | None = Field(None, gt=0, description="clip_epsilon when None")
+    value_clip_epsilon: float | None = Field(None, gt=0, description="clip range of the values; clip_epsilon if None")
 
 
 @dataclass(frozen=True)
 class Critique:
-    """What a critic makes of a batch.
+    """The critic's output for a batch.
 
     Attributes:
-        predicted: ``[T]``, of the critic that is trained; differentiable if it is the server's head.
-        baseline: ``[T]``, the values that advantages were estimated with.
+        predicted: ``[T]``, values of the trained critic; differentiable if it is the server's head.
+        baseline: ``[T]``, the values used to estimate advantages.
         advantages, returns: ``[T]``; no gradient.
     """
 
@@ -59,7 +59,7 @@ class Critique:
 
 
 def criticise(batch: Batch, scores: Scores, rewards: Tensor, config: AdvantageConfig) -> Critique:
-    """Values, advantages and returns; ``rewards [T]``."""
+    """Compute values, advantages and returns; ``rewards [T]``."""
     if config.whiten_rewards:
         rewards = whiten(rewards, shift_mean=False)
     predicted = scores.values if "values" in scores else batch["values"]
@@ -80,7 +80,8 @@ def criticise(batch: Batch, scores: Scores, rewards: Tensor, config: AdvantageCo
 
 
 def value_losses(critique: Critique, clip_epsilon: float | None) -> Tensor:
-    """``[T]``: ``1/2 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2)``; the first alone with no clip."""
+    """``[T]``: ``1/2 max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2)``; only the first term without a
+    clip."""
     error = (critique.predicted - critique.returns).square()
     if clip_epsilon is not None:
         moved = (critique.predicted - critique.baseline).clamp(-clip_epsilon, clip_epsilon)
@@ -89,13 +90,13 @@ def value_losses(critique: Critique, clip_epsilon: float | None) -> Tensor:
 
 
 def token_rewards(batch: Batch) -> Tensor:
-    """``[T]``: the batch's rewards; one a row goes to its last scored token."""
+    """``[T]``: the batch's rewards; a row's reward goes to its last scored token."""
     rewards = batch["rewards"]
     return at_last_token(rewards, batch.row_lengths) if batch.levels["rewards"] == "sequence" else rewards
 
 
 def reward_mean(batch: Batch) -> Mean:
-    """Of a row with a scored token, its rewards added up; NaN without rewards."""
+    """Mean over rows with a scored token of the sum of rewards; NaN without rewards."""
     if "rewards" not in batch.fields:
         return Mean(0.0, 0)
     return Mean.of(select(segment_sum(token_rewards(batch), batch.row_lengths), batch.row_lengths > 0))
@@ -105,7 +106,7 @@ NO_CRITIC = {name: Mean(0.0, 0) for name in ("value_loss", "explained_variance",
 
 
 def critic_figures(critique: Critique, value: Term) -> dict[str, Metric]:
-    """The metrics of a critic, with the ``value`` term before its coefficient."""
+    """Metrics of a critic, with the ``value`` term before its coefficient."""
     return {
         "value_loss": value.metric(),
         "explained_variance": ExplainedVariance.of(critique.baseline, critique.returns),
@@ -117,7 +118,7 @@ def critic_figures(critique: Critique, value: Term) -> dict[str, Metric]:
 class ValueConfig(AdvantageConfig):
     """Arguments of ``value_only``."""
 
-    value_clip_epsilon: float | None = Field(0.2, gt=0, description="None: no clip")
+    value_clip_epsilon: float | None = Field(0.2, gt=0, description="clip range of the values; None: no clip")
 
 
 @register_loss(
@@ -126,14 +127,16 @@ class ValueConfig(AdvantageConfig):
     fields=(
         INPUT_IDS,
         LOSS_MASK,
-        row_field("rewards", ROWS_OR_TOKENS, "Reward for each token; one a row is for its last token.", required=True),
         row_field(
-            "old_values", ROW_TOKENS, "Value of the state each token was emitted in, when the batch was sampled."
+            "rewards", ROWS_OR_TOKENS, "Reward for each token; a row's reward is for its last token.", required=True
+        ),
+        row_field(
+            "old_values", ROW_TOKENS, "Value of the state in which each token was emitted, at the time of sampling."
         ),
         row_field(
             "bootstrap_values",
             ("[rows]",),
-            "Value of the state after the last token, of rows that were cut off; 0 at an end.",
+            "Value of the state after the last token of truncated rows; 0 for terminated rows.",
         ),
     ),
     scores=("values",),
@@ -141,8 +144,8 @@ class ValueConfig(AdvantageConfig):
         "value_loss": "half the squared error of the critic, clipped",
         "explained_variance": "share of the returns' variance that the values explain",
         "value_mean": "mean of the critic's values",
-        "return_mean": "mean return of a token",
-        "reward_mean": "mean over rows of the sum of a row's rewards",
+        "return_mean": "mean return per token",
+        "reward_mean": "mean over rows of the row's total reward",
     },
     reference="Schulman et al. 2016 (arXiv 1506.02438); value clip: Schulman et al. 2017 (arXiv 1707.06347)",
     formula="1/T sum_t 1/2 max((v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2)",
@@ -150,7 +153,7 @@ class ValueConfig(AdvantageConfig):
     head="value",
 )
 def value_only(batch: Batch, scores: Scores, config: ValueConfig) -> LossOutput:
-    """The critic's half of ``enhanced_ppo`` alone: to warm a value head up, or to train a critic of its own."""
+    """The critic's part of ``enhanced_ppo`` alone: warms up a value head, or trains a separate critic."""
     lengths, rewards = batch.row_lengths, token_rewards(batch)
     critique = criticise(batch, scores, rewards, config)
     value = reduced(

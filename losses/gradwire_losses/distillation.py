@@ -1,8 +1,7 @@
 """Distillation: the policy learns from a teacher's distributions, computed by the server or stored with the batch.
 
-``T`` scored tokens, ``K`` of the teacher's most probable tokens at each, ``V`` vocabulary. ``reference_model`` names
-the teacher; it must have the student's vocabulary.
-"""
+``T`` scored tokens, ``K`` most probable teacher tokens at each, ``V`` vocabulary. ``reference_model`` names the
+teacher; it must have the student's vocabulary."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class GKDConfig(DivergenceConfig, ReductionConfig):
     fields=(INPUT_IDS, LOSS_MASK),
     scores=("divergence", "logprobs"),
     metrics={
-        "divergence": "mean divergence of a token (nats)",
-        "nll": "mean negative log-likelihood of a token under the student (nats)",
+        "divergence": "mean divergence per token (nats)",
+        "nll": "mean negative log-likelihood per token under the student (nats)",
         "num_tokens": "scored tokens",
     },
     reference="Agarwal et al. 2023, On-Policy Distillation of Language Models (arXiv 2306.13649)",
@@ -56,7 +55,7 @@ class GKDConfig(DivergenceConfig, ReductionConfig):
 def gkd(batch: Batch, scores: Scores, config: GKDConfig) -> LossOutput:
     """Generalised knowledge distillation: the Jensen-Shannon divergence to the teacher over the whole vocabulary.
 
-    On the student's own responses, on the teacher's, or on a data set's: the batch says.
+    The responses may come from the student, the teacher, or a data set.
     """
     term = reduced(scores.divergence, batch.row_lengths, config)
     return LossOutput(
@@ -77,7 +76,7 @@ class OnPolicyDistillationConfig(PolicyConfig, ReductionConfig):
         0.0,
         ge=0,
         le=1,
-        description="discount with which a token answers for the KL of those that follow; 0: for none",
+        description="discount of the KL of later tokens in a token's advantage; 0: only its own KL",
     )
 
 
@@ -94,17 +93,19 @@ def _on_policy_scores(config: OnPolicyDistillationConfig, present: frozenset[str
         replace(
             OLD_LOG_PROBS,
             required=False,
-            description="Log-probability of each token under the policy that wrote it; when absent, that is this one.",
+            description="Log-probability of each token under the policy that wrote it; if absent, the current policy.",
         ),
-        replace(REF_LOG_PROBS, description="Log-probability of each token under the teacher, for reference_model."),
+        replace(
+            REF_LOG_PROBS, description="Log-probability of each token under the teacher, instead of reference_model."
+        ),
     ),
     scores=_on_policy_scores,
     metrics={
         "policy_loss": "the weighted surrogate",
-        "reverse_kl": "mean of log p_old - log teacher, an estimate of KL(student || teacher) a token (nats)",
-        "advantage_mean": "mean advantage of a token",
-        "ratio_mean": "mean importance ratio of a token",
-        "approx_kl": "mean KL of a token from the policy of old_log_probs to this one, by k3 (nats)",
+        "reverse_kl": "mean of log p_old - log teacher, an estimate of KL(student || teacher) per token (nats)",
+        "advantage_mean": "mean advantage per token",
+        "ratio_mean": "mean importance ratio per token",
+        "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
         "num_tokens": "scored tokens",
     },
     reference="Lu et al. 2025, On-Policy Distillation (Thinking Machines Lab); Gu et al. 2023, MiniLLM "
@@ -113,7 +114,7 @@ def _on_policy_scores(config: OnPolicyDistillationConfig, present: frozenset[str
     streams=True,
 )
 def on_policy_distillation(batch: Batch, scores: Scores, config: OnPolicyDistillationConfig) -> LossOutput:
-    """Policy gradient on the student's own samples: a token's advantage is minus its reverse KL to the teacher."""
+    """Policy gradient on the student's own samples: a token's advantage is its negative reverse KL to the teacher."""
     logprobs = scores.logprobs
     teacher = reference_logprobs(batch, scores)
     assert teacher is not None
@@ -140,9 +141,9 @@ class TopKDistillationConfig(TemperatureConfig, ReductionConfig):
 
     tail: Literal["bucket", "renormalise", "ignore"] = Field(
         "bucket",
-        description="what the teacher's other tokens are. bucket: one outcome more, of the probability that is left. "
-        "renormalise: none, the teacher's K probabilities are made to add up to 1 (so logits will do too). ignore: "
-        "left out of the sum",
+        description="treatment of the teacher's other tokens. bucket: one further outcome with the remaining "
+        "probability. renormalise: none; the teacher's K probabilities are scaled to sum to 1 (so logits work as "
+        "well). ignore: left out of the sum",
     )
 
 
@@ -156,7 +157,7 @@ class TopKDistillationConfig(TemperatureConfig, ReductionConfig):
             "teacher_token_ids",
             "int",
             TOKEN_CANDIDATES,
-            "The teacher's K most probable tokens in each token's place, in any order.",
+            "The teacher's K most probable tokens at each token's position, in any order.",
             required=True,
             aligned_with="input_ids",
             ids=True,
@@ -170,9 +171,9 @@ class TopKDistillationConfig(TemperatureConfig, ReductionConfig):
     ),
     scores=("candidate_logprobs",),
     metrics={
-        "divergence": "mean KL(teacher || student) of a token (nats)",
-        "teacher_mass": "mean probability of the teacher's K tokens; 1 when made so",
-        "student_mass": "mean probability of them under the student",
+        "divergence": "mean KL(teacher || student) per token (nats)",
+        "teacher_mass": "mean probability of the teacher's K tokens; 1 if tail is renormalise",
+        "student_mass": "mean probability of these tokens under the student",
         "num_tokens": "scored tokens",
     },
     reference="Hinton et al. 2015, Distilling the Knowledge in a Neural Network (arXiv 1503.02531), over the top K",
@@ -185,12 +186,12 @@ def top_k_distillation(batch: Batch, scores: Scores, config: TopKDistillationCon
     The student's probabilities are those over the whole vocabulary.
 
     Raises:
-        BatchError: when ``teacher_log_probs`` are not shaped as ``teacher_token_ids``, or exceed a total of 1.
-    """
+        BatchError: ``teacher_log_probs`` do not have the shape of ``teacher_token_ids``, or sum to more than 1."""
     teacher, student = batch["teacher_log_probs"], scores.candidate_logprobs
     if teacher.shape != student.shape:
         raise BatchError(
-            f"teacher_log_probs has {teacher.shape[1]} candidates a token, teacher_token_ids {student.shape[1]}",
+            f"teacher_log_probs has {teacher.shape[1]} candidates per token, but teacher_token_ids has "
+            f"{student.shape[1]}",
             field="teacher_log_probs",
             rule="the shape of teacher_token_ids",
         )
@@ -224,7 +225,7 @@ def _largest_mass(log_probs: Tensor) -> float:
 
 
 def _rest(mass: Tensor, student_mass: Tensor) -> Tensor:
-    """``q (log q - log p)`` of the probabilities that are left; 0 where the teacher leaves none."""
+    """``q (log q - log p)`` of the remaining probabilities; 0 if the teacher leaves none."""
     tiny = torch.finfo(mass.dtype).eps
     q, p = (1 - mass).clamp(min=0), (1 - student_mass).clamp(min=tiny)
     return torch.where(q > tiny, q * (q.clamp(min=tiny).log() - p.log()), 0.0)

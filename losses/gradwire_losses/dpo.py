@@ -38,24 +38,26 @@ LossType = Literal[
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 OVER_DIFFERENCES = frozenset({"sigmoid", "robust", "hinge", "ipo", "exo_pair", "discopop", "sigmoid_norm", "sft"})
-"""Types that depend on the responses' scores by which an f-divergence replaces log-ratios."""
+"""Types that depend only on the responses' scores, which an f-divergence can replace."""
 
 
 class DPOConfig(ReferenceConfig):
     """Arguments of ``dpo``."""
 
     beta: float = Field(
-        0.1, gt=0, description="how much a log-ratio to the reference counts; higher stays closer to it"
+        0.1, gt=0, description="weight of the log-ratio to the reference; higher stays closer to the reference"
     )
     label_smoothing: float = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="how often preferences are assumed to be the wrong way: sigmoid, robust, exo_pair, aot",
+        description="assumed probability that a preference is inverted: sigmoid, robust, exo_pair, aot",
     )
-    loss_type: LossType | tuple[LossType, ...] = Field("sigmoid", description="one, or several to be added up")
+    loss_type: LossType | tuple[LossType, ...] = Field("sigmoid", description="one, or several that are added")
     loss_weights: tuple[float, ...] | None = Field(None, description="a weight for each loss_type; 1 by default")
-    f_divergence_type: Divergence = Field("reverse_kl", description="whose derivative takes the log-ratio's place")
+    f_divergence_type: Divergence = Field(
+        "reverse_kl", description="divergence whose derivative replaces the log-ratio"
+    )
     f_alpha_divergence_coef: float = Field(0.5, description="alpha of alpha_divergence; 1 is reverse_kl")
     discopop_tau: float = Field(0.05, gt=0, description="temperature of discopop's mixture")
     ld_alpha: float | None = Field(
@@ -88,13 +90,13 @@ class DPOConfig(ReferenceConfig):
 
 @dataclass(frozen=True)
 class LogRatios:
-    """Of ``P`` pairs, chosen in column 0, rejected in column 1.
+    """Log-ratios of ``P`` pairs, chosen in column 0, rejected in column 1.
 
     Attributes:
         ratios: ``[P, 2]``, policy to reference.
-        scores: ``[P, 2]``, the same, or what an f-divergence makes of them.
+        scores: ``[P, 2]``, the ratios, or their transform by an f-divergence.
         logprobs, ref_logprobs: ``[P, 2]``.
-        lengths: ``[P, 2]``, tokens.
+        lengths: ``[P, 2]``, number of tokens.
         nll: ``[P]``, negative log-likelihood of the chosen response.
     """
 
@@ -223,7 +225,8 @@ def divergence_scores(ratios: Tensor, config: DPOConfig) -> Tensor:
 
 
 def shared_length_weights(batch: Batch, like: Tensor, ld_alpha: float) -> Tensor:
-    """``[T]``, of the dtype of ``like``: 1 within the length that both responses of a pair have, else ``ld_alpha``."""
+    """``[T]``, with the dtype of ``like``: 1 within the length that both responses of a pair have, else
+    ``ld_alpha``."""
     lengths = batch.row_lengths
     shared = lengths.view(-1, 2).amin(dim=1).repeat_interleave(2)
     sequences = segment_ids(lengths)
@@ -257,13 +260,12 @@ def _scores(config: DPOConfig, present: frozenset[str]) -> frozenset[ScoreName]:
 def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
     """Raises the likelihood of chosen responses over rejected ones, relative to a reference; a mean over pairs.
 
-    A response is what follows its first ``prompt_lengths`` tokens, as far as its loss mask goes. A pair of which one
-    response has no scored token counts nowhere. ``sft`` alone averages over tokens, those of the chosen responses.
-    """
+    A response is the scored part after its first ``prompt_lengths`` tokens. A pair in which one response has no scored
+    token is ignored. Only ``sft`` averages over tokens, those of the chosen responses."""
     weights = None if config.ld_alpha is None else shared_length_weights(batch, scores.logprobs, config.ld_alpha)
     if weights is not None and batch.levels.get("ref_log_probs") == "sequence":
         raise BatchError(
-            "ld_alpha weighs tokens, so the reference's log-probabilities are needed for each",
+            "ld_alpha weights tokens, so the reference's log-probabilities are needed per token",
             field="chosen_ref_log_probs",
             rule="[rows, tokens] with ld_alpha",
         )
@@ -287,6 +289,7 @@ def dpo(batch: Batch, scores: Scores, config: DPOConfig) -> LossOutput:
 
 
 def _policy_weights(batch: Batch, scores: Scores) -> Tensor:
-    """``[B]``: WPO's (Zhou et al. 2024, arXiv 2406.11827), tokens aligned by the collision probability; no gradient."""
+    """``[B]``: the weights of WPO (Zhou et al. 2024, arXiv 2406.11827), tokens aligned by the collision probability;
+    no gradient."""
     aligned = scores.logprobs.detach() - scores.collision
     return sequence_means(batch, aligned).exp().prod(dim=1)

@@ -14,10 +14,12 @@ LOSS_MASK = FieldSpec(
     "loss_mask",
     "bool",
     ROW_TOKENS,
-    "1 where a token counts (what the policy itself wrote); all but a row's first by default.",
+    "1 for scored tokens (those that the policy wrote); by default all but a row's first.",
     aligned_with="input_ids",
 )
-PROMPT_LENGTHS = FieldSpec("prompt_lengths", "int", ("[rows]",), "How many tokens at the start are prompt: not scored.")
+PROMPT_LENGTHS = FieldSpec(
+    "prompt_lengths", "int", ("[rows]",), "Number of prompt tokens at the start, which are not scored."
+)
 
 
 def row_field(name: str, shapes: tuple[str, ...], description: str, *, required: bool = False) -> FieldSpec:
@@ -33,7 +35,7 @@ OLD_LOG_PROBS = row_field(
     required=True,
 )
 REF_LOG_PROBS = row_field(
-    "ref_log_probs", ROW_TOKENS, "Log-probability of each token under the reference, in place of reference_model."
+    "ref_log_probs", ROW_TOKENS, "Log-probability of each token under the reference, instead of reference_model."
 )
 
 
@@ -53,14 +55,14 @@ def _side(side: str) -> tuple[FieldSpec, FieldSpec, FieldSpec]:
             f"{side}_loss_mask",
             "bool",
             ROW_TOKENS,
-            f"1 where a token belongs to the {side} response; all but the first by default.",
+            f"1 for tokens of the {side} response; by default all but the first.",
             aligned_with=ids,
         ),
         FieldSpec(
             f"{side}_ref_log_probs",
             "float",
             ROWS_OR_TOKENS,
-            f"Log-probability of the {side} response, or of each of its tokens, under the reference, in place of "
+            f"Log-probability of the {side} response, or of each of its tokens, under the reference, instead of "
             "reference_model.",
             aligned_with=ids,
         ),
@@ -104,27 +106,27 @@ GROUP_FIELDS = (
         "response_masks",
         "bool",
         SAMPLE_TOKENS,
-        "1 where a response token is scored. Tokens of 0 are context for those after them; after the last 1 they are "
-        "dropped, as nothing depends on them.",
+        "1 for scored response tokens. Tokens with 0 are context for later tokens; those after the last 1 are dropped, "
+        "because nothing depends on them.",
         aligned_with="response_ids",
     ),
-    sample_field("rewards", ("[rows, samples]",), "One reward a response; needed without advantages."),
+    sample_field("rewards", ("[rows, samples]",), "One reward per response; required without advantages."),
     sample_field(
         "old_log_probs",
         SAMPLE_TOKENS,
-        "Log-probability of each response token under the policy that wrote it; when absent, that is this policy.",
+        "Log-probability of each response token under the policy that wrote it; if absent, the current policy.",
     ),
     sample_field(
         "ref_log_probs",
         SAMPLE_TOKENS,
-        "Log-probability of each response token under the reference, in place of reference_model.",
+        "Log-probability of each response token under the reference, instead of reference_model.",
     ),
 )
 
 GROUP_ADVANTAGES = sample_field(
     "advantages",
     ("[rows, samples]", SAMPLE_TOKENS[0]),
-    "Advantage of each response, or of each of its tokens, in place of those that rewards give.",
+    "Advantage of each response, or of each of its tokens; overrides the advantages from rewards.",
 )
 GROUP_POLICY_FIELDS = (
     *GROUP_FIELDS,
@@ -134,12 +136,12 @@ GROUP_POLICY_FIELDS = (
         SAMPLE_TOKENS,
         "Log-probability of each response token as the sampler computed it, for sampler_correction.",
     ),
-    FieldSpec("truncated", "bool", ("[rows, samples]",), "1 where a response was cut off at the length limit."),
+    FieldSpec("truncated", "bool", ("[rows, samples]",), "1 for responses that were cut off at the length limit."),
     FieldSpec(
         "planning_mask",
         "bool",
         SAMPLE_TOKENS,
-        "1 where a token plans (belongs to a strategic gram): its advantage is raised by planning_alpha.",
+        "1 for planning tokens (part of a strategic gram): planning_alpha raises their advantage.",
         aligned_with="response_ids",
     ),
 )

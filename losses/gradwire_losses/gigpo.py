@@ -1,8 +1,8 @@
-"""Group-in-group policy optimisation: credit for a step of an agent, from other episodes that were in the same state.
+"""Group-in-group policy optimisation: step-level credit from other episodes that passed through the same state.
 
 ``B`` tasks, ``S`` episodes of all tasks, ``T`` scored tokens, ``M`` steps of all episodes. An episode is one response:
-what the agent wrote is scored, observations between are masked. Neighbouring scored tokens of one ``step_ids`` are a
-step.
+the agent's tokens are scored, observations between them are masked. Adjacent scored tokens with equal ``step_ids`` are
+a step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gradwire_losses.registry import FieldSpec, register_loss
 class GiGPOConfig(GRPOConfig):
     """Arguments of ``gigpo``."""
 
-    step_weight: float = Field(1.0, ge=0, description="weight of the step level beside the episode level (omega)")
-    gamma: float = Field(0.95, ge=0, le=1, description="discount of a step")
+    step_weight: float = Field(1.0, ge=0, description="weight of the step level relative to the episode level (omega)")
+    gamma: float = Field(0.95, ge=0, le=1, description="discount per step")
 
     @model_validator(mode="after")
     def _advantages_are_the_papers(self) -> Self:
@@ -51,31 +51,31 @@ class GiGPOConfig(GRPOConfig):
             "anchor_ids",
             "int",
             SAMPLE_TOKENS,
-            "A number for the state that the token's step was taken in; equal states, equal numbers.",
+            "Number of the state in which the token's step was taken; equal states have equal numbers.",
             aligned_with="response_ids",
         ),
         sample_field(
             "step_rewards",
             SAMPLE_TOKENS,
-            "Rewards of a step, at any of its tokens; by default rewards, at the last step.",
+            "Rewards of a step, at any of its tokens; by default the response's reward, at the last step.",
         ),
     ),
     scores=grpo_scores,
-    metrics=GRPO_METRICS | {"singleton_steps": "share of steps alone in their state: they have no step level"},
+    metrics=GRPO_METRICS
+    | {"singleton_steps": "share of steps that are alone in their state and have no step-level advantage"},
     reference="Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978)",
     formula="GRPO with A_t = A_episode + omega A_step, A_step of the steps' returns, within task and state",
     streams=lambda config, present: not needs_whole_batch(config),
 )
 def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
-    """GRPO with a second advantage: a step's discounted return against those of steps from the same state of the task.
+    """GRPO with a second advantage: a step's discounted return relative to other steps from the same state of the task.
 
     Episode rewards are normalised within the task as in ``grpo``, returns of steps among the steps of one task that
     share ``anchor_ids``; both over their standard deviation + 1e-4 unless ``scale_rewards`` is false. A step alone in
-    its state has no step level. ``advantages`` given with the batch are taken as they are.
+    its state has no step level. ``advantages`` in the batch are used unchanged.
 
     Raises:
-        BatchError: when the batch has neither ``advantages`` nor both ``step_ids`` and ``anchor_ids``.
-    """
+        BatchError: The batch has neither ``advantages`` nor both ``step_ids`` and ``anchor_ids``."""
     if "advantages" in batch.fields:
         output = group_objective(batch, scores, config, *reward_advantages(batch, scores, config))
         return LossOutput(output.terms, dict(output.metrics) | {"singleton_steps": Mean(0.0, 0)})
@@ -90,7 +90,7 @@ def gigpo(batch: Batch, scores: Scores, config: GiGPOConfig) -> LossOutput:
 
 
 def _advantages(batch: Batch, config: GiGPOConfig) -> tuple[Tensor, Tensor]:
-    """``[T]`` advantages, and ``[M]`` bool, on the host, whether a step is alone in its state."""
+    """``[T]`` advantages, and ``[M]`` bool, on the host: whether a step is alone in its state."""
     lengths, rewards = batch.row_lengths, batch["rewards"]
     episodes, steps = segment_ids(lengths), batch.host["step_ids"]
     begins = torch.ones_like(steps, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Arguments of the losses over groups of responses: ``grpo``'s, which its variants share."""
+"""Arguments of the losses over groups of responses: those of ``grpo``, which its variants share."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
     """Arguments of ``grpo``."""
 
     beta: float = Field(
-        0.01, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
+        0.01, ge=0, description="weight of the KL to the reference; without a reference the term is absent"
     )
-    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + it")
-    clip_epsilon_high: float | None = Field(None, gt=0, description="upper side; clip_epsilon when None")
+    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon")
+    clip_epsilon_high: float | None = Field(None, gt=0, description="upper clip range; clip_epsilon if None")
     dual_clip: float | None = Field(
-        None, gt=1, description="where the advantage is negative, the ratio counts at most so (two-sided clip: delta)"
+        None, gt=1, description="upper bound of the ratio for negative advantages (two-sided clip: delta)"
     )
     baseline: Literal["mean", "leave_one_out", "length_weighted"] = Field(
-        "mean", description="what is taken from a reward: the group's mean, that of the others, or that by length"
+        "mean",
+        description="baseline of a reward: the group's mean, the mean of the others, or the length-weighted mean",
     )
     scale_rewards: bool | Literal["batch"] = Field(
         True,
         description="divide advantages by the group's standard deviation + scale_epsilon, or by the whole \"batch\"'s",
     )
-    scale_epsilon: float = Field(1e-4, ge=0, description="what is added to that deviation (verl: 1e-6)")
+    scale_epsilon: float = Field(1e-4, ge=0, description="added to that deviation (verl: 1e-6)")
     advantage_scale: Literal["spread", "nonzero"] | None = Field(
         None,
-        description="GPG's alpha: multiply advantages by the batch's responses over those of groups that differ "
-        '("spread"), or over those whose reward is not 0 ("nonzero", as verl)',
+        description="GPG's alpha: multiply advantages by the number of responses divided by the number in groups "
+        'whose rewards differ ("spread"), or with a reward other than 0 ("nonzero", as verl)',
     )
-    whiten_advantages: bool = Field(False, description="give the tokens' advantages mean 0 and variance 1 in the batch")
+    whiten_advantages: bool = Field(
+        False, description="scale the tokens' advantages to mean 0 and variance 1 in the batch"
+    )
     planning_alpha: float = Field(
         0.2,
         ge=0,
@@ -46,7 +49,7 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
     )
     importance: Literal["token", "sequence", "sequence_token", "trajectory"] = Field(
         "token",
-        description="whose ratio a token has. sequence: the geometric mean of its response's ratios (GSPO); "
+        description="scope of the importance ratio. sequence: the geometric mean of its response's ratios (GSPO); "
         "sequence_token: that value with the token's own gradient; trajectory: their product",
     )
     surrogate: Surrogate = Field(
@@ -57,33 +60,39 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         "token's probability is within clip_epsilon. clip_cov, kl_cov: tokens whose covariance of log-probability and "
         "advantage is high have no gradient, or a penalty",
     )
-    ratio_min: float = Field(0.0, ge=0, description="for surrogate cispo: the weight is at least so")
-    ratio_max: float = Field(5.0, gt=0, description="for surrogates cispo and dppo: and at most so")
+    ratio_min: float = Field(0.0, ge=0, description="for surrogate cispo: lower bound of the weight")
+    ratio_max: float = Field(5.0, gt=0, description="for surrogates cispo and dppo: upper bound of the weight")
     vespo_k_pos: float = Field(2.0, ge=0, description="for surrogate vespo: power of the ratio where A >= 0")
     vespo_lambda_pos: float = Field(3.0, gt=0, description="for surrogate vespo: rate of its decay where A >= 0")
-    vespo_k_neg: float = Field(3.0, ge=0, description="for surrogate vespo: power of the ratio elsewhere")
-    vespo_lambda_neg: float = Field(2.0, gt=0, description="for surrogate vespo: rate of its decay elsewhere")
+    vespo_k_neg: float = Field(3.0, ge=0, description="for surrogate vespo: power of the ratio where A < 0")
+    vespo_lambda_neg: float = Field(2.0, gt=0, description="for surrogate vespo: rate of its decay where A < 0")
     cov_share: float = Field(
-        2e-4, gt=0, le=1, description="for surrogates clip_cov and kl_cov: share of the batch's tokens, one at least"
+        2e-4, gt=0, le=1, description="for surrogates clip_cov and kl_cov: share of the batch's tokens, at least one"
     )
-    cov_min: float = Field(1.0, description="for surrogate clip_cov: of tokens whose covariance is above this")
-    cov_max: float = Field(5.0, description="for surrogate clip_cov: and below this")
-    cov_seed: int = Field(0, ge=0, description="for surrogate clip_cov: of the draw among them")
+    cov_min: float = Field(1.0, description="for surrogate clip_cov: lower bound of the covariance of selected tokens")
+    cov_max: float = Field(5.0, description="for surrogate clip_cov: upper bound of the covariance of selected tokens")
+    cov_seed: int = Field(0, ge=0, description="for surrogate clip_cov: seed of the choice among them")
     kl_cov_coef: float = Field(1.0, ge=0, description="for surrogate kl_cov: weight of the absolute log-ratio")
-    sapo_temperature_pos: float = Field(1.0, gt=0, description="for surrogate sapo: of the gate where A > 0")
-    sapo_temperature_neg: float = Field(1.05, gt=0, description="for surrogate sapo: of the gate elsewhere")
-    top_entropy_quantile: float = Field(
-        1.0, gt=0, le=1, description="only this share of the batch's tokens, of highest entropy, have a policy loss"
+    sapo_temperature_pos: float = Field(
+        1.0, gt=0, description="for surrogate sapo: temperature of the gate where A > 0"
     )
-    mask_truncated: bool = Field(False, description="responses marked truncated count nowhere but in their baseline")
+    sapo_temperature_neg: float = Field(
+        1.05, gt=0, description="for surrogate sapo: temperature of the gate where A <= 0"
+    )
+    top_entropy_quantile: float = Field(
+        1.0, gt=0, le=1, description="share of the batch's tokens, those of highest entropy, that have a policy loss"
+    )
+    mask_truncated: bool = Field(
+        False, description="exclude responses marked truncated, except from their group's baseline"
+    )
     mask_zero_spread: bool = Field(
         False,
-        description="groups whose rewards are all equal count nowhere; advantages given with the batch are all used",
+        description="exclude groups whose rewards are all equal; advantages in the batch are all used",
     )
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
         None,
-        description="weigh the policy loss by old_log_probs' probability over sampler_log_probs', of a token or of all "
-        "of a response's together, truncated to sampler_ratio_min and sampler_ratio_max or 0 outside them",
+        description="weight the policy loss by the ratio of old_log_probs' to sampler_log_probs' probabilities, per "
+        "token or per response, truncated to sampler_ratio_min ... sampler_ratio_max, or set to 0 outside",
     )
     sampler_ratio_max: float = Field(3.0, gt=0, description="for sampler_correction: the largest weight")
     sampler_ratio_min: float = Field(0.0, ge=0, description="for sampler_correction: the smallest weight")
@@ -94,12 +103,12 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
     )
     kl_in_reward: bool = Field(
         False,
-        description="take beta * (old_log_probs - reference's), summed over tokens, from each response's reward, and "
-        "have no KL term; advantages given with the batch have it in them then",
+        description="subtract beta * (old_log_probs - reference's), summed over tokens, from each response's reward, "
+        "without a KL term; advantages in the batch must then include it",
     )
     reduction: Reduction = Field("sequence_mean", description=ReductionConfig.model_fields["reduction"].description)
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 (for GMPO: below and above 0, of the log-ratio)."""
+        """Clip range below and above 1 (for GMPO: below and above 0, of the log-ratio)."""
         return self.clip_epsilon, self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high

@@ -1,6 +1,6 @@
-"""What a token of a response costs, by the ``surrogate`` that a group loss is asked for.
+"""The ``surrogate`` losses of tokens in groups of responses.
 
-``S`` responses, ``T`` scored tokens of all of them.
+``S`` responses, ``T`` scored tokens of all responses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradwire_losses.policy import (
 
 
 def uncertain_tokens(entropy: Tensor, share: float) -> Tensor:
-    """``[T]`` bool: the share of the batch's tokens that has the highest entropy.
+    """``[T]`` bool: the given share of the batch's tokens, those of highest entropy.
 
     Wang et al. 2025, Beyond the 80/20 Rule, arXiv 2506.01939.
     """
@@ -36,7 +36,7 @@ def uncertain_tokens(entropy: Tensor, share: float) -> Tensor:
 
 
 def token_ratios(logprobs: Tensor, old: Tensor, lengths: Tensor, config: GRPOConfig) -> Tensor:
-    """``[T]``: whose ratio each token has, by ``importance``."""
+    """``[T]``: the importance ratio of each token, by ``importance``."""
     if config.importance == "sequence":
         mean = sequence_log_ratio(logprobs, old, lengths)
         return probability_ratio(mean, torch.zeros_like(mean))
@@ -50,13 +50,13 @@ def token_ratios(logprobs: Tensor, old: Tensor, lengths: Tensor, config: GRPOCon
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a surrogate is made of, ``[T]`` each, but ``lengths [S]``.
+    """Inputs of a surrogate, each ``[T]`` except ``lengths [S]``.
 
     Attributes:
-        logprobs, old: of this policy and of the one that wrote the batch.
-        advantages: no gradient.
-        uncertain: bool, which have a policy loss.
-        sampler: weights of the sampler correction, or None.
+        logprobs, old: Log-probabilities under the current policy and under the policy that wrote the batch.
+        advantages: No gradient.
+        uncertain: Bool, the tokens with a policy loss.
+        sampler: Weights of the sampler correction, or None.
     """
 
     logprobs: Tensor
@@ -68,14 +68,14 @@ class Tokens:
 
 
 def surrogate_losses(tokens: Tokens, config: GRPOConfig) -> tuple[Tensor, Tensor]:
-    """``[T], [T] bool``: the loss of each token, 0 of those that are not uncertain, and whether a clip is active there.
+    """``[T], [T] bool``: the loss of each token, 0 for tokens that are not uncertain, and whether a clip is active.
 
-    GMPO's, of a whole response, is that of its uncertain tokens.
+    GMPO's loss of a whole response is computed over its uncertain tokens.
     """
     losses, clipped = _token_losses(tokens, config)
     if config.surrogate != "gmpo":
         losses = torch.where(tokens.uncertain, losses, 0.0)
-    if tokens.sampler is not None and config.surrogate != "vespo":  # which has them in its ratio
+    if tokens.sampler is not None and config.surrogate != "vespo":  # whose ratio includes the sampler weights
         losses = losses * tokens.sampler
     return losses, clipped
 
@@ -123,9 +123,8 @@ def vespo_surrogate(
 ) -> Tensor:
     """``[T]``: ``-phi(w) A log p``, ``phi(w) = e^lambda w^k e^(-lambda w)`` without gradient, 1 where w is 1.
 
-    w is the response's ratio, with ``sampler`` (``[T]`` weights) that to the sampler's probabilities; k and lambda are
-    by the sign of A. VESPO 2026 (arXiv 2602.10693).
-    """
+    w is the response's ratio; with ``sampler`` (``[T]`` weights) it is relative to the sampler's probabilities; k and
+    lambda depend on the sign of A. VESPO 2026 (arXiv 2602.10693)."""
     log_ratio = (logprobs - old).detach().clamp(-20.0, 20.0)
     if sampler is not None:
         log_ratio = log_ratio + sampler.clamp(min=1e-8).log()
@@ -145,15 +144,15 @@ def trust_region_surrogate(
     high: float,
     ratio_max: float,
 ) -> tuple[Tensor, Tensor]:
-    """DPPO: ``-sg(min(r, ratio_max)) A log p``, 0 where the token's probability has moved too far the way A pushes it.
+    """DPPO: ``-sg(min(r, ratio_max)) A log p``, 0 where the token's probability has moved too far in the direction of
+    A.
 
-    How far: the difference of the probabilities (``tv``), or the KL between the two-point distributions of this token
-    and any other (``kl``), against ``high`` where A > 0 and ``low`` elsewhere. Rethinking the Trust Region in LLM
+    The distance is the difference of the probabilities (``tv``), or the KL between the two-point distributions of this
+    token and any other (``kl``), against ``high`` where A > 0 and ``low`` elsewhere. Rethinking the Trust Region in LLM
     Reinforcement Learning 2026 (arXiv 2602.04879).
 
     Returns:
-        The loss of each token, and whether it is 0 for that (bool).
-    """
+        The loss of each token, and whether it is 0 for this reason (bool)."""
     now, before = logprobs.detach().exp(), old.exp()
     if measure == "tv":
         outside = torch.where(advantages > 0, now - before > high, before - now > low)
@@ -177,7 +176,7 @@ def covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def _highest(values: Tensor, share: float) -> Tensor:
-    """``[T]`` bool: the share of entries that are highest, one at least."""
+    """``[T]`` bool: the given share of the highest entries, at least one."""
     chosen = torch.zeros_like(values, dtype=torch.bool)
     if len(values):
         chosen[values.topk(max(1, int(len(values) * share))).indices] = True
@@ -185,7 +184,8 @@ def _highest(values: Tensor, share: float) -> Tensor:
 
 
 def _drawn(among: Tensor, share: float, seed: int) -> Tensor:
-    """``[T]`` bool: as many entries as are that share of all, one at least, drawn from those of ``among``."""
+    """``[T]`` bool: entries drawn from those of ``among``; their number is the given share of all entries, at least
+    one."""
     numbers = torch.rand(len(among), generator=torch.Generator().manual_seed(seed))
     ranks = torch.where(among, beside(numbers, among), torch.inf).argsort().argsort()
     return among & (ranks < max(1, int(len(among) * share)))
@@ -201,9 +201,10 @@ def sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | N
     sampler = batch.get("sampler_log_probs")
     if sampler is None:
         raise BatchError(
-            "sampler_correction needs sampler_log_probs, the log-probabilities that the sampler gave with its tokens",
+            "sampler_correction needs sampler_log_probs, the log-probabilities that the sampler returned with its "
+            "tokens",
             field="sampler_log_probs",
-            rule="given with sampler_correction",
+            rule="required with sampler_correction",
         )
     level, action = config.sampler_correction.split("_")
     difference = old - sampler

@@ -1,7 +1,7 @@
-"""Group relative policy optimisation: no critic, a group of responses to one prompt is its own baseline.
+"""Group relative policy optimisation without a critic: a group of responses to one prompt is the baseline.
 
 ``B`` prompts, ``S`` responses of all prompts, ``T`` scored tokens of all responses. One objective with options; the
-papers' variants by name, which are this one with other defaults, are in ``grpo_variants.py``.
+papers' named variants, which only change its defaults, are in ``grpo_variants.py``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from gradwire_losses.registry import ScoreName, register_loss
 
 GRPO_METRICS = {
     "policy_loss": "the surrogate",
-    "entropy": "mean entropy of a token's distribution (nats)",
-    "kl_divergence": "mean KL of a token to the reference (nats); with no reference, to the policy of old_log_probs",
-    "approx_kl": "mean KL of a token from the policy of old_log_probs to this one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped; without clipping, 0",
-    "advantage_mean": "mean advantage of a response (or of a token, where tokens have their own), before whitening "
-    "and planning_alpha",
+    "entropy": "mean entropy per token (nats)",
+    "kl_divergence": "mean KL per token to the reference (nats); without a reference, to the policy of old_log_probs",
+    "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
+    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
+    "advantage_mean": "mean advantage per response (or per token, if tokens have their own), before whitening and "
+    "planning_alpha",
     "advantage_std": "its standard deviation",
-    "reward_mean": "mean reward of a response",
-    "group_reward_mean": "mean over groups of a group's mean reward",
-    "group_reward_std": "mean over groups of the standard deviation of a group's rewards",
-    "zero_spread_groups": "share of groups whose rewards are all equal: they teach nothing",
-    "kept_fraction": "share of scored tokens that mask_truncated and mask_zero_spread leave",
-    "sampler_ratio_mean": "mean weight of a token by sampler_correction; NaN without",
-    "sampler_kl": "mean KL of a token from the sampler to old_log_probs, by k3 (nats); NaN without sampler_log_probs",
-    "sampler_logprob_diff_max": "largest difference of a token's log-probability between the two",
-    "planning_fraction": "share of scored tokens that planning_mask marks; NaN without",
+    "reward_mean": "mean reward per response",
+    "group_reward_mean": "mean over groups of the group's mean reward",
+    "group_reward_std": "mean over groups of the standard deviation of the group's rewards",
+    "zero_spread_groups": "share of groups whose rewards are all equal, which give no gradient",
+    "kept_fraction": "share of scored tokens left by mask_truncated and mask_zero_spread",
+    "sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it",
+    "sampler_kl": "mean KL per token from the sampler to old_log_probs, by k3 (nats); NaN without sampler_log_probs",
+    "sampler_logprob_diff_max": "largest difference between sampler_log_probs and old_log_probs of a token",
+    "planning_fraction": "share of scored tokens that planning_mask marks; NaN without it",
 }
 
 
@@ -57,7 +57,7 @@ def grpo_scores(config: GRPOConfig, present: frozenset[str]) -> frozenset[ScoreN
 
 
 def needs_whole_batch(config: GRPOConfig) -> bool:
-    """Whether the surrogate compares a token with all others of the batch."""
+    """Whether the surrogate compares a token with all other tokens of the batch."""
     return config.top_entropy_quantile < 1 or config.surrogate in ("clip_cov", "kl_cov")
 
 
@@ -80,36 +80,37 @@ def grpo_streams(config: GRPOConfig, present: frozenset[str]) -> bool:
     streams=grpo_streams,
 )
 def grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """Clipped surrogate whose advantage is a response's reward relative to the others' to its prompt.
+    """Clipped surrogate whose advantage is a response's reward relative to the other responses to its prompt.
 
     loss = policy_loss + beta * KL - entropy_coef * entropy, averaged as ``reduction`` says. A group of one response,
     or of equal rewards, has advantage 0. Without ``old_log_probs`` every ratio is 1: one step on fresh samples. A
-    response with no scored token counts for its group's baseline and nowhere else; one whose reward is not known is
-    best left out of its group. ``advantages`` given with the batch are taken as they are.
+    response without a scored token counts only in its group's baseline; leave a response with unknown reward
+    out of its group. ``advantages`` in the batch are used unchanged.
     """
     return group_objective(batch, scores, config, *reward_advantages(batch, scores, config))
 
 
 def old_logprobs(batch: Batch, scores: Scores) -> Tensor:
-    """``[T]``: of the policy that wrote the batch; this one's, without gradient, where the batch says nothing."""
+    """``[T]``: log-probabilities under the policy that wrote the batch; by default the current policy's, without
+    gradient."""
     given = batch.get("old_log_probs")
     return scores.logprobs.detach() if given is None else given
 
 
 def reward_advantages(batch: Batch, scores: Scores, config: GRPOConfig) -> tuple[Tensor, Tensor]:
-    """Given with the batch, or from its rewards as the arguments say: of each token, and to be reported.
+    """Advantages from the batch, or from its rewards: per token, and in the form that is reported.
 
     Returns:
-        ``[T]``, and ``[S]``, or ``[T]`` again where a response's tokens have their own.
+        ``[T]``, and ``[S]``, or ``[T]`` again if a response's tokens have their own.
 
     Raises:
-        BatchError: when the batch has neither.
+        BatchError: The batch has neither.
     """
     if "advantages" in batch.fields:
         return batch.per_token("advantages"), batch["advantages"]
     if "rewards" not in batch.fields:
         raise BatchError(
-            "the batch has neither rewards nor advantages: give the reward of each response, or its advantage",
+            "the batch has neither rewards nor advantages: add the reward or the advantage of each response",
             field="rewards",
             rule="rewards or advantages",
         )
@@ -135,17 +136,17 @@ def reward_advantages(batch: Batch, scores: Scores, config: GRPOConfig) -> tuple
 
 
 def _divided(advantages: Tensor, deviation: Tensor, config: GRPOConfig) -> Tensor:
-    """0 where the deviation is: with ``scale_epsilon`` 0 as well."""
+    """Divide by the deviation; 0 where the deviation is 0, also with ``scale_epsilon`` 0."""
     return advantages / torch.where(deviation > 0, deviation + config.scale_epsilon, 1.0)
 
 
 def group_objective(
     batch: Batch, scores: Scores, config: GRPOConfig, advantages: Tensor, reported: Tensor
 ) -> LossOutput:
-    """The objective with these advantages ``[T]``; ``reported`` are those that the metrics are about.
+    """The objective with these advantages ``[T]``; ``reported`` are the advantages for the metrics.
 
     Raises:
-        BatchError: when an argument needs a field that the batch has not.
+        BatchError: An argument needs a field that the batch does not have.
     """
     planning = _planning(batch, config)
     if planning is not None:
@@ -188,7 +189,8 @@ def group_objective(
 
 
 def sampler_metrics(batch: Batch, old: Tensor) -> dict[str, Metric]:
-    """How far the sampler's log-probabilities are from the trainer's of the same policy; NaN without the sampler's."""
+    """Differences between the sampler's and the trainer's log-probabilities of the same policy; NaN without the
+    sampler's."""
     sampler = batch.get("sampler_log_probs")
     if sampler is None:
         return {"sampler_kl": Mean(0.0, 0), "sampler_logprob_diff_max": Max(-math.inf)}
@@ -199,18 +201,18 @@ def sampler_metrics(batch: Batch, old: Tensor) -> dict[str, Metric]:
 
 
 def _planning(batch: Batch, config: GRPOConfig) -> Tensor | None:
-    """``[T]`` bool: the tokens whose advantages are amplified; None where the batch marks none."""
+    """``[T]`` bool: the tokens whose advantages are amplified; None if the batch marks none."""
     if "planning_mask" not in batch.fields and config.planning_alpha and "planning_alpha" in config.model_fields_set:
         raise BatchError(
-            "planning_alpha needs planning_mask, which says of each response token whether it plans",
+            "planning_alpha needs planning_mask, which marks the planning tokens of each response",
             field="planning_mask",
-            rule="given with planning_alpha",
+            rule="required with planning_alpha",
         )
     return batch.get("planning_mask")
 
 
 def _reward_metrics(batch: Batch) -> dict[str, Metric]:
-    """NaN where the batch has advantages and no rewards."""
+    """Metrics of the rewards; NaN if the batch has advantages and no rewards."""
     if "rewards" not in batch.fields:
         names = ("reward_mean", "group_reward_mean", "group_reward_std", "zero_spread_groups")
         return {name: Mean(0.0, 0) for name in names}
@@ -224,17 +226,17 @@ def _reward_metrics(batch: Batch) -> dict[str, Metric]:
 
 
 def _kept_sequences(batch: Batch, config: GRPOConfig) -> Tensor:
-    """``[S]`` bool, on the host: which responses count."""
+    """``[S]`` bool, on the host: the responses that count."""
     given = batch.host
     kept = torch.ones(batch.num_sequences, dtype=torch.bool)
     if config.mask_zero_spread and "advantages" not in batch.fields:
         kept &= spread(group_spread(given["rewards"], batch.group_sizes)[2], batch.group_sizes)
     if config.mask_truncated and "truncated" in batch.fields:
         kept &= ~given["truncated"]
-    elif config.mask_truncated and "mask_truncated" in config.model_fields_set:  # asked for, and no mere default
+    elif config.mask_truncated and "mask_truncated" in config.model_fields_set:  # set explicitly, not by default
         raise BatchError(
-            "mask_truncated needs truncated, which says of each response whether it was cut off",
+            "mask_truncated needs truncated, which marks the responses that were cut off",
             field="truncated",
-            rule="given with mask_truncated",
+            rule="required with mask_truncated",
         )
     return kept

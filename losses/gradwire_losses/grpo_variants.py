@@ -1,6 +1,6 @@
-"""The objectives that the field knows by a name of their own and that are ``grpo`` with other defaults.
+"""Named objectives that are ``grpo`` with other defaults.
 
-Every argument of ``grpo`` is theirs too. ``B`` prompts, ``S`` responses of all prompts, ``T`` scored tokens.
+They accept every argument of ``grpo``. ``B`` prompts, ``S`` responses of all prompts, ``T`` scored tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
         reduction_divisor=Field(
             None,
             gt=0,
-            description='required with reduction "fixed", which is the default here: the most tokens that a response '
-            "may have, the same in every call",
+            description='required with reduction "fixed", the default here: the maximum number of tokens of a '
+            "response, the same in every call",
         ),
         beta=0.0,
     ),
@@ -60,9 +60,8 @@ def with_defaults(name: str, **defaults: Any) -> type[GRPOConfig]:
 def dr_grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     """GRPO without its two biases: no standard deviation in the advantage, one divisor for responses of any length.
 
-    With the default ``reduction``, ``"fixed"``, ``reduction_divisor`` must be given: the most tokens that a response
-    may have, the same in every call.
-    """
+    With the default ``reduction``, ``"fixed"``, ``reduction_divisor`` is required: the maximum number of tokens of a
+    response, the same in every call."""
     return grpo(batch, scores, config)
 
 
@@ -80,12 +79,11 @@ def dr_grpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="1/T sum_t max(-r_t A, -clip(r_t, 1-eps_low, 1+eps_high) A), over responses that count",
 )
 def dapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO with a higher upper clip, a mean over tokens, and only responses that end and groups that differ.
+    """GRPO with a higher upper clip, a mean over tokens, and only complete responses and groups whose rewards differ.
 
-    Responses marked ``truncated`` and groups of equal rewards count in neither sum nor mean (overlong filtering and
-    dynamic sampling; drawing other groups in their place is the client's part). The soft punishment of long responses
-    is a matter of the rewards.
-    """
+    Responses marked ``truncated`` and groups of equal rewards are excluded from sum and mean (overlong filtering and
+    dynamic sampling; the client samples other groups in their place). The soft penalty on long responses is part of the
+    rewards."""
     return grpo(batch, scores, config)
 
 
@@ -96,7 +94,8 @@ def dapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="1/S sum_i max(-s_i A_i, -clip(s_i, 1-eps_low, 1+eps_high) A_i), s_i = exp(mean_t log r_it)",
 )
 def group_gspo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO with one ratio a response, the geometric mean of its tokens'. As a sum by ``target_tokens``: ``gspo``."""
+    """GRPO with one ratio per response, the geometric mean of its tokens' ratios. As a sum with ``target_tokens``:
+    ``gspo``."""
     return grpo(batch, scores, config)
 
 
@@ -109,7 +108,7 @@ def group_gspo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="1/S sum_i 1/|o_i| sum_t max(-s_it A_it, -clip(s_it) A_it), s_it = sg(s_i) p_it / sg(p_it)",
 )
 def gspo_token(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GSPO whose tokens have their response's ratio and their own gradient: advantages may differ by token."""
+    """GSPO in which tokens have their response's ratio and their own gradient: advantages may differ by token."""
     return grpo(batch, scores, config)
 
 
@@ -120,7 +119,7 @@ def gspo_token(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="-1/S sum_i exp(mean_t clip(log r_it)) A_i, clipped to [-eps, eps] on the side that A_i pushes to",
 )
 def gmpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO's arithmetic mean over tokens made geometric: outliers of the ratio count less.
+    """GRPO with a geometric instead of an arithmetic mean over tokens, so that outliers of the ratio count less.
 
     ``clip_epsilon`` bounds the log-ratio (nats), token by token.
     """
@@ -134,7 +133,7 @@ def gmpo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="-1/S sum_i 1/|o_i| sum_t 4/tau sigmoid(tau (r_it - 1)) A_i, tau by the sign of A_i",
 )
 def sapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO with a soft gate in place of the clip: gradients fade with the distance from the old policy."""
+    """GRPO with a soft gate instead of the clip: gradients fade with the distance from the old policy."""
     return grpo(batch, scores, config)
 
 
@@ -147,7 +146,7 @@ def sapo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
 def group_cispo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     """CISPO over groups: the clipped ratio is a weight without gradient, so no token is left out.
 
-    Bounds are those of the ratio itself, as in TRL. As a sum by ``target_tokens``: ``cispo``.
+    The bounds are those of the ratio itself, as in TRL. As a sum with ``target_tokens``: ``cispo``.
     """
     return grpo(batch, scores, config)
 
@@ -165,10 +164,10 @@ def group_cispo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     ),
     reference="Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740)",
     formula="1/S sum_i max(-r_i A_i, -clip(r_i) A_i), A_i = R_i - mean of the others' R, r_i = prod_t r_it, "
-    "R_i less beta sum_t (log p_old - log ref)",
+    "R_i minus beta sum_t (log p_old - log ref)",
 )
 def rloo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """REINFORCE on whole responses with the mean reward of the others to the same prompt for baseline.
+    """REINFORCE on whole responses; the baseline is the mean reward of the other responses to the same prompt.
 
     The KL to the reference is part of the reward. A group of one response has advantage 0.
     """
@@ -184,9 +183,9 @@ def rloo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="1/T sum_t max(-r_t A_i, -clip(r_t) A_i), A_i = R_i - sum_j |o_j| R_j / sum_j |o_j|",
 )
 def opo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """Policy gradient with the baseline of least variance, a group's mean reward weighted by length. Meant on-policy.
+    """Policy gradient with the baseline of least variance, the group's length-weighted mean reward; on-policy.
 
-    On-policy (no ``old_log_probs``) every ratio is 1, as the paper has it.
+    On-policy (without ``old_log_probs``) every ratio is 1, as in the paper.
     """
     return grpo(batch, scores, config)
 
@@ -205,10 +204,10 @@ def opo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="-1/T' sum_t A_i log p_t over the T' tokens of groups that differ, A_i = R_i - mean_group R",
 )
 def gpg(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """Plain policy gradient over groups: no ratio, no clip, no KL; groups of equal rewards leave the mean.
+    """Plain policy gradient over groups: no ratio, no clip, no KL; groups of equal rewards are excluded from the mean.
 
-    Leaving them out of the count is the paper's factor alpha, which makes up for samples without gradient. With
-    ``mask_zero_spread=False`` and ``advantage_scale="spread"`` the factor is applied to the advantages instead, counted
+    Excluding them is the paper's factor alpha, which compensates for samples without gradient. With
+    ``mask_zero_spread=False`` and ``advantage_scale="spread"`` the factor multiplies the advantages instead, counted
     by responses; with ``"nonzero"`` it is verl's.
     """
     return grpo(batch, scores, config)
@@ -221,9 +220,9 @@ def gpg(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="-1/T sum_t phi(w_i) A_i log p_t, phi(w) = e^lambda w^k e^(-lambda w), w_i = prod_t r_it",
 )
 def vespo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO with a smooth weight of a whole response's ratio in place of the clip: 1 on-policy, fading on both sides.
+    """GRPO with a smooth weight of a whole response's ratio instead of the clip: 1 on-policy, fading on both sides.
 
-    The weight has no gradient. With ``sampler_correction`` the ratio is to the sampler's probabilities.
+    The weight has no gradient. With ``sampler_correction`` the ratio is relative to the sampler's probabilities.
     """
     return grpo(batch, scores, config)
 
@@ -232,13 +231,14 @@ def vespo(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     "dppo_tv",
     config=with_defaults("DPPOTVConfig", surrogate="dppo_tv", ratio_max=20.0, reduction="token_mean", beta=0.0),
     reference="Rethinking the Trust Region in LLM Reinforcement Learning 2026 (arXiv 2602.04879)",
-    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where p_t - p_old,t is beyond clip_epsilon the "
-    "way A pushes it",
+    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where p_t - p_old,t is beyond clip_epsilon in "
+    "the direction of A",
 )
 def dppo_tv(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO within a trust region of the probability itself: rare tokens are not clipped for a large ratio alone.
+    """GRPO within a trust region of the probability itself: rare tokens are not clipped only because of a large ratio.
 
-    ``clip_epsilon`` bounds the difference of a token's probabilities, the total variation of token or not.
+    ``clip_epsilon`` bounds the difference of a token's probabilities (the total variation of the two-point
+    distribution).
     """
     return grpo(batch, scores, config)
 
@@ -247,11 +247,11 @@ def dppo_tv(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     "dppo_kl",
     config=with_defaults("DPPOKLConfig", surrogate="dppo_kl", ratio_max=20.0, reduction="token_mean", beta=0.0),
     reference="Rethinking the Trust Region in LLM Reinforcement Learning 2026 (arXiv 2602.04879)",
-    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where KL(p_old,t || p_t) of token or not is "
-    "above clip_epsilon the way A pushes it",
+    formula="-1/T sum_t m_t sg(min(r_t, ratio_max)) A log p_t, m_t = 0 where the two-point KL(p_old,t || p_t) is "
+    "above clip_epsilon in the direction of A",
 )
 def dppo_kl(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """As ``dppo_tv``, with the KL (nats) of token or not for the divergence."""
+    """Like ``dppo_tv``, with the KL (nats) of the two-point distribution as the divergence."""
     return grpo(batch, scores, config)
 
 
@@ -263,9 +263,9 @@ def dppo_kl(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     "(A_t - mean A)(log p_t - mean log p) is within cov_min ... cov_max",
 )
 def clip_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO that keeps its entropy: some tokens whose probability and advantage covary strongly have no gradient.
+    """GRPO that preserves entropy: some tokens whose probability and advantage covary strongly have no gradient.
 
-    Which of them is drawn with ``cov_seed``, so that the same batch gives the same loss.
+    ``cov_seed`` selects them, so that the same batch gives the same loss.
     """
     return grpo(batch, scores, config)
 
@@ -278,7 +278,7 @@ def clip_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     "(A_t - mean A)(log p_t - mean log p), else 0",
 )
 def kl_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """GRPO without a clip that keeps its entropy by a penalty on the tokens that covary most with their advantage."""
+    """GRPO without a clip that preserves entropy by a penalty on the tokens that covary most with their advantage."""
     return grpo(batch, scores, config)
 
 
@@ -295,5 +295,5 @@ def kl_cov(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
     formula="1/T sum_t [max(-r_t A_t, -clip(r_t) A_t) + beta KL_t], A = (R_i - mean_group R) whitened over tokens",
 )
 def reinforce_plus_plus_baseline(batch: Batch, scores: Scores, config: GRPOConfig) -> LossOutput:
-    """REINFORCE++ with a baseline: rewards less their group's mean, then whitened over all tokens of the batch."""
+    """REINFORCE++ with a baseline: rewards minus their group's mean, then whitened over all tokens of the batch."""
     return grpo(batch, scores, config)

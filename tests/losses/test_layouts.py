@@ -68,7 +68,7 @@ BAD = [
     Bad("labels shifted by one", "causal_lm", ROWS | {"labels": [[4, 5, 6], [8, -100]]}, "labels", 1,
         "label = own id or -100", "the token there is 7"),
     Bad("other row counts", "enhanced_ppo", PPO | {"rewards": [[0.0, 0, 1]]}, "rewards", None, "equal row counts",
-        "has 1 rows where input_ids has 2"),
+        "has 1 rows but input_ids has 2"),
     Bad("a NaN reward", "enhanced_ppo", PPO | {"rewards": [[0.0, 0, 1], [0.0, np.nan]]}, "rewards", 1, "finite",
         "token 1 is nan"),
     Bad("an infinite log-probability", "enhanced_ppo", PPO | {"old_log_probs": [[0, -np.inf, 1], [0, 1]]},
@@ -111,7 +111,7 @@ BAD = [
     Bad("a sample past the context", "grpo", GROUPS | {"response_ids": [[[4, 5], [6]], [[7], [8] * 12]]},
         "response_ids", 1, "tokens <= 12", "13 tokens"),
     Bad("lengths that do not add up", "causal_lm", {"input_ids": Column(np.arange(3), (np.array([2, 2], np.uint32),))},
-        "input_ids", None, "row lengths add up to the number of entries", "4 and cut 3"),
+        "input_ids", None, "row lengths add up to the number of entries", "4, but there are 3 entries"),
 ]  # fmt: skip
 
 

@@ -60,12 +60,11 @@ def _scores(config: CausalLMConfig, present: frozenset[str]) -> frozenset[ScoreN
 def causal_lm(batch: Batch, scores: Scores, config: CausalLMConfig) -> LossOutput:
     """Mean negative log-likelihood of the learned tokens, over all tokens of the accumulation.
 
-    Learned are the tokens that ``labels``, ``loss_mask`` and ``prompt_lengths`` leave. With ``weights`` the mean is
-    weighted: the sum of weights takes the place of the number of tokens.
+    The learned tokens are those that ``labels``, ``loss_mask`` and ``prompt_lengths`` leave. With ``weights`` the mean
+    is weighted: it divides by the sum of weights instead of the number of tokens.
 
     Raises:
-        BatchError: for a negative weight.
-    """
+        BatchError: A weight is negative."""
     logprobs, lengths, weights = scores.logprobs, batch.row_lengths, batch.get("weights")
     nll = -logprobs
     losses = nll * logprobs.detach().exp() if config.loss_type == "dft" else nll

@@ -1,9 +1,8 @@
 """Policy gradient on another policy's samples, weighted by importance. ``T`` scored tokens, ``S`` sequences.
 
-One name, two forms of batch. With ``behavior_log_probs`` fields are token-aligned and the loss is a mean. With
+One name, two forms of batch. With ``behavior_log_probs`` the fields are token-aligned and the loss is a mean. With
 ``target_tokens`` the batch is in Tinker's convention (see ``tinker.py``): ``logprobs`` and ``advantages`` belong to
-predictions, and the loss is the plain sum that Tinker documents, unless the caller gives a ``reduction``.
-"""
+predictions, and the loss is the plain sum that Tinker documents, unless the caller passes a ``reduction``."""
 
 from __future__ import annotations
 
@@ -30,17 +29,17 @@ class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
 
     reduction: Reduction = Field(
         "token_mean",
-        description="how tokens are averaged; with target_tokens and none given, the sum. With behavior_log_probs "
-        "[rows] there is one ratio a row and none to give",
+        description="how tokens are averaged; the default with target_tokens is the sum. With behavior_log_probs "
+        "[rows] there is one ratio per row and reduction must not be set",
     )
     beta: float = Field(
-        0.1, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
+        0.1, ge=0, description="weight of the KL to the reference; without a reference the term is absent"
     )
     clip_ratio: float | None = Field(
         None,
         ge=1,
-        description="the ratio counts at most so (truncated importance sampling): bias for a bounded variance. Not "
-        "PPO's distance from 1. None is 10, and with target_tokens no bound",
+        description="upper bound of the ratio (truncated importance sampling), which trades bias for a bounded "
+        "variance; not PPO's distance from 1. None is 10, and with target_tokens no bound",
     )
     kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
 
@@ -51,7 +50,7 @@ def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozen
 
 
 def _behavior(batch: Batch) -> tuple[str, bool]:
-    """The field that holds the other policy's log-probabilities, and whether the batch is in Tinker's convention."""
+    """The field with the other policy's log-probabilities, and whether the batch is in Tinker's convention."""
     tinker = batch.target_tokens is not None
     needed, foreign = ("logprobs", "behavior_log_probs") if tinker else ("behavior_log_probs", "logprobs")
     form = "with target_tokens" if tinker else "without target_tokens"
@@ -64,7 +63,7 @@ def _behavior(batch: Batch) -> tuple[str, bool]:
 
 
 def _token_advantages(batch: Batch) -> Tensor:
-    """``[T]``: the batch's advantages, or of each token the rewards that follow."""
+    """``[T]``: the batch's advantages, or each token's rewards to go."""
     if (given := batch.get("advantages")) is not None:
         return given if batch.levels["advantages"] == "token" else batch.per_token("advantages")
     if batch.levels["rewards"] == "token":
@@ -73,7 +72,8 @@ def _token_advantages(batch: Batch) -> Tensor:
 
 
 def _predictions(batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor, ImportanceSamplingConfig]:
-    """In Tinker's convention: which of ``[T]`` count, how many a row has, and the arguments, a sum by default."""
+    """In Tinker's convention: which of ``[T]`` count, their number per row, and the arguments, with a sum by
+    default."""
     there = written(batch)
     if "reduction" not in config.model_fields_set:
         config = config.model_copy(update={"reduction": "sum"})
@@ -86,7 +86,7 @@ def _loss_sum(weighted: Tensor, kl: Tensor | None, config: ImportanceSamplingCon
 
 
 def _row_rewards(batch: Batch) -> Mean:
-    """Over rows with a scored token."""
+    """Mean over rows with a scored token."""
     if "rewards" not in batch.fields:
         return Mean(0.0, 0)
     rewards, lengths = batch["rewards"], batch.row_lengths
@@ -95,7 +95,7 @@ def _row_rewards(batch: Batch) -> Mean:
 
 
 def _sequence_advantages(batch: Batch) -> Tensor:
-    """``[S]``: the batch's advantages or rewards; those of tokens added up."""
+    """``[S]``: the batch's advantages or rewards; per-token ones are added."""
     name = "advantages" if "advantages" in batch.fields else "rewards"
     values = batch[name]
     return segment_sum(values, batch.row_lengths) if batch.levels[name] == "token" else values
@@ -110,11 +110,13 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         row_field(
             "behavior_log_probs",
             ROWS_OR_TOKENS,
-            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote them; "
-            "needed without target_tokens.",
+            "Log-probability of each token, or of each row's scored tokens together, under the policy that wrote "
+            "them; required without target_tokens.",
         ),
-        row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; needed without advantages."),
-        row_field("advantages", ROWS_OR_TOKENS, "Advantage of each row or token, in place of those that rewards give."),
+        row_field("rewards", ROWS_OR_TOKENS, "Reward of each row, or for each token; required without advantages."),
+        row_field(
+            "advantages", ROWS_OR_TOKENS, "Advantage of each row or token; overrides the advantages from rewards."
+        ),
         REF_LOG_PROBS,
         replace(TARGET_TOKENS, required=False),
         row_field("logprobs", ROW_TOKENS, "behavior_log_probs of the targets, with target_tokens."),
@@ -123,13 +125,13 @@ def _sequence_advantages(batch: Batch) -> Tensor:
     scores=_scores,
     metrics={
         "policy_loss": "the weighted surrogate",
-        "is_ratio_mean": "mean importance ratio (of a token, or of a row for behavior_log_probs [rows])",
+        "is_ratio_mean": "mean importance ratio (per token, or per row for behavior_log_probs [rows])",
         "is_ratio_max": "largest ratio, before truncation",
         "is_ratio_min": "smallest ratio",
-        "clipped_fraction": "share of ratios above clip_ratio: they give no gradient",
-        "kl_divergence": "mean KL of a token to the reference (nats); NaN with no reference",
-        "advantage_mean": "mean advantage of a token or row",
-        "reward_mean": "mean over rows of a row's rewards, added up; NaN without rewards",
+        "clipped_fraction": "share of ratios above clip_ratio, which give no gradient",
+        "kl_divergence": "mean KL per token to the reference (nats); NaN without a reference",
+        "advantage_mean": "mean advantage per token or row",
+        "reward_mean": "mean over rows of the row's total reward; NaN without rewards",
         "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
@@ -139,20 +141,20 @@ def _sequence_advantages(batch: Batch) -> Tensor:
     streams=True,
 )
 def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSamplingConfig) -> LossOutput:
-    """Rewards of another policy's samples, each weighted by how much likelier this policy makes it.
+    """Policy gradient on another policy's samples: advantages weighted by the ratio of the two policies' probabilities.
 
-    With ``behavior_log_probs [rows, tokens]`` each token has its ratio and the loss is a mean over tokens, or what
-    ``reduction`` says; a reward of a row counts for all of its tokens, rewards of tokens for those up to them. With
-    ``[rows]`` a row has one ratio, that of all of its scored tokens together, and the loss is a mean over rows, KL of a
-    row being the sum over its tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are taken as they are: no
-    baseline is subtracted. Where a batch has both, advantages are what the loss uses and rewards serve the metrics.
+    With ``behavior_log_probs [rows, tokens]`` each token has its ratio and the loss is a mean over tokens, or as
+    ``reduction`` says; a row's reward counts for all of its tokens, token rewards for the tokens up to them. With
+    ``[rows]`` a row has one ratio, that of all of its scored tokens together, and the loss is a mean over rows; the KL
+    of a row is the sum over its tokens. Beyond ``clip_ratio`` the loss is flat. Advantages are used unchanged: no
+    baseline is subtracted. If a batch has both, the loss uses the advantages, and the rewards only enter the metrics.
 
-    With ``target_tokens``, the sum over predictions of ratio times advantage, ratios to ``logprobs``; with a
-    ``reduction``, what it says.
+    With ``target_tokens``, the loss is the sum over predictions of ratio times advantage, with ratios to ``logprobs``;
+    a ``reduction`` overrides the sum.
 
     Raises:
-        BatchError: when the batch has neither ``rewards`` nor ``advantages``; when it has no
-            ``behavior_log_probs``, or with ``target_tokens`` not ``logprobs`` and ``advantages`` alone.
+        BatchError: The batch has neither ``rewards`` nor ``advantages``; or no
+            ``behavior_log_probs``; or, with ``target_tokens``, other fields than ``logprobs`` and ``advantages``.
     """
     behavior, tinker = _behavior(batch)
     if not {"rewards", "advantages"} & set(batch.fields):
@@ -184,8 +186,9 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     else:
         if config.reduction != "token_mean":
             raise BatchError(
-                f"reduction {config.reduction!r} is for ratios of tokens: with one ratio a row the loss is a mean over "
-                "rows. Leave reduction out, or give behavior_log_probs [rows, tokens]",
+                f"reduction {config.reduction!r} applies to per-token ratios: with one ratio per row the loss is a "
+                "mean over "
+                "rows. Leave reduction out, or pass behavior_log_probs [rows, tokens]",
                 field="reduction",
                 rule="only with behavior_log_probs [rows, tokens] or target_tokens",
             )

@@ -1,10 +1,9 @@
 """Estimators of KL(policy || reference) from log-probabilities of tokens that the policy wrote.
 
 ``d = logprobs - ref_logprobs`` in nats, any shape. See Schulman 2020, "Approximating KL divergence"
-(http://joschu.net/blog/kl-approx.html). As a term of a loss, only k2's and k3's gradients are of use: that of k1 is
-zero in expectation, whatever the reference; k2's is the KL's own on the policy's samples. So "k1+" and "k3+" have the
-value of k1 and k3 and the gradient of k2 (verl).
-"""
+(http://joschu.net/blog/kl-approx.html). As a loss term, only the gradients of k2 and k3 are useful: that of k1 is zero
+in expectation, whatever the reference; that of k2 is the KL's own on the policy's samples. So "k1+" and "k3+" have the
+value of k1 and k3 and the gradient of k2 (verl)."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from gradwire_losses.outputs import Mean
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs"]
 KL_ESTIMATORS = (
-    "of the KL of a token, with d = log p - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d, abs is |d|; "
+    "estimator of the KL per token, with d = log p - log reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d, "
+    "abs is |d|; "
     "k1+ and k3+ have the value of k1 and k3 and the gradient of k2, which is the KL's own"
 )
 LINEAR_BEYOND = 20.0
@@ -32,7 +32,8 @@ def exp_minus_one(x: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Of each token: k1, d; k2, d^2 / 2; k3, exp(-d) - 1 + d (unbiased as k1, never below 0); abs, |d|."""
+    """KL estimate of each token: k1, d; k2, d^2 / 2; k3, exp(-d) - 1 + d (unbiased like k1, never below 0); abs,
+    |d|."""
     difference = logprobs - ref_logprobs
     if estimator in ("k1+", "k3+"):
         k2 = 0.5 * difference.square()
@@ -50,8 +51,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
 class AdaptiveKL:
     """The next KL coefficient, a metric: ``beta (1 + clip(kl / target - 1, -0.2, 0.2) rows / horizon)``.
 
-    Ziegler et al. 2019, arXiv 1909.08593, with the mean KL of a token for ``kl``; ``beta`` itself without a target.
-    """
+    Ziegler et al. 2019, arXiv 1909.08593, where ``kl`` is the mean KL per token; ``beta`` itself without a target."""
 
     beta: float
     target: float | None

@@ -1,24 +1,23 @@
-"""From the columns of a batch to the sequences that a loss sees; every rule of a batch is checked here.
+"""Convert the columns of a batch to the sequences that a loss receives, and check every rule of a batch.
 
 Layouts, by the fields that give the sequences:
 
-* ``rows``: ``input_ids [rows, tokens]``, one sequence a row. Scored are all tokens but the first, as far as
-  ``labels`` (-100 where not learned), ``loss_mask`` and ``prompt_lengths [rows]`` leave them, where a loss has those.
-  With ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field is about the
-  prediction made after reading ``input_ids[..t]``, and all are scored, as far as ``mask`` leaves them. With
+* ``rows``: ``input_ids [rows, tokens]``, one sequence per row. All tokens but the first are scored, except those that
+  ``labels`` (-100), ``loss_mask`` and ``prompt_lengths [rows]`` exclude, if a loss has these fields. With
+  ``target_tokens [rows, tokens]`` (Tinker's convention) nothing is shifted: entry t of every field belongs to the
+  prediction made after reading ``input_ids[..t]``, and all are scored, except those that ``mask`` excludes. With
   ``step_labels`` or ``token_labels`` likewise, where the label is not -100. With ``kl_input_ids`` a row has a second
   sequence, whose fields begin with ``kl_``.
 * ``pairs``: ``chosen_input_ids`` and ``rejected_input_ids``, two sequences a row, chosen first. Scored as above, by
   ``prompt_lengths`` (for both), ``chosen_loss_mask`` and ``rejected_loss_mask``. Two fields ``chosen_x`` and
-  ``rejected_x`` come to the loss as one, ``x``, an entry a token or a sequence.
-* ``groups``: ``prompt_ids [rows, tokens]``, ``response_ids [rows, samples, tokens]``, one sequence a sample: the
-  prompt and one response. Scored are the response's tokens, as far as ``response_masks`` leaves them.
+  ``rejected_x`` become one field ``x`` for the loss, with one entry per token or sequence.
+* ``groups``: ``prompt_ids [rows, tokens]``, ``response_ids [rows, samples, tokens]``, one sequence per sample: the
+prompt and one response. The response's tokens are scored, except those that ``response_masks`` excludes.
 
-Fields that say what is scored end here; the loss sees the others. Entries of a field with a tokens dimension are
-given per sequence either for all of its tokens, those of unscored ones being ignored (they may be NaN), or for
-its scored tokens only. A sequence whose masks leave nothing scored is legal: it contributes nothing. A field of ids
-with a dimension ``candidates`` comes to the loss as ``candidates [T, K]``, whatever its name.
-"""
+Fields that select scored tokens are consumed here; the loss receives the others. A field with a tokens dimension has,
+per sequence, either one entry for each of its tokens (those of unscored tokens are ignored and may be NaN) or one for
+each scored token. A sequence without scored tokens is legal and contributes nothing. A field of ids with a dimension
+``candidates`` is passed to the loss as ``candidates [T, K]``, whatever its name."""
 
 from __future__ import annotations
 
@@ -62,9 +61,9 @@ _TOKEN_LABELS = ("step_labels", "token_labels")
 
 @dataclass(frozen=True)
 class _Sequences:
-    """The sequences of a batch in order, as in :class:`Batch`, and the parts they are made of by ids field.
+    """The sequences of a batch in order, as in :class:`Batch`, and their parts by ids field.
 
-    ``sides``: the prefixes of the fields of the first and the second sequence of a row, where a row has two.
+    ``sides``: the prefixes of the fields of the first and the second sequence of a row, if a row has two.
     """
 
     ids: Array
@@ -84,17 +83,17 @@ def read_batch(
     context_length: int | None = None,
     padding: Padding | None = None,
 ) -> Batch:
-    """Checks the columns against what the loss declares and builds the batch that it sees, on the CPU.
+    """Check the columns against the loss's declaration and build the batch for the loss, on the CPU.
 
     Args:
-        loss: whose fields and layout they are.
-        columns: name -> ``.values [total, *dense]`` and ``.levels``, as in the wire's TensorSpec; padding cut.
-        vocab_size: ids must be below it.
-        context_length: no sequence may be longer.
-        padding: what is known of padding that is not cut; None: there is none.
+        loss: The loss whose fields and layout apply.
+        columns: Name -> ``.values [total, *dense]`` and ``.levels``, as in the wire's TensorSpec; without padding.
+        vocab_size: Upper bound of ids.
+        context_length: Maximum length of a sequence.
+        padding: Description of padding that is not cut; None: there is none.
 
     Raises:
-        BatchError: with the field, the row and the rule, for the first rule that is broken.
+        BatchError: The first broken rule, with the field and the row.
     """
     guesses: list[str] = []
     if padding is not None:
@@ -128,13 +127,13 @@ def _ranges(starts: Array, lengths: Array) -> Array:
 
 
 def _interleave(first: Array, second: Array) -> Array:
-    """Where the entries of rows ``first_0, second_0, first_1, …`` are in all of first, then all of second."""
+    """Indices that bring all of first, then all of second, into the order ``first_0, second_0, first_1, …``."""
     starts = np.stack([starts_of(first), first.sum() + starts_of(second)], axis=1)
     return _ranges(starts.ravel(), np.stack([first, second], axis=1).ravel())
 
 
 def _prepend(prompts: Array, responses: Array, samples: Array) -> Array:
-    """Where the tokens of each sample's prompt and response are in all prompts, then all responses."""
+    """Indices of each sample's prompt and response tokens in all prompts, then all responses."""
     prompt_starts = np.repeat(starts_of(prompts), samples)
     starts = np.stack([prompt_starts, prompts.sum() + starts_of(responses)], axis=1)
     return _ranges(starts.ravel(), np.stack([np.repeat(prompts, samples), responses], axis=1).ravel())
@@ -145,10 +144,10 @@ def _rows(fields: Mapping[str, Field], context_length: int | None) -> _Sequences
     if "target_tokens" in fields:
         part = predictions(fields, context_length)
         given = fields["target_tokens"].values
-        # Of several candidates, the first stands for the target.
+        # Of several candidates, the first represents the target.
         targets = (given if given.ndim == 1 else given[:, 0])[part.scored].astype(np.int64)
     elif "mask" in fields:
-        raise fields["mask"].error("it goes with target_tokens, which the batch has not", "with target_tokens")
+        raise fields["mask"].error("it requires target_tokens, which the batch does not have", "with target_tokens")
     elif labels := next((fields[name] for name in _TOKEN_LABELS if name in fields), None):
         part = labelled_tokens(fields["input_ids"], labels, context_length)
         targets = part.ids.values[part.scored].astype(np.int64)
@@ -199,7 +198,7 @@ _LAYOUTS: Mapping[str, Callable[[Mapping[str, Field], int | None], _Sequences]] 
 }
 
 
-# ------------------------------------------------------------------ the fields that a loss sees
+# ------------------------------------------------------------------ fields passed to the loss
 
 
 def _loss_fields(
@@ -215,9 +214,7 @@ def _loss_fields(
             continue
         if sequences.sides and (partner := _partner(loss, name, sequences.sides)):
             if partner not in fields:
-                raise BatchError(
-                    f"{name} is given without {partner}", field=partner, rule=f"given together with {name}"
-                )
+                raise BatchError(f"{name} is given without {partner}", field=partner, rule=f"requires {name}")
             if partner.startswith(sequences.sides[0]) and name.startswith(sequences.sides[1]):
                 continue
             name = name.removeprefix(sequences.sides[0])
@@ -240,7 +237,7 @@ def _loss_fields(
 
 
 def _lost_rewards(field: Field, part: Part) -> str | None:
-    """A sentence about rewards on tokens that are not scored, which count nowhere; None where there are none."""
+    """Describe rewards on unscored tokens, which have no effect; None if there are none."""
     full = np.repeat(field.lengths == part.ids.lengths, field.lengths)
     lost = np.zeros(len(field.values), dtype=bool)
     lost[full] = ~part.scored[np.repeat(field.lengths == part.ids.lengths, part.ids.lengths)]
@@ -252,19 +249,19 @@ def _lost_rewards(field: Field, part: Part) -> str | None:
     others = f", the first of {count} such" if count > 1 else ""
     return (
         f"{field.spec.name}, row {row}, {place}: the reward {field.values[first]:g} is on a token that is not scored"
-        f"{others}, so it counts nowhere. Put it on a scored token, or score that token"
+        f"{others}, so it has no effect. Move it to a scored token, or score that token"
     )
 
 
 def _partner(loss: LossSpec, name: str, sides: tuple[str, str]) -> str | None:
-    """The field of the other side that a field goes with, if the loss declares one."""
+    """The field of the other side that belongs to a field, if the loss declares one."""
     first, second = sides
     other = first + name.removeprefix(second) if name.startswith(second) else second + name.removeprefix(first)
     return other if any(spec.name == other for spec in loss.fields) else None
 
 
 def _pair(chosen: Field, rejected: Field, parts: Mapping[str, Part]) -> tuple[Array, Level]:
-    """The values of both in the order of the sequences, and what they belong to."""
+    """Combine both fields in the order of the sequences, with the unit of their entries."""
     if chosen.dimensions != rejected.dimensions:
         raise rejected.error(
             f"the shape [{', '.join(rejected.dimensions)}], {chosen.spec.name} has [{', '.join(chosen.dimensions)}]",
@@ -280,16 +277,16 @@ def _pair(chosen: Field, rejected: Field, parts: Mapping[str, Part]) -> tuple[Ar
 
 
 def _scored_entries(field: Field, part: Part) -> Array:
-    """``[T, ...]``: the entries of scored tokens, of sequences that have one a token and of those already compact."""
+    """``[T, ...]``: the entries of scored tokens, from sequences with one entry per token or per scored token."""
     lengths, tokens, counts = field.lengths, part.ids.lengths, part.counts
     full, compact = lengths == tokens, lengths == counts
     if (wrong := ~(full | compact)).any():
         sequence = int(wrong.argmax())
         row = field.row_of(sequence, len(field.levels) - 1)
         raise field.error(
-            f"{lengths[sequence]} entries where {part.ids.spec.name} has {tokens[sequence]} tokens, of which "
-            f"{counts[sequence]} are scored; give one entry a token or one a scored token",
-            f"one entry a token of {part.ids.spec.name}, or one a scored token",
+            f"{lengths[sequence]} entries but {part.ids.spec.name} has {tokens[sequence]} tokens, of which "
+            f"{counts[sequence]} are scored; pass one entry per token or one per scored token",
+            f"one entry per token of {part.ids.spec.name}, or one per scored token",
             row=row,
         )
     if compact.all():

@@ -1,8 +1,8 @@
-"""The monitoring advice of the field, as sentences: which figures of a loss left their usual range, and what to do.
+"""Monitoring advice: metrics outside their usual ranges, and what to do about them.
 
-The ranges are rules of thumb for language models, per token and in nats. There are two kinds. Alarms are wide: a run in
-good health gives none, and each call that is beyond them says so. Hints are the narrower ranges that a loss declares as
-those to aim for; :class:`Advisor` gives them sparingly.
+The ranges are rules of thumb for language models, per token and in nats. There are two kinds. Alarms are wide: a
+healthy run triggers none, and each call beyond them reports one. Hints are the narrower target ranges that a loss
+declares; :class:`Advisor` reports them sparingly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Range:
     """The usual range of a metric, and advice for either side of it.
 
     Attributes:
-        low, high: bounds; values beyond them are told.
-        below, above: what it means and what to do.
+        low, high: Bounds; values beyond them are reported.
+        below, above: What the value means and what to do.
     """
 
     low: float = -math.inf
@@ -39,7 +39,7 @@ _STALE = (
     "masks. Take fewer steps on one batch, lower the learning rate, or sample anew"
 )
 _RATIO = Range(low=0.5, high=2.0, below=_STALE, above=_STALE)
-_LARGEST_RATIO = Range(high=100.0, above=f"single tokens or rows rule the gradient. Truncate the ratio; {_STALE}")
+_LARGEST_RATIO = Range(high=100.0, above=f"single tokens or rows dominate the gradient. Truncate the ratio; {_STALE}")
 
 USUAL_RANGES: Mapping[str, Range] = {
     "approx_kl": Range(high=0.1, above=_STALE),
@@ -52,11 +52,11 @@ USUAL_RANGES: Mapping[str, Range] = {
     "explained_variance": Range(
         low=-0.5,
         below="the values predict the returns worse than a constant would. Train the critic first or for more steps, "
-        "or raise its learning rate; in the first steps of a run this is no fault",
+        "or raise its learning rate; in the first steps of a run this is normal",
     ),
     "entropy": Range(
         low=0.01,
-        below="the policy is all but deterministic and explores no more. Raise entropy_coef or the sampling "
+        below="the policy is almost deterministic and no longer explores. Raise entropy_coef or the sampling "
         "temperature, or lower the learning rate",
     ),
     "is_ratio_mean": _RATIO,
@@ -65,7 +65,7 @@ USUAL_RANGES: Mapping[str, Range] = {
     "ratio_max": _LARGEST_RATIO,
     "zero_spread_groups": Range(
         high=0.8,
-        above="in most groups all rewards are equal and teach nothing. Choose prompts that are neither too easy nor "
+        above="in most groups all rewards are equal and give no gradient. Choose prompts that are neither too easy nor "
         "too hard, or sample more responses to each",
     ),
 }
@@ -76,17 +76,18 @@ PPO_HINTS: Mapping[str, Range] = {
     "clip_fraction": Range(
         low=0.1,
         high=0.3,
-        below="the clip hardly acts; reduce clip_epsilon",
+        below="the clip is rarely active; reduce clip_epsilon",
         above="much of the batch gives no gradient; reduce learning_rate, or take fewer steps on one batch",
     ),
     "explained_variance": Range(
-        low=0.5, below="the critic says little of the returns; raise value_loss_coef, or train it alone with value_only"
+        low=0.5,
+        below="the critic explains little of the returns; raise value_loss_coef, or train it alone with value_only",
     ),
     "advantage_std": Range(
         low=0.5, high=2.0, below="set whiten_advantages to True", above="set whiten_advantages to True"
     ),
 }
-"""The ranges that PPO's documentation gives to aim for."""
+"""Target ranges from PPO's documentation."""
 
 FIRST_STEPS = 5
 UNMOVED = 1e-6
@@ -94,23 +95,23 @@ UNMOVED = 1e-6
 
 @dataclass
 class Advisor:
-    """Hints to one run: none in its first steps, and one a spell that a figure is out of its range.
+    """Hints for one run: none in its first steps, and one each time a metric leaves its range.
 
     Attributes:
-        outside: the figures that are out of their ranges now, by loss, name and side.
+        outside: The metrics that are currently out of range, by loss, name and side.
     """
 
     outside: set[tuple[str, str, str]] = field(default_factory=set)
 
     def hints(self, loss: str, ranges: Mapping[str, Range], metrics: Mapping[str, float], step: int) -> list[str]:
-        """A sentence for each figure that has just left its range.
+        """Return one sentence for each metric that has just left its range.
 
         Args:
-            loss: its name.
-            ranges: those it declares.
-            metrics: of this call. NaN says nothing. While the policy is still the one that wrote the batch
-                (``approx_kl`` is 0), a low ``clip_fraction`` says nothing either.
-            step: optimizer steps taken so far.
+            loss: The loss's name.
+            ranges: The ranges it declares.
+            metrics: Metrics of this call. NaN is ignored, and so is a low ``clip_fraction`` while the policy is still
+                the one that wrote the batch (``approx_kl`` is 0).
+            step: Number of optimizer steps so far.
         """
         if step < FIRST_STEPS:
             return []
@@ -128,6 +129,6 @@ class Advisor:
 
 
 def usual_range_warnings(metrics: Mapping[str, float]) -> list[str]:
-    """A sentence for each metric outside of its usual range; NaN, a mean over nothing, is none."""
+    """Return one sentence for each metric outside its usual range; NaN (a mean over nothing) is ignored."""
     found = (USUAL_RANGES[name].warning(name, value) for name, value in metrics.items() if name in USUAL_RANGES)
     return [sentence for sentence in found if sentence is not None]

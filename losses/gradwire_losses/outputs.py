@@ -1,9 +1,9 @@
-"""What a loss returns: sums, and the counts that they are over.
+"""The output of a loss: sums, and the counts that they are averaged over.
 
-A loss never divides by the size of what it happens to see. It returns terms (a differentiable sum, and the
-count that the sum is to be averaged over) and metrics that merge, so that the engine may show it the batch in
-parts, accumulate over several calls, and divide once. Figures are numbers, or 0-d tensors on the model's device, which
-:func:`settled` brings to the host all at once.
+A loss never divides by the size of its input. It returns terms (a differentiable sum, and the
+count to average it over) and metrics that merge, so that the engine may pass the batch in
+parts, accumulate over several calls, and divide once. Values are numbers, or 0-d tensors on the model's device, which
+:func:`settled` copies to the host in one transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Figure = float | Tensor
-"""A number, or a 0-d tensor that nobody has waited for yet."""
+"""A number, or a 0-d tensor that may not be computed yet."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Term:
     """One summand of a loss: ``sum / count``.
 
     Attributes:
-        sum: differentiable scalar, coefficients already applied.
-        count: what the sum is averaged over; 0 when the batch holds none of it. Use 1 with unit ``"sum"`` for
-            a loss that is a plain sum.
-        unit: what is counted: ``"tokens"``, ``"sequences"``, ``"pairs"``, ``"groups"`` or ``"sum"``. Gradients of
+        sum: Differentiable scalar, with coefficients applied.
+        count: The number the sum is averaged over; 0 if the batch contains none of the unit. Use 1 with unit ``"sum"``
+            for a loss that is a plain sum.
+        unit: The counted unit: ``"tokens"``, ``"sequences"``, ``"pairs"``, ``"groups"`` or ``"sum"``. Gradients of
             one loss and unit accumulate over calls weighted by their counts; those of ``"sum"`` are added. Terms
-            of one unit in one output have one count.
+            of one unit in one output have the same count.
     """
 
     sum: Tensor
@@ -38,17 +38,17 @@ class Term:
     unit: str
 
     def scaled(self, coefficient: float) -> Term:
-        """The term times a coefficient."""
+        """Multiply the term by a coefficient."""
         return Term(self.sum * coefficient, self.count, self.unit)
 
     def metric(self) -> Metric:
-        """The term's value, as a figure that merges like the term."""
+        """Return the term's value as a metric that merges like the term."""
         total = self.sum.detach().double()
         return Sum(total) if self.unit == "sum" else Mean(total, self.count)
 
 
 class Metric(Protocol):
-    """A figure that can be put together from parts of a batch."""
+    """A value that can be merged from the parts of a batch."""
 
     def merge(self, other: Self) -> Self: ...
 
@@ -64,7 +64,7 @@ class Mean:
 
     @classmethod
     def of(cls, values: Tensor) -> Mean:
-        """The mean of all elements."""
+        """Return the mean of all elements."""
         return cls(values.detach().double().sum(), values.numel())
 
     def merge(self, other: Mean) -> Mean:
@@ -87,7 +87,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class ExpMean:
-    """``exp(total / count)``, as in perplexity."""
+    """``exp(total / count)``, as for perplexity."""
 
     total: Figure
     count: Figure
@@ -161,7 +161,7 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Unbiased; 0 for fewer than two values."""
+        """Unbiased variance; 0 for fewer than two values."""
         return float(self.squares) / (self.count - 1) if self.count > 1 else 0.0
 
 
@@ -202,7 +202,7 @@ class ExplainedVariance:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two means; NaN when either is over nothing."""
+    """Difference of two means; NaN if either is over nothing."""
 
     minuend: Mean
     subtrahend: Mean
@@ -216,7 +216,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Correlation:
-    """Pearson's; NaN when either side does not vary."""
+    """Pearson's correlation; NaN if either side does not vary."""
 
     first: Moments
     second: Moments
@@ -246,13 +246,13 @@ class LossOutput:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def loss(self) -> Tensor:
-        """Differentiable scalar: the sum of the terms, each divided by its count (a term over nothing is 0)."""
+        """Differentiable scalar: the sum of the terms, each divided by its count (a term with count 0 is 0)."""
         parts = [term.sum / term.count if term.count else term.sum * 0.0 for term in self.terms.values()]
         return torch.stack(parts).sum()
 
 
 def merge_metrics(parts: list[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One set of metrics from those of the parts of a batch."""
+    """Merge the metrics of the parts of a batch."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -261,7 +261,7 @@ def merge_metrics(parts: list[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def settled(figures: Any) -> Any:
-    """The same lists, dictionaries and metrics with numbers in place of 0-d tensors; waits for the device once."""
+    """Replace 0-d tensors by numbers in lists, dictionaries and metrics; waits for the device once."""
     tensors = list(_tensors(figures))
     if any(tensor.device.type != "cpu" for tensor in tensors):
         numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())

@@ -1,8 +1,8 @@
-"""Padding that a batch brings without a mask: runs of the model's padding token at the ends of rows of one length.
+"""Cut padding of batches without a mask: runs of the model's padding token at the ends of rows of equal length.
 
-A client that has a padding mask cuts by it. Where it has none, it says which fields may be padded, and what is padding
-is decided here. A token that a mask or label says is scored is none. Where padding cannot be told from content, the
-guess is told.
+A client with a padding mask cuts by it. Without one, it names the fields that may be padded, and this module decides
+what is padding. A token that a mask or label marks as scored is content. If padding cannot be told from content, the
+batch gets a warning.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Padding:
-    """What is known of a batch's padding.
+    """Information about a batch's padding.
 
     Attributes:
-        fields: ids fields that may be padded.
-        pad_token_id: of the model; None where it has none.
-        eos_token_ids: of the model.
+        fields: Ids fields that may be padded.
+        pad_token_id: The model's padding token; None if it has none.
+        eos_token_ids: The model's end tokens.
     """
 
     fields: Collection[str]
@@ -42,18 +42,18 @@ class _Cut(NamedTuple):
 def cut_padding(
     loss: LossSpec, columns: Mapping[str, Column], padding: Padding
 ) -> tuple[Mapping[str, Column], list[str]]:
-    """The columns without padding, and a sentence for each field where padding could not be told from content."""
+    """Cut padding; return the columns, and a warning for each field where padding could not be told from content."""
     found, warnings = dict(columns), []
     for spec in loss.fields:
         if spec.ids and not spec.aligned_with and spec.name in padding.fields and _readable(columns.get(spec.name)):
             warning = _cut_field(loss, spec, found, padding)
             if warning:
-                warnings.append(f"{spec.name}: {warning}. Give {spec.padding_mask}, which says what is padding")
+                warnings.append(f"{spec.name}: {warning}. Pass {spec.padding_mask} to mark the padding")
     return found, warnings
 
 
 def _readable(column: Column | None) -> bool:
-    """What is wrong with a column is told where its shape is checked."""
+    """Whether a column is well-formed; malformed ones are reported where shapes are checked."""
     return (
         column is not None
         and column.values.ndim == 1
@@ -76,16 +76,16 @@ def _cut_field(loss: LossSpec, spec: FieldSpec, columns: dict[str, Column], padd
         return warning
     whole = leading == lengths
     if pad in padding.eos_token_ids and not told:
-        continued = spec.name.startswith("prompt")  # what is to be continued does not end by itself
+        continued = spec.name.startswith("prompt")  # a prompt that is to be continued does not end with an end token
         keep_first, keep_last = bool((leading > 0).all()), not continued or bool((trailing > 0).all())
         leading, trailing = np.maximum(leading - keep_first, 0), np.maximum(trailing - keep_last, 0)
         if leading.any() or trailing.any():
-            warning = f"runs of token {pad} at the ends are taken for padding, and it ends a text as well" + (
+            warning = f"runs of token {pad} at the ends are treated as padding, although the token also ends a text" + (
                 ": the first at each end is kept as content" if keep_last else ""
             )
     if "samples" in spec.shapes[0]:
         trailing = np.where(whole, 0, trailing)
-    else:  # a row of nothing else stays as it is: there is nothing to tell it from
+    else:  # a row of padding tokens only stays unchanged: its content is unknown
         leading, trailing = np.where(whole, 0, leading), np.where(whole, 0, trailing)
     position = np.arange(len(ids.values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     kept = (position >= np.repeat(leading, lengths)) & (position < np.repeat(lengths - trailing, lengths))
@@ -98,7 +98,7 @@ def _cut_field(loss: LossSpec, spec: FieldSpec, columns: dict[str, Column], padd
 
 
 def _content(ids: Column, aligned: list[FieldSpec], columns: Mapping[str, Column]) -> tuple[Array, bool]:
-    """``[tokens]`` bool: which a mask or label says are scored; and whether there is one."""
+    """``[tokens]`` bool: tokens that a mask or label marks as scored; and whether there is such a field."""
     content, told = np.zeros(len(ids.values), dtype=bool), False
     for spec in aligned:
         column = columns[spec.name]
@@ -115,7 +115,7 @@ def _content(ids: Column, aligned: list[FieldSpec], columns: Mapping[str, Column
 
 
 def _runs(marked: Array, lengths: Array) -> tuple[Array, Array]:
-    """``[tokens] bool, [S] -> [S], [S]``: how many entries are marked at the beginning and at the end of each."""
+    """``[tokens] bool, [S] -> [S], [S]``: number of marked entries at the beginning and at the end of each sequence."""
     leading, trailing = np.zeros_like(lengths), np.zeros_like(lengths)
     end = 0
     for row, length in enumerate(lengths.tolist()):
@@ -128,7 +128,7 @@ def _runs(marked: Array, lengths: Array) -> tuple[Array, Array]:
 
 
 def _other_filler(ids: Column, lengths: Array, padding: Padding) -> str | None:
-    """Of runs of two or more of a token that is often used as padding and is not this model's."""
+    """Find runs of two or more of a token that often serves as padding and is not this model's padding token."""
     for token in (0, *padding.eos_token_ids):
         leading, trailing = _runs(ids.values == token, lengths)
         if token != padding.pad_token_id and len(lengths) > 1 and max(leading.max(), trailing.max()) > 1:

@@ -1,6 +1,6 @@
-"""Surrogates of the policy gradient, of each token or sequence: what PPO and its kin have in common.
+"""Surrogates of the policy gradient per token or sequence, shared by PPO and its variants.
 
-``ratio`` is the probability of a token under the policy over that under the policy that wrote it.
+``ratio`` is a token's probability under the policy divided by that under the policy that wrote it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gradwire_losses.kl import exp_minus_one
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``exp(logprobs - old_logprobs)``, linear in the difference beyond 20 nats: finite, and with a gradient."""
+    """``exp(logprobs - old_logprobs)``, linear in the difference beyond 20 nats: finite, with a non-zero gradient."""
     return 1 + exp_minus_one(logprobs - old_logprobs)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, row_lengths: Tensor) -> Tensor:
-    """``[T], [T], [S] -> [T]``: the mean log-ratio of each token's sequence (Zheng et al. 2025, arXiv 2507.18071)."""
+    """``[T], [T], [S] -> [T]``: mean log-ratio of each token's sequence (Zheng et al. 2025, arXiv 2507.18071)."""
     return spread(segment_mean(logprobs - old_logprobs, row_lengths), row_lengths)
 
 
 def own_gradient_ratio(logprobs: Tensor, log_ratio: Tensor) -> Tensor:
-    """GSPO-token's ratio: the value ``exp(log_ratio)``, the gradient of the token's own log-probability."""
+    """GSPO-token's ratio: the value ``exp(log_ratio)``, with the gradient of the token's own log-probability."""
     return probability_ratio(logprobs, (logprobs - log_ratio).detach())
 
 
@@ -36,7 +36,7 @@ def weighted_surrogate(
 
 
 def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
-    """SAPO: ``-4/tau sigmoid(tau (r - 1)) A``, tau by the sign of A (Gao et al. 2025, arXiv 2511.20347)."""
+    """SAPO: ``-4/tau sigmoid(tau (r - 1)) A``, tau depends on the sign of A (Gao et al. 2025, arXiv 2511.20347)."""
     tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
 
@@ -46,8 +46,8 @@ def geometric_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """GMPO: ``-exp(mean_t clipped log r_t) A`` of each token's sequence (Zhao et al. 2025, arXiv 2507.20673).
 
-    A log-ratio is clipped to ``[-low, high]`` only on the side where the clip takes from the objective: from above
-    where A > 0, from below where A < 0. The mean is over the tokens ``counted [T]`` (bool).
+    A log-ratio is clipped to ``[-low, high]`` only on the side where clipping lowers the objective: from above where A
+    > 0, from below where A < 0. The mean is over the tokens ``counted [T]`` (bool).
 
     Returns:
         The loss of each token's sequence, and where the clip is active.
@@ -64,14 +64,14 @@ def clipped_surrogate(
     """PPO's pessimistic surrogate ``max(-r A, -clip(r, low, high) A)`` (Schulman et al. 2017, arXiv 1707.06347).
 
     Args:
-        ratio: any shape.
-        advantages: the same shape; no gradient.
-        low, high: bounds of the ratio, around 1.
-        dual_clip: where A < 0, the loss is at most ``-dual_clip A`` (Ye et al. 2020, arXiv 1912.09729). It is also the
+        ratio: Any shape.
+        advantages: The same shape; no gradient.
+        low, high: Bounds of the ratio, around 1.
+        dual_clip: Where A < 0, the loss is at most ``-dual_clip A`` (Ye et al. 2020, arXiv 1912.09729). It is also the
             delta of two-sided clipping (INTELLECT-2 2025, arXiv 2505.07291).
 
     Returns:
-        The loss of each entry, and whether a clip is what gave it (bool).
+        The loss of each entry, and whether a clip determines it (bool).
     """
     free, clipped = -ratio * advantages, -ratio.clamp(low, high) * advantages
     loss, active = torch.maximum(free, clipped), clipped > free

@@ -1,6 +1,6 @@
 """Proximal policy optimisation with a critic. ``T`` scored tokens, ``S`` sequences.
 
-Who is the critic, and which values advantages are estimated with: ``critic.py``.
+``critic.py`` describes the critic and the values used for the advantages.
 """
 
 from __future__ import annotations
@@ -43,28 +43,31 @@ from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 class PPOConfig(AdvantageConfig, PolicyConfig):
     """Arguments of ``enhanced_ppo``."""
 
-    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + it")
-    clip_epsilon_high: float | None = Field(None, gt=0, description="upper side; clip_epsilon when None")
-    dual_clip: float | None = Field(
-        None, gt=1, description="where the advantage is negative, the ratio counts at most so"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon")
+    clip_epsilon_high: float | None = Field(None, gt=0, description="upper clip range; clip_epsilon if None")
+    dual_clip: float | None = Field(None, gt=1, description="upper bound of the ratio for negative advantages")
     value_loss_coef: float = Field(0.5, ge=0, description="weight of the value loss")
     entropy_coef: float = Field(0.01, ge=0, description="weight of the entropy bonus")
     beta: float = Field(
-        0.01, ge=0, description="weight of the KL to the reference; with no reference there is no such term"
+        0.01, ge=0, description="weight of the KL to the reference; without a reference the term is absent"
     )
     kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
     kl_in_reward: bool = Field(
-        False, description="take beta * (old_log_probs - reference's) from each token's reward instead of adding a term"
+        False,
+        description="subtract beta * (old_log_probs - reference's) from each token's reward instead of adding a loss "
+        "term",
     )
     whiten_advantages: bool = Field(
         True,
-        description="give the advantages of the call's batch mean 0 and variance 1; given ones are taken as they are",
+        description="scale the advantages of the call's batch to mean 0 and variance 1; advantages in the batch are "
+        "used unchanged",
     )
     kl_target: float | None = Field(
-        None, gt=0, description="KL (nats a token) that next_beta steers kl_divergence to; None: next_beta is beta"
+        None, gt=0, description="target of kl_divergence (nats per token) for next_beta; None: next_beta is beta"
     )
-    kl_horizon: float = Field(10000.0, gt=0, description="rows in which next_beta changes by a fifth at the most")
+    kl_horizon: float = Field(
+        10000.0, gt=0, description="number of rows over which next_beta changes by at most a fifth"
+    )
 
 
 PPO_FIELDS = (
@@ -74,21 +77,22 @@ PPO_FIELDS = (
     row_field(
         "rewards",
         ROWS_OR_TOKENS,
-        "Reward for each token; one a row is for its last token. Needed without advantages.",
+        "Reward for each token; a row's reward is for its last token. Required without advantages.",
     ),
-    row_field("values", ROW_TOKENS, "Value of the state each token was emitted in, for runs with no value head."),
+    row_field(
+        "values", ROW_TOKENS, "Value of the state in which each token was emitted, for runs without a value head."
+    ),
     row_field(
         "advantages",
         ROWS_OR_TOKENS,
-        "Advantage of each row or token, in place of those that rewards and values give: then no critic is needed.",
+        "Advantage of each row or token; overrides the advantages from rewards and values, so that no critic is "
+        "needed.",
     ),
-    row_field(
-        "old_values", ROW_TOKENS, "That value when the batch was sampled: for the advantages and the value clip."
-    ),
+    row_field("old_values", ROW_TOKENS, "The value at the time of sampling, for the advantages and the value clip."),
     row_field(
         "bootstrap_values",
         ("[rows]",),
-        "Value of the state after the last token, of rows that were cut off; 0 at an end.",
+        "Value of the state after the last token of truncated rows; 0 for terminated rows.",
     ),
     REF_LOG_PROBS,
 )
@@ -96,19 +100,20 @@ PPO_FIELDS = (
 PPO_METRICS = {
     "policy_loss": "the clipped surrogate",
     "value_loss": "half the squared error of the critic, clipped; before value_loss_coef",
-    "entropy": "mean entropy of a token's distribution (nats)",
-    "kl_divergence": "mean KL of a token to the reference (nats); with no reference, to the policy of old_log_probs",
-    "approx_kl": "mean KL of a token from the policy of old_log_probs to this one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped: they give no gradient",
-    "advantage_mean": "mean advantage of a token, as the surrogate has it: normalised by default",
+    "entropy": "mean entropy per token (nats)",
+    "kl_divergence": "mean KL per token to the reference (nats); without a reference, to the policy of old_log_probs",
+    "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
+    "clip_fraction": "share of tokens whose ratio is clipped, which give no gradient",
+    "advantage_mean": "mean advantage per token in the surrogate, normalised by default",
     "advantage_std": "its standard deviation",
-    "advantage_mean_raw": "mean advantage of a token, before whiten_advantages",
+    "advantage_mean_raw": "mean advantage per token before whiten_advantages",
     "advantage_std_raw": "its standard deviation",
-    "explained_variance": "share of the returns' variance that the values explain which gave the advantages",
+    "explained_variance": "share of the returns' variance explained by the values that the advantages were estimated "
+    "with",
     "value_mean": "mean of the critic's values",
-    "return_mean": "mean return of a token",
-    "reward_mean": "mean over rows of the sum of a row's rewards",
-    "next_beta": "the beta to call with next, to keep kl_divergence at kl_target",
+    "return_mean": "mean return per token",
+    "reward_mean": "mean over rows of the row's total reward",
+    "next_beta": "the beta for the next call, to keep kl_divergence at kl_target",
 }
 
 
@@ -142,14 +147,13 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     """Clipped surrogate with a critic, generalised advantage estimation, an entropy bonus and KL to a reference.
 
     loss = policy_loss + value_loss_coef * value_loss - entropy_coef * entropy + beta * kl_divergence, each a mean over
-    all scored tokens of the accumulation. The last term is there with a reference only, and not with kl_in_reward.
-    An adaptive KL coefficient (Ziegler et al. 2019, arXiv 1909.08593) is the caller's: give ``beta``, and next time the
-    metric ``next_beta``. With ``advantages`` in the batch a critic is trained where there are rewards and a value
-    head, and there is no value loss otherwise.
+    all scored tokens of the accumulation. The last term is present only with a reference and without kl_in_reward. An
+    adaptive KL coefficient (Ziegler et al. 2019, arXiv 1909.08593) is left to the caller: pass ``beta``, and for the
+    next call the metric ``next_beta``. With ``advantages`` in the batch a critic is trained if there are rewards and a
+    value head; otherwise there is no value loss.
 
     Raises:
-        BatchError: when the batch has neither ``rewards`` nor ``advantages``.
-    """
+        BatchError: The batch has neither ``rewards`` nor ``advantages``."""
     old, reference, lengths = batch["old_log_probs"], reference_logprobs(batch, scores), batch.row_lengths
     critique = _critique(batch, scores, config, reference)
     raw, advantages = _advantages(batch, critique, config)
@@ -191,7 +195,7 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
 
 
 def _critique(batch: Batch, scores: Scores, config: PPOConfig, reference: Tensor | None) -> Critique | None:
-    """None where the batch has advantages and lacks the rewards or the values that a critic takes."""
+    """Compute the critique; None if the batch has advantages but lacks the rewards or values that a critic needs."""
     if "rewards" not in batch.fields or not ("values" in scores or "values" in batch.fields):
         return None
     rewards = token_rewards(batch)
@@ -201,13 +205,13 @@ def _critique(batch: Batch, scores: Scores, config: PPOConfig, reference: Tensor
 
 
 def _advantages(batch: Batch, critique: Critique | None, config: PPOConfig) -> tuple[Tensor, Tensor]:
-    """``[T], [T]``: of each token, as estimated or given, and as the surrogate takes them."""
+    """``[T], [T]``: advantages per token, as estimated or given, and as used in the surrogate."""
     if "advantages" in batch.fields:
         given = batch.per_token("advantages")
         return given, given
     if critique is None:
         raise BatchError(
-            "the batch has neither rewards nor advantages: give the reward of each token or row, or its advantage",
+            "the batch has neither rewards nor advantages: add the reward or the advantage of each token or row",
             field="rewards",
             rule="rewards or advantages",
         )
@@ -218,8 +222,8 @@ class ConservativePPOConfig(PPOConfig):
     """Arguments of ``conservative_ppo``."""
 
     conservative_coef: float = Field(0.1, ge=0, description="weight of the squared excess of the batch's KL")
-    max_kl_divergence: float = Field(0.01, ge=0, description="KL (nats a token) up to which nothing is taken")
-    beta: float = Field(0.0, ge=0, description="weight of a KL term beside the penalty")
+    max_kl_divergence: float = Field(0.01, ge=0, description="KL (nats per token) up to which there is no penalty")
+    beta: float = Field(0.0, ge=0, description="weight of a KL term in addition to the penalty")
 
 
 @register_loss(
@@ -232,8 +236,8 @@ class ConservativePPOConfig(PPOConfig):
     metrics=PPO_METRICS
     | {
         "kl_violation": "1 where the batch's KL exceeds max_kl_divergence, else 0",
-        "kl_excess": "by how much it does (nats a token)",
-        "kl_penalty": "conservative_coef * kl_excess^2, as it is in the loss",
+        "kl_excess": "by how much the batch's KL exceeds max_kl_divergence (nats per token)",
+        "kl_penalty": "conservative_coef * kl_excess^2, as in the loss",
         "max_kl_threshold": "max_kl_divergence",
     },
     reference="Schulman et al. 2017 (arXiv 1707.06347), with a quadratic penalty outside a trust region",
@@ -241,9 +245,9 @@ class ConservativePPOConfig(PPOConfig):
     streams=False,
 )
 def conservative_ppo(batch: Batch, scores: Scores, config: ConservativePPOConfig) -> LossOutput:
-    """PPO held near the reference: the batch's KL costs nothing up to a bound, and its excess squared beyond.
+    """PPO with a penalty on the batch's KL: nothing up to a bound, and the square of the excess beyond it.
 
-    The KL is kl_divergence: to the reference model, or with no reference to the policy of old_log_probs. It is that
+    The KL is kl_divergence: to the reference model, or without a reference to the policy of old_log_probs. It is that
     of the whole batch, so a step over several calls takes the mean of the calls' penalties, weighted by tokens.
     """
     output = enhanced_ppo(batch, scores, config)

@@ -1,6 +1,6 @@
-"""What losses over pairs of a chosen and a rejected response have in common. ``P`` pairs.
+"""Common parts of losses over pairs of a chosen and a rejected response. ``P`` pairs.
 
-A pair of which one response has no scored token compares nothing and counts nowhere.
+A pair in which one response has no scored token is ignored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Pairs:
 
     Attributes:
         logprobs: ``[P, 2]``, differentiable: log-probability of each response.
-        lengths: ``[P, 2]`` float: its scored tokens.
-        complete: ``[B]`` bool, on the host: which pairs of the batch these are.
-        chosen_tokens: scored tokens of all chosen responses.
+        lengths: ``[P, 2]`` float: number of scored tokens.
+        complete: ``[B]`` bool, on the host: which pairs of the batch are complete.
+        chosen_tokens: Scored tokens of all chosen responses.
     """
 
     logprobs: Tensor
@@ -34,7 +34,7 @@ class Pairs:
 
     @property
     def mean_logprobs(self) -> Tensor:
-        """``[P, 2]``: log-probability of a token."""
+        """``[P, 2]``: log-probability per token."""
         return self.logprobs / self.lengths
 
     def chosen_nll(self) -> Tensor:
@@ -48,7 +48,7 @@ def complete_pairs(batch: Batch) -> Tensor:
 
 
 def read_pairs(batch: Batch, scores: Scores, weights: Tensor | None = None) -> Pairs:
-    """The batch's pairs; ``weights [T]`` says how much each token counts in its response's log-probability."""
+    """Read the batch's pairs; ``weights [T]`` are the weights of tokens in their response's log-probability."""
     complete = complete_pairs(batch)
     logprobs = scores.logprobs if weights is None else scores.logprobs * weights
     lengths = select(batch.row_lengths.view(-1, 2), complete)
@@ -61,7 +61,7 @@ def read_pairs(batch: Batch, scores: Scores, weights: Tensor | None = None) -> P
 
 
 def reference_pairs(batch: Batch, scores: Scores, complete: Tensor, weights: Tensor | None = None) -> Tensor:
-    """``[P, 2]``: the reference's log-probability of each response, given with the batch or computed."""
+    """``[P, 2]``: the reference's log-probability of each response, from the batch or computed."""
     if batch.levels.get("ref_log_probs") == "sequence":
         return select(batch["ref_log_probs"].view(-1, 2), complete)
     logprobs = reference_logprobs(batch, scores)
@@ -76,25 +76,25 @@ def sequence_means(batch: Batch, values: Tensor) -> Tensor:
 
 
 def smoothed_sigmoid(logits: Tensor, label_smoothing: float) -> Tensor:
-    """``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``: cross-entropy with labels that are wrong with probability e."""
+    """``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``: cross-entropy with labels inverted with probability e."""
     if not label_smoothing:
         return -F.logsigmoid(logits)
     return -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
 
 
 PAIR_METRICS = {
-    "chosen_reward": "mean implicit reward of a chosen response",
-    "rejected_reward": "mean implicit reward of a rejected response",
+    "chosen_reward": "mean implicit reward of chosen responses",
+    "rejected_reward": "mean implicit reward of rejected responses",
     "reward_margin": "chosen_reward - rejected_reward",
     "preference_accuracy": "share of pairs whose chosen response has the higher implicit reward",
-    "chosen_log_probs": "mean log-probability of a chosen response (nats)",
-    "rejected_log_probs": "mean log-probability of a rejected response (nats)",
-    "num_pairs": "pairs with a scored token on both sides",
+    "chosen_log_probs": "mean log-probability of chosen responses (nats)",
+    "rejected_log_probs": "mean log-probability of rejected responses (nats)",
+    "num_pairs": "number of pairs with a scored token on both sides",
 }
 
 
 def pair_metrics(pairs: Pairs, rewards: Tensor) -> dict[str, Metric]:
-    """``rewards [P, 2]``: the implicit rewards of the responses."""
+    """Metrics of pairs; ``rewards [P, 2]`` are the responses' implicit rewards."""
     chosen, rejected = rewards.detach().unbind(dim=1)
     return {
         "chosen_reward": Mean.of(chosen),
@@ -108,9 +108,10 @@ def pair_metrics(pairs: Pairs, rewards: Tensor) -> dict[str, Metric]:
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - exp(x))`` for x < 0, accurate at both ends (Maechler 2012); x is taken as at most -1e-7."""
+    """``log(1 - exp(x))`` for x < 0, accurate at both ends (Maechler 2012); x is clamped to at most -1e-7."""
     x = x.clamp(max=-1e-7)
     near = x > -0.6931471805599453
-    # Each branch only sees numbers at which it is finite, or its gradient would be NaN where the other is chosen.
+    # Each branch only sees numbers for which it is finite; otherwise its gradient would be NaN where the other is
+    # chosen.
     close, far = torch.where(near, x, -0.5), torch.where(near, -1.0, x)
     return torch.where(near, torch.log(-torch.expm1(close)), torch.log1p(-torch.exp(far)))

@@ -1,7 +1,7 @@
-"""How a loss of tokens becomes a term: what it is summed over, and what the sum is averaged over.
+"""Reduction of per-token losses to a term: the sum, and the count it is averaged over.
 
-Each way is exact however the batch is cut into micro-batches, calls of one accumulation or devices, as sums and
-counts add up. A sequence with no scored token counts nowhere.
+Each reduction is exact for any split of the batch into micro-batches, calls of one accumulation or devices, because
+sums and counts add up. A sequence without scored tokens is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Reduction = Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "f
 
 
 class ReductionConfig(LossConfig):
-    """Arguments that say how a loss of tokens is averaged."""
+    """Arguments that say how per-token losses are averaged."""
 
     reduction: Reduction = Field(
         "token_mean",
@@ -29,14 +29,16 @@ class ReductionConfig(LossConfig):
         "reduction_divisor. sum: not averaged",
     )
     reduction_divisor: float | None = Field(
-        None, gt=0, description='for reduction "fixed": a constant number of tokens, say the longest response\'s'
+        None,
+        gt=0,
+        description='for reduction "fixed": a constant number of tokens, for example the longest response\'s',
     )
 
     @model_validator(mode="after")
     def _divisor_goes_with_fixed(self) -> Self:
         if self.reduction == "fixed" and self.reduction_divisor is None:
             raise ValueError(
-                'reduction "fixed" needs a reduction_divisor, say the most tokens that a response may have'
+                'reduction "fixed" needs a reduction_divisor, for example the maximum number of tokens of a response'
             )
         if self.reduction != "fixed" and self.reduction_divisor is not None:
             raise ValueError(f'reduction_divisor goes with reduction "fixed", and not with {self.reduction!r}')
@@ -44,14 +46,14 @@ class ReductionConfig(LossConfig):
 
 
 def reduced(losses: Tensor, row_lengths: Tensor, config: ReductionConfig, weights: Tensor | None = None) -> Term:
-    """``[T], [S]`` -> a term from a loss a token, as the arguments say.
+    """``[T], [S]`` -> a term from per-token losses, as the arguments say.
 
     Args:
         losses: ``[T]``.
         row_lengths: ``[S]``, on the host.
-        config: how to average.
-        weights: ``[T]``, not negative: how much each token counts, in sums as in what means are over. A token of
-            weight 0 counts nowhere.
+        config: The reduction.
+        weights: ``[T]``, not negative: weight of each token in sums and counts. A token of
+            weight 0 is ignored.
     """
     reduction = config.reduction
     weighed = losses if weights is None else torch.where(weights > 0, losses * weights, 0.0)

@@ -1,4 +1,4 @@
-"""The frozen model that a loss compares with: the one a call names, or log-probabilities given with the batch."""
+"""The frozen reference model of a loss: named in the call, or given as log-probabilities in the batch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gradwire_losses.registry import ReferenceConfig
 
 
 def computed_by_engine(config: ReferenceConfig, present: frozenset[str]) -> bool:
-    """Whether the score ``ref_logprobs`` is needed: a batch's own log-probabilities come before it."""
+    """Whether the score ``ref_logprobs`` is needed: log-probabilities in the batch take precedence."""
     return "ref_log_probs" not in present and config.reference_model is not None
 
 
 def reference_logprobs(batch: Batch, scores: Scores) -> Tensor | None:
-    """``[T]``: the reference's log-probabilities, from the batch if it brings them; None without a reference."""
+    """``[T]``: the reference's log-probabilities, from the batch if present; None without a reference."""
     given = batch.get("ref_log_probs")
     if given is not None:
         return given

@@ -1,4 +1,4 @@
-"""Preference losses that need no reference: SimPO, ORPO, CPO. ``P`` pairs, ``m`` mean log-probabilities of a token."""
+"""Preference losses that need no reference: SimPO, ORPO, CPO. ``P`` pairs, ``m`` mean log-probabilities per token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NLLReduction = Literal["sequence_mean", "token_mean"]
 
 
 class NLLConfig(LossConfig):
-    """Arguments of a loss that also learns the chosen responses."""
+    """Arguments of a loss that also trains on the chosen responses."""
 
     nll_reduction: NLLReduction = Field(
         "sequence_mean",
@@ -38,11 +38,9 @@ def nll_term(pairs: Pairs, config: NLLConfig) -> Term:
 class SimPOConfig(LossConfig):
     """Arguments of ``simpo``."""
 
-    beta: float = Field(2.0, gt=0, description="how much a difference of mean log-probabilities counts")
-    gamma: float = Field(0.5, ge=0, description="margin by which the chosen reward is to exceed the rejected one")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="how often preferences are assumed to be the wrong way"
-    )
+    beta: float = Field(2.0, gt=0, description="weight of the difference of mean log-probabilities")
+    gamma: float = Field(0.5, ge=0, description="target margin of the chosen reward over the rejected one")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed probability that a preference is inverted")
 
 
 @register_loss(
@@ -56,7 +54,7 @@ class SimPOConfig(LossConfig):
     streams=True,
 )
 def simpo(batch: Batch, scores: Scores, config: SimPOConfig) -> LossOutput:
-    """The reward is a response's mean log-probability, so that length gains nothing; no reference, a target margin."""
+    """Preference loss on mean log-probabilities, so that length gives no advantage; no reference, a target margin."""
     pairs = read_pairs(batch, scores)
     rewards = config.beta * pairs.mean_logprobs
     losses = smoothed_sigmoid(rewards[:, 0] - rewards[:, 1] - config.gamma, config.label_smoothing)
@@ -66,7 +64,9 @@ def simpo(batch: Batch, scores: Scores, config: SimPOConfig) -> LossOutput:
 class ORPOConfig(NLLConfig):
     """Arguments of ``orpo``."""
 
-    beta: float = Field(0.1, ge=0, description="weight of the odds ratio beside the likelihood (lambda in the paper)")
+    beta: float = Field(
+        0.1, ge=0, description="weight of the odds ratio relative to the likelihood (lambda in the paper)"
+    )
 
 
 @register_loss(
@@ -78,16 +78,16 @@ class ORPOConfig(NLLConfig):
     | {
         "nll_loss": "negative log-likelihood of the chosen responses",
         "log_odds_ratio": "mean of the log of chosen odds over rejected odds",
-        "log_odds_chosen": "mean of log sigmoid of that, as it is in the loss",
+        "log_odds_chosen": "mean of log sigmoid of that, as in the loss",
     },
     reference="Hong et al. 2024, ORPO (arXiv 2403.07691)",
     formula="NLL(chosen) - b/P sum log sigmoid(log odds(m_c) - log odds(m_w)), odds(m) = e^m / (1 - e^m)",
     streams=True,
 )
 def orpo(batch: Batch, scores: Scores, config: ORPOConfig) -> LossOutput:
-    """Learns the chosen responses and, in the same step, their odds over the rejected ones; no reference.
+    """Trains on the chosen responses and, in the same step, on their odds over the rejected ones; no reference.
 
-    The likelihood is that of the response, as in the paper; TRL's is of the prompt too.
+    The likelihood is that of the response, as in the paper; TRL's includes the prompt.
     """
     pairs = read_pairs(batch, scores)
     means = pairs.mean_logprobs
@@ -107,16 +107,14 @@ def orpo(batch: Batch, scores: Scores, config: ORPOConfig) -> LossOutput:
 class CPOConfig(NLLConfig):
     """Arguments of ``cpo``."""
 
-    beta: float = Field(0.1, gt=0, description="how much a difference of log-probabilities counts")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="how often preferences are assumed to be the wrong way"
-    )
+    beta: float = Field(0.1, gt=0, description="weight of the difference of log-probabilities")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="assumed probability that a preference is inverted")
     loss_type: Literal["sigmoid", "hinge", "ipo"] = Field(
-        "sigmoid", description="as of dpo; ipo on mean log-probabilities"
+        "sigmoid", description="as for dpo; ipo on mean log-probabilities"
     )
     cpo_alpha: float = Field(1.0, ge=0, description="weight of the chosen responses' likelihood")
     alpha: float = Field(
-        0.0, description="AlphaPO: rewards (1 - p^-alpha) / alpha in place of log p, on means; 0 is log p"
+        0.0, description="AlphaPO: rewards (1 - p^-alpha) / alpha instead of log p, on means; 0 is log p"
     )
 
 
@@ -136,7 +134,7 @@ def _alpha_rewards(means: Tensor, alpha: float) -> Tensor:
     streams=True,
 )
 def cpo(batch: Batch, scores: Scores, config: CPOConfig) -> LossOutput:
-    """DPO with a uniform reference, and the chosen responses' likelihood to stay near the data."""
+    """DPO with a uniform reference, plus the chosen responses' likelihood to stay near the data."""
     pairs = read_pairs(batch, scores)
     values = pairs.mean_logprobs if config.alpha or config.loss_type == "ipo" else pairs.logprobs
     values = _alpha_rewards(values, config.alpha) if config.alpha else values

@@ -1,7 +1,7 @@
-"""The registry: what a loss declares of itself, in the one place where it is written.
+"""The registry of losses and their declarations.
 
-From a :class:`LossSpec` follow the wire's ``ListLosses``, the client's checks, the engine's work and the
-reference page. A third party adds a loss with :func:`register_loss` in a file given to ``gradwire serve
+A :class:`LossSpec` is the only source of the wire's ``ListLosses``, the client's checks, the engine's work and the
+reference page. A third party adds a loss with :func:`register_loss` in a file passed to ``gradwire serve
 --losses`` or through the entry-point group ``gradwire.losses``.
 """
 
@@ -46,16 +46,16 @@ class FieldSpec:
     """One batch field.
 
     Attributes:
-        name: as the user types it.
+        name: The key in a batch.
         dtype: ``"int"``, ``"float"`` or ``"bool"`` (0 or 1).
-        shapes: the accepted ones, e.g. ``("[rows]", "[rows, tokens]")``. Dimensions: rows, samples, tokens,
+        shapes: The accepted shapes, e.g. ``("[rows]", "[rows, tokens]")``. Dimensions: rows, samples, tokens,
             candidates.
-        description: one sentence.
-        required: whether a batch must have it.
-        aligned_with: for a field with a tokens dimension that is not itself ids: the ids field it follows.
-        padding_mask: for an ids field: the mask field by which a client drops the padding. Masks that are only
-            that never travel.
-        ids: whether entries are token ids of the model's vocabulary.
+        description: One sentence.
+        required: Whether a batch must have it.
+        aligned_with: For a field with a tokens dimension that is not itself ids: the ids field it follows.
+        padding_mask: For an ids field: the mask field by which a client drops the padding. Pure padding masks are
+            never sent.
+        ids: Whether entries are token ids of the model's vocabulary.
     """
 
     name: str
@@ -69,12 +69,12 @@ class FieldSpec:
 
     @property
     def holds_log_probs(self) -> bool:
-        """Whether entries are log-probabilities, by the name: none is above 0."""
+        """Whether entries are log-probabilities (by the name), which cannot be above 0."""
         return self.dtype == "float" and self.name.endswith(("log_probs", "logprobs"))
 
 
 class LossConfig(BaseModel):
-    """Base of the losses' arguments: unknown names are refused, values are checked, infinities too."""
+    """Base class of the losses' arguments: unknown names, invalid values and infinities are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -88,8 +88,8 @@ class ReferenceConfig(LossConfig):
     )
     reference_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None,
-        description="of the reference's weights; None: as the server's. Another is a copy of the whole model, adapter "
-        "or not",
+        description="dtype of the reference's weights; None: the server's. Another dtype needs a copy of the whole "
+        "model, adapter or not",
     )
 
 
@@ -99,8 +99,8 @@ class TemperatureConfig(LossConfig):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="divides the logits before every log-probability of this call, the reference's too; that at which "
-        "the batch's own log-probabilities were taken",
+        description="divides the logits of every log-probability in this call, including the reference's; must equal "
+        "the temperature of the batch's own log-probabilities",
     )
 
 
@@ -115,7 +115,7 @@ class DivergenceConfig(PolicyConfig):
         0.5,
         ge=0,
         le=1,
-        description="which divergence of teacher T and student S: 0 is KL(T || S), 1 is KL(S || T), between them "
+        description="divergence of teacher T and student S: 0 is KL(T || S), 1 is KL(S || T), between them "
         "beta KL(T || M) + (1 - beta) KL(S || M) with M = beta T + (1 - beta) S",
     )
 
@@ -125,27 +125,26 @@ LossFunction = Callable[[Batch, Scores, Any], LossOutput]
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A loss and what it declares.
+    """A loss and its declaration.
 
     Attributes:
-        name: the wire name.
+        name: The wire name.
         function: ``(batch, scores, config) -> LossOutput``, pure.
-        config: pydantic model of ``loss_kwargs``.
-        layout: how the batch's fields become sequences: see ``gradwire_losses.layouts``.
-        fields: the batch fields.
-        scores: ``(config, names of the fields present, as in Batch.fields) -> names of the scores needed``. A loss that
-            needs ``ref_logprobs`` or ``divergence`` with no ``reference_model`` given is refused by the engine.
-        hints: the ranges of its metrics to aim for: see ``gradwire_losses.monitoring``.
-        optional_scores: scores that the function takes where the run has the head for them, and does without where
-            it has not.
-        metrics: name -> one sentence.
-        reference: the paper or source of the formula.
-        formula: plain text or TeX, a line, or a line a variant.
+        config: Pydantic model of ``loss_kwargs``.
+        layout: Conversion of the batch's fields to sequences: see ``gradwire_losses.layouts``.
+        fields: The batch fields.
+        scores: ``(config, names of the fields present, as in Batch.fields) -> names of the scores needed``. The engine
+            refuses a loss that needs ``ref_logprobs`` or ``divergence`` without a ``reference_model``.
+        hints: Target ranges of its metrics: see ``gradwire_losses.monitoring``.
+        optional_scores: Scores that the function uses if the run has the head for them.
+        metrics: Name -> one sentence.
+        reference: The paper or source of the formula.
+        formula: Plain text or TeX, one line, or one line per variant.
         streams: ``(config, names of the fields present) -> bool``: whether merging the outputs over any partition of
             the examples gives the output of the whole (terms add up in sum and count, metrics merge). A loss that
-            needs the whole batch at once (whitening, a penalty on the batch's KL) answers False.
-        head: the head a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``. A loss that can do
-            without answers "".
+            needs the whole batch at once (whitening, a penalty on the batch's KL) returns False.
+        head: The head a run must have: ``""``, ``"value"``, ``"reward"`` or ``"classification"``; ``""`` if the
+            loss works without a head.
     """
 
     name: str
@@ -186,15 +185,15 @@ def register_loss(
     optional_scores: Sequence[ScoreName] = (),
     hints: Mapping[str, Range] | None = None,
 ) -> Callable[[LossFunction], LossFunction]:
-    """Registers the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.
+    """Register the decorated function as a loss. Arguments: the attributes of :class:`LossSpec`.
 
     Raises:
-        ValueError: when another loss has the name.
+        ValueError: Another loss has the name.
     """
 
     def decorate(function: LossFunction) -> LossFunction:
         if name in _REGISTRY:
-            raise ValueError(f"a loss named {name!r} is registered already, by {_REGISTRY[name].function.__module__}")
+            raise ValueError(f"a loss named {name!r} is already registered by {_REGISTRY[name].function.__module__}")
         _REGISTRY[name] = LossSpec(
             name=name,
             function=function,
@@ -216,10 +215,10 @@ def register_loss(
 
 
 def get_loss(name: str) -> LossSpec:
-    """The loss of this name.
+    """Return the loss of this name.
 
     Raises:
-        KeyError: whose message names the losses there are.
+        KeyError: No such loss; the message lists the available ones.
     """
     try:
         return _REGISTRY[name]
@@ -228,25 +227,25 @@ def get_loss(name: str) -> LossSpec:
 
 
 def all_losses() -> list[LossSpec]:
-    """Every registered loss, by name."""
+    """Return every registered loss by name."""
     return [_REGISTRY[name] for name in sorted(_REGISTRY)]
 
 
 def load_builtin_losses() -> None:
-    """Imports every module of this package, and with them the losses that they register."""
+    """Import every module of this package, which registers its losses."""
     package = importlib.import_module("gradwire_losses")
     for module in pkgutil.iter_modules(package.__path__, "gradwire_losses."):
         importlib.import_module(module.name)
 
 
 def load_plugin_losses() -> None:
-    """Loads the losses that installed packages offer in the entry-point group ``gradwire.losses``."""
+    """Load the losses that installed packages provide in the entry-point group ``gradwire.losses``."""
     for entry_point in importlib.metadata.entry_points(group="gradwire.losses"):
         entry_point.load()
 
 
 def load_loss_file(path: Path) -> None:
-    """Runs a Python file that registers losses."""
+    """Run a Python file that registers losses."""
     spec = importlib.util.spec_from_file_location(f"gradwire_user_losses_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")

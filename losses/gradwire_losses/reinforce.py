@@ -1,6 +1,6 @@
-"""REINFORCE and its kin on single responses. ``T`` scored tokens, ``S`` rows.
+"""REINFORCE and its variants on single responses. ``T`` scored tokens, ``S`` rows.
 
-Those whose baseline is a group of responses to one prompt are options and variants of ``grpo``: ``rloo``, ``opo``,
+Variants whose baseline is a group of responses to one prompt are options and variants of ``grpo``: ``rloo``, ``opo``,
 ``gpg``, ``reinforce_plus_plus_baseline``.
 """
 
@@ -26,40 +26,40 @@ from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
 class ReinforceConfig(PolicyConfig, ReductionConfig):
     """Arguments of ``reinforce``."""
 
-    gamma: float = Field(1.0, ge=0, le=1, description="discount of a token")
-    baseline: float = Field(0.0, description="a number taken from every return, such as a running mean of rewards")
-    whiten_advantages: bool = Field(False, description="give the batch's advantages mean 0 and variance 1")
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per token")
+    baseline: float = Field(0.0, description="number subtracted from every return, such as a running mean of rewards")
+    whiten_advantages: bool = Field(False, description="scale the batch's advantages to mean 0 and variance 1")
     beta: float = Field(
-        0.01, ge=0, description="beta * (old_log_probs - reference's) is taken from each token's reward"
+        0.01, ge=0, description="beta * (old_log_probs - reference's) is subtracted from each token's reward"
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
     reduction: Reduction = Field(
-        "sequence_mean_token_sum", description="as the paper: mean over rows of the sum over tokens"
+        "sequence_mean_token_sum", description="as in the paper: mean over rows of the sum over tokens"
     )
 
 
 FIELDS = (
     INPUT_IDS,
     LOSS_MASK,
-    row_field("rewards", ROWS_OR_TOKENS, "Reward for each token; one a row is for its last token.", required=True),
+    row_field("rewards", ROWS_OR_TOKENS, "Reward for each token; a row's reward is for its last token.", required=True),
     replace(
         OLD_LOG_PROBS,
         required=False,
-        description="Log-probability of each token under the policy that wrote it; when absent, that is this policy.",
+        description="Log-probability of each token under the policy that wrote it; if absent, the current policy.",
     ),
     REF_LOG_PROBS,
 )
 METRICS = {
     "policy_loss": "the surrogate",
-    "entropy": "mean entropy of a token's distribution (nats)",
-    "kl_divergence": "mean KL of a token to the reference (nats), by k3; with no reference, to the policy of "
+    "entropy": "mean entropy per token (nats)",
+    "kl_divergence": "mean KL per token to the reference (nats), by k3; without a reference, to the policy of "
     "old_log_probs",
-    "approx_kl": "mean KL of a token from the policy of old_log_probs to this one, by k3 (nats)",
-    "clip_fraction": "share of tokens whose ratio is clipped; without clipping, 0",
-    "advantage_mean": "mean advantage of a token, before whitening",
+    "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
+    "clip_fraction": "share of tokens whose ratio is clipped; 0 without clipping",
+    "advantage_mean": "mean advantage per token before whitening",
     "advantage_std": "its standard deviation",
-    "return_mean": "mean over tokens of the rewards that follow, less the KL's",
-    "reward_mean": "mean over rows of the sum of a row's rewards",
+    "return_mean": "mean over tokens of the rewards to go, minus the KL penalty",
+    "reward_mean": "mean over rows of the row's total reward",
 }
 
 
@@ -75,7 +75,7 @@ def _streams(config: ReinforceConfig, present: frozenset[str]) -> bool:
 def _objective(
     batch: Batch, scores: Scores, config: ReinforceConfig, baseline: Tensor | float, clip: float | None
 ) -> LossOutput:
-    """The objective with a baseline (a number, or ``[T]``), with PPO's clipped ratio where ``clip`` is given."""
+    """The objective with a baseline (a number, or ``[T]``), and with PPO's clipped ratio if ``clip`` is given."""
     lengths, reference, logprobs = batch.row_lengths, reference_logprobs(batch, scores), scores.logprobs
     old = batch.get("old_log_probs")
     if old is None:
@@ -120,9 +120,9 @@ def _objective(
     streams=_streams,
 )
 def reinforce(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutput:
-    """The policy gradient itself: each token's log-probability, weighted by the rewards that follow it.
+    """The policy gradient: each token's log-probability weighted by its rewards to go.
 
-    On-policy: ``old_log_probs`` serve the KL in the reward and the metrics, and weigh nothing. For samples of another
+    On-policy: ``old_log_probs`` enter only the KL in the reward and the metrics. For samples of another
     policy see ``importance_sampling``.
     """
     return _objective(batch, scores, config, config.baseline, None)
@@ -142,7 +142,7 @@ def reinforce(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutp
     streams=_streams,
 )
 def remax(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutput:
-    """REINFORCE with the reward of the greedy response for baseline."""
+    """REINFORCE with the reward of the greedy response as the baseline."""
     greedy = batch.per_token("greedy_rewards")
     return _objective(batch, scores, config, greedy + config.baseline, None)
 
@@ -150,8 +150,8 @@ def remax(batch: Batch, scores: Scores, config: ReinforceConfig) -> LossOutput:
 class ReinforcePlusPlusConfig(ReinforceConfig):
     """Arguments of ``reinforce_plus_plus``."""
 
-    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + it")
-    whiten_advantages: bool = Field(True, description="give the batch's advantages mean 0 and variance 1")
+    clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon")
+    whiten_advantages: bool = Field(True, description="scale the batch's advantages to mean 0 and variance 1")
     reduction: Reduction = Field("token_mean", description="mean over tokens")
 
 

@@ -14,8 +14,8 @@ from gradwire_losses.registry import LossConfig, register_loss
 class RewardModelingConfig(LossConfig):
     """Arguments of ``reward_modeling``."""
 
-    margin: float = Field(0.0, description="by how much the chosen reward is to exceed the rejected one")
-    temperature: float = Field(1.0, gt=0, description="divides the difference: lower makes a sharper preference")
+    margin: float = Field(0.0, description="target margin of the chosen reward over the rejected one")
+    temperature: float = Field(1.0, gt=0, description="divides the difference; a lower value makes preferences sharper")
     center_coef: float = Field(0.0, ge=0, description="weight of (chosen + rejected)^2, which keeps rewards around 0")
 
 
@@ -26,14 +26,14 @@ class RewardModelingConfig(LossConfig):
     fields=(
         CHOSEN_IDS,
         REJECTED_IDS,
-        row_field("margin", ("[rows]",), "A margin of each pair, added to the argument's."),
+        row_field("margin", ("[rows]",), "Margin of each pair, added to the argument ``margin``."),
     ),
     scores=("rewards",),
     metrics={
         "preference_accuracy": "share of pairs whose chosen sequence has the higher reward",
         "reward_margin": "mean of chosen reward - rejected reward",
-        "chosen_reward_mean": "mean reward of a chosen sequence",
-        "rejected_reward_mean": "mean reward of a rejected sequence",
+        "chosen_reward_mean": "mean reward of chosen sequences",
+        "rejected_reward_mean": "mean reward of rejected sequences",
         "chosen_reward_std": "standard deviation of the rewards of chosen sequences",
         "rejected_reward_std": "standard deviation of the rewards of rejected sequences",
         "num_pairs": "pairs",

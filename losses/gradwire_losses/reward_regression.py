@@ -13,8 +13,12 @@ from gradwire_losses.rewards import SCORE_FIELDS, ScoreRegressionConfig, score_r
 class RewardRegressionConfig(LossConfig):
     """Arguments of ``reward_regression``."""
 
-    score_mean: float = Field(0.0, description="the rating at which the head gives 0: that of the training ratings")
-    score_std: float = Field(1.0, gt=0, description="rating points of a unit of the head: their standard deviation")
+    score_mean: float = Field(
+        0.0, description="rating at which the head's output is 0: the mean of the training ratings"
+    )
+    score_std: float = Field(
+        1.0, gt=0, description="rating points per unit of the head: the standard deviation of the training ratings"
+    )
 
 
 @register_loss(
@@ -25,7 +29,7 @@ class RewardRegressionConfig(LossConfig):
     metrics={
         "mse": "mean squared error of the predicted rating (score_mean + score_std * r), in rating points squared",
         "mae": "its mean absolute error, in rating points",
-        "correlation": "Pearson's, of predicted and given ratings",
+        "correlation": "Pearson correlation of predicted and given ratings",
         "explained_variance": "share of the ratings' variance that the predictions explain; 0 for a constant",
         "prediction_mean": "mean predicted rating",
     },
@@ -35,7 +39,7 @@ class RewardRegressionConfig(LossConfig):
     head="reward",
 )
 def reward_regression(batch: Batch, scores: Scores, config: RewardRegressionConfig) -> LossOutput:
-    """The reward head learns human ratings by squared error; its metrics are in the raters' own points."""
+    """Trains the reward head on human ratings by squared error; its metrics are in rating points."""
     standardised = ScoreRegressionConfig.model_validate(config.model_dump())
     given, predicted = batch["scores"], config.score_mean + config.score_std * scores.rewards.detach()
     error = predicted - given

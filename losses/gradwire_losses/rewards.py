@@ -38,13 +38,13 @@ class ScoreRegressionConfig(LossConfig):
         if ranged != (self.score_max is not None) or standardised != (self.score_std is not None):
             raise ValueError("score_min goes with score_max, and score_mean with score_std")
         if ranged and standardised:
-            raise ValueError("scores are normalised by a range or by mean and deviation, not by both")
+            raise ValueError("normalise scores by a range or by mean and deviation, not by both")
         if self.score_min is not None and self.score_max is not None and self.score_min >= self.score_max:
             raise ValueError("score_min is not below score_max")
         return self
 
     def normalised(self, scores: Tensor) -> Tensor:
-        """What the head learns to give."""
+        """The training target of the head."""
         if self.score_min is not None and self.score_max is not None:
             return (scores - self.score_min) / (self.score_max - self.score_min)
         if self.score_mean is not None and self.score_std is not None:
@@ -60,7 +60,7 @@ class ScoreRegressionConfig(LossConfig):
     metrics={
         "mse": "mean squared error, on the normalised scale",
         "mae": "mean absolute error, on the normalised scale",
-        "correlation": "Pearson's, of predicted and given scores",
+        "correlation": "Pearson correlation of predicted and given scores",
         "prediction_mean": "mean prediction",
         "prediction_std": "standard deviation of the predictions",
     },
@@ -70,10 +70,10 @@ class ScoreRegressionConfig(LossConfig):
     head="reward",
 )
 def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig) -> LossOutput:
-    """The reward head learns the score of each sequence, read at its last token.
+    """Trains the reward head on the score of each sequence, read at its last token.
 
     Raises:
-        BatchError: for a score outside of ``score_min`` ... ``score_max``.
+        BatchError: A score is outside ``score_min`` ... ``score_max``.
     """
     given, predicted = batch["scores"], scores.rewards
     if config.score_min is not None and config.score_max is not None:
@@ -82,7 +82,7 @@ def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig
         if outside.any():
             row = int(outside.nonzero()[0])
             raise BatchError(
-                f"scores, row {row}: {stated[row].item():g}; score_min and score_max say that there is none such",
+                f"scores, row {row}: {stated[row].item():g}; it is outside score_min ... score_max",
                 field="scores",
                 row=row,
                 rule=f"{config.score_min:g} <= score <= {config.score_max:g}",
@@ -110,8 +110,8 @@ def score_regression(batch: Batch, scores: Scores, config: ScoreRegressionConfig
 class PlackettLuceConfig(LossConfig):
     """Arguments of ``plackett_luce``."""
 
-    temperature: float = Field(1.0, gt=0, description="divides the rewards: lower makes sharper preferences")
-    top_k: int | None = Field(None, ge=1, description="only the first places count; all by default")
+    temperature: float = Field(1.0, gt=0, description="divides the rewards; a lower value makes preferences sharper")
+    top_k: int | None = Field(None, ge=1, description="number of first ranks that count; all by default")
 
 
 RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_ids", "response_ids", "response_masks"))
@@ -123,15 +123,15 @@ RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_
     layout="groups",
     fields=(
         *RANKED_FIELDS,
-        sample_field("ranks", ("[rows, samples]",), "Rank of each response, lower is better; as they come by default."),
+        sample_field("ranks", ("[rows, samples]",), "Rank of each response, lower is better; by default their order."),
     ),
     scores=("rewards",),
     metrics={
         "top_accuracy": "share of groups whose best response has the highest reward",
-        "pair_accuracy": "share of pairs within groups that the rewards order as the ranks do",
-        "reward_mean": "mean reward of a response",
+        "pair_accuracy": "share of pairs within groups that rewards and ranks order alike",
+        "reward_mean": "mean reward per response",
         "reward_std": "its standard deviation",
-        "num_groups": "groups of two or more responses",
+        "num_groups": "number of groups with two or more responses",
     },
     reference="Plackett 1975; Luce 1959; Rafailov et al. 2023, appendix A.3 (arXiv 2305.18290)",
     formula="-1/G sum_g sum_k log(exp(r_(k)) / sum_{j >= k} exp(r_(j))), (k) the k-th best",
@@ -139,12 +139,12 @@ RANKED_FIELDS = tuple(field for field in GROUP_FIELDS if field.name in ("prompt_
     head="reward",
 )
 def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> LossOutput:
-    """Rewards whose softmax chooses the best of a group, then the best of the rest, and so on: Bradley-Terry for lists.
+    """Bradley-Terry for lists: a softmax of rewards chooses the best response, then the best of the rest, and so on.
 
-    A mean over groups; a group of one response compares nothing and counts nowhere.
+    A mean over groups; a group of one response is ignored.
 
     Raises:
-        BatchError: when two responses of a group have one rank.
+        BatchError: Two responses of a group have the same rank.
     """
     sizes, rewards = batch.group_sizes, scores.rewards
     if "ranks" in batch.fields:
@@ -155,7 +155,10 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
         if tied.any():
             row = int(tied.nonzero()[0])
             raise BatchError(
-                f"ranks, row {row}: two responses have one rank", field="ranks", row=row, rule="ranks differ in a group"
+                f"ranks, row {row}: two responses have the same rank",
+                field="ranks",
+                row=row,
+                rule="ranks differ in a group",
             )
         padded, mask = pad(rewards, sizes)
         padded = padded.gather(1, beside(order, padded))
@@ -163,7 +166,7 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
         padded, mask = pad(rewards, sizes)
     several = sizes > 1
     padded, mask, sizes = select(padded, several) / config.temperature, select(mask, several), sizes[several]
-    # Of the k-th place: the log of the sum over this place and all after it.
+    # For each rank, the log of the sum over this rank and all after it.
     remaining = torch.logcumsumexp(padded.masked_fill(~mask, -torch.inf).flip(1), dim=1).flip(1)
     last = (sizes - 1 if config.top_k is None else (sizes - 1).clamp(max=config.top_k))[:, None]
     losses = select((remaining - padded).flatten(), (torch.arange(padded.shape[1]) < last).flatten())
@@ -185,7 +188,7 @@ def plackett_luce(batch: Batch, scores: Scores, config: PlackettLuceConfig) -> L
 
 
 class ProcessRewardConfig(ReductionConfig):
-    """Arguments of ``process_reward``; the tokens that ``reduction`` speaks of are the labelled ones, one a step."""
+    """Arguments of ``process_reward``; ``reduction`` counts labelled tokens only, one per step."""
 
 
 @register_loss(
@@ -196,14 +199,14 @@ class ProcessRewardConfig(ReductionConfig):
         row_field(
             "step_labels",
             ROW_TOKENS,
-            "At the last token of each step, how probable it is that the step is right (0, 1, or between); else -100.",
+            "At the last token of each step, the probability that the step is right (0, 1, or between); else -100.",
             required=True,
         ),
     ),
     scores=("token_rewards",),
     metrics={
-        "step_accuracy": "share of steps that are judged as their label says, each at 0.5",
-        "row_accuracy": "share of rows of which all steps are",
+        "step_accuracy": "share of steps whose prediction agrees with the label, both thresholded at 0.5",
+        "row_accuracy": "share of rows in which all steps agree",
         "step_probability": "mean probability given to a step",
         "num_steps": "labelled steps",
     },
@@ -214,12 +217,12 @@ class ProcessRewardConfig(ReductionConfig):
     head="reward",
 )
 def process_reward(batch: Batch, scores: Scores, config: ProcessRewardConfig) -> LossOutput:
-    """A verdict on each step of a solution, read by the reward head at the step's last token.
+    """Predicts whether each step of a solution is right, with the reward head at the step's last token.
 
-    A mean over steps, or what ``reduction`` says.
+    A mean over steps, or as ``reduction`` says.
 
     Raises:
-        BatchError: for a label below 0 or above 1 that is not -100.
+        BatchError: A label is below 0 or above 1 and not -100.
     """
     labels, logits, given = batch["step_labels"], scores.token_rewards, batch.host["step_labels"]
     outside = (given < 0) | (given > 1)

@@ -1,4 +1,4 @@
-"""What of a batch's sequences is scored: the masks, labels and lengths that say so, and the rules that ids obey."""
+"""The scored tokens of a batch's sequences: masks, labels, lengths, and the rules for ids."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences that one ids field gives, whole or (responses) but for their beginning.
+    """The sequences of one ids field, complete or (responses) without their beginning.
 
     Attributes:
-        ids: the field, with one length a sequence.
+        ids: The field, with one length per sequence.
         scored: ``[tokens]`` bool.
-        counts: ``[sequences]``, scored tokens of each.
+        counts: ``[sequences]``, number of scored tokens per sequence.
     """
 
     ids: Field
@@ -44,11 +44,12 @@ def starts_of(lengths: Array) -> Array:
 
 
 def _check_lengths(field: Field, lengths: Array, context_length: int | None) -> None:
-    """``lengths``: of the sequences, one for each innermost length of the field."""
+    """Check ``lengths`` of the sequences, one for each innermost length of the field."""
     if context_length is not None and len(lengths) and lengths.max() > context_length:
         sequence = int((lengths > context_length).argmax())
         raise field.error(
-            f"a sequence of {lengths[sequence]} tokens, and the model's context is {context_length}; cut or drop it",
+            f"a sequence of {lengths[sequence]} tokens, but the model's context is {context_length}; shorten or drop "
+            "it",
             f"tokens <= {context_length}",
             row=field.row_of(sequence, len(field.levels) - 1),
         )
@@ -61,7 +62,7 @@ def _check_whole(ids: Field, context_length: int | None) -> None:
 
 
 def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ...], context_length: int | None) -> Part:
-    """The part of an ids field whose rows are whole sequences: the first token of each is not scored."""
+    """Build the part of an ids field whose rows are whole sequences: the first token of each is not scored."""
     ids = fields[name]
     lengths = ids.lengths
     _check_whole(ids, context_length)
@@ -75,7 +76,7 @@ def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ..
         if (wrong := (prompts.values < 0) | (prompts.values > lengths)).any():
             row = int(wrong.argmax())
             raise prompts.error(
-                f"{prompts.values[row]}, where {name} has {lengths[row]} tokens",
+                f"{prompts.values[row]}, but {name} has {lengths[row]} tokens",
                 f"0 <= prompt_lengths <= tokens of {name}",
                 row=row,
             )
@@ -85,13 +86,13 @@ def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ..
 
 
 def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part:
-    """The part of ``input_ids`` where ``target_tokens`` say what is predicted after each token."""
+    """Build the part of ``input_ids`` whose ``target_tokens`` define the prediction after each token."""
     ids, targets = fields["input_ids"], fields["target_tokens"]
     _check_whole(ids, context_length)
     for name in ("loss_mask", "labels", "prompt_lengths"):
         if name in fields:
             raise fields[name].error(
-                "with target_tokens, an entry is about the prediction after its token: say by mask which count",
+                "with target_tokens, an entry belongs to the prediction after its token: select predictions with mask",
                 "not given together with target_tokens",
             )
     _check_entries(targets, ids)
@@ -102,7 +103,7 @@ def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part
 
 
 def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> Part:
-    """The part of ``input_ids`` where a label is about its own token, having been read: -100 where there is none."""
+    """Build the part of ``input_ids`` whose labels belong to the token itself, after reading it; -100 for none."""
     _check_whole(ids, context_length)
     _check_entries(labels, ids)
     scored = np.not_equal(labels.values, IGNORED_LABEL)
@@ -110,7 +111,7 @@ def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> Pa
 
 
 def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None) -> Part:
-    """The part of ``response_ids``: all of its tokens follow a prompt, so each can be scored."""
+    """Build the part of ``response_ids``: all of its tokens follow a prompt, so each can be scored."""
     prompts, responses = fields["prompt_ids"], fields["response_ids"]
     if (empty := prompts.lengths == 0).any():
         raise prompts.error(
@@ -141,7 +142,7 @@ def check_samples(field: Field, samples: Array) -> None:
 
 
 def _count(scored: Array, lengths: Array) -> Array:
-    """``[sequences]`` int64: how many of each sequence's tokens are scored."""
+    """``[sequences]`` int64: number of scored tokens of each sequence."""
     counts = np.zeros(len(lengths), dtype=np.int64)
     there = lengths > 0
     if there.any():
@@ -156,23 +157,23 @@ def _mask(mask: Field, ids: Field) -> Array:
 
 
 def _check_entries(field: Field, ids: Field) -> None:
-    """That the field has an entry for every token of its ids field."""
+    """Check that the field has an entry for every token of its ids field."""
     if (wrong := field.lengths != ids.lengths).any():
         sequence = int(wrong.argmax())
         raise field.error(
-            f"{field.lengths[sequence]} entries where {ids.spec.name} has {ids.lengths[sequence]} tokens",
-            f"one entry a token of {ids.spec.name}",
+            f"{field.lengths[sequence]} entries but {ids.spec.name} has {ids.lengths[sequence]} tokens",
+            f"one entry per token of {ids.spec.name}",
             row=field.row_of(sequence, len(field.levels) - 1),
         )
 
 
 def _learned(labels: Field, ids: Field) -> Array:
-    """``[tokens]`` bool: labels are a token's own id, or -100 where it is not learned."""
+    """``[tokens]`` bool: labels are a token's own id, or -100 if it is not learned."""
     if (uneven := labels.lengths != ids.lengths).any():
         row = int(uneven.argmax())
         raise labels.error(
-            f"{labels.lengths[row]} labels where {ids.spec.name} has {ids.lengths[row]} tokens",
-            f"one label a token of {ids.spec.name}",
+            f"{labels.lengths[row]} labels but {ids.spec.name} has {ids.lengths[row]} tokens",
+            f"one label per token of {ids.spec.name}",
             row=row,
         )
     learned = np.not_equal(labels.values, IGNORED_LABEL)
@@ -180,8 +181,8 @@ def _learned(labels: Field, ids: Field) -> Array:
         entry = int(wrong.argmax())
         raise labels.entry_error(
             entry,
-            f"the token there is {ids.values[entry]}. A label is the token's own id (not the next one's: "
-            f"nothing is to be shifted) or {IGNORED_LABEL}, which leaves it out",
+            f"the token there is {ids.values[entry]}. A label is the token's own id (do not shift it to the "
+            f"next token) or {IGNORED_LABEL}, which excludes the token",
             f"label = own id or {IGNORED_LABEL}",
         )
     return learned

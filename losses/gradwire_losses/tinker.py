@@ -1,11 +1,11 @@
 """Losses in Tinker's convention: plain sums unless ``reduction`` says otherwise, and nothing is shifted.
 
-Entry t of every field is about the prediction made after reading ``input_ids[..t]``: ``target_tokens`` says what is
-predicted there, ``weights`` or ``advantages`` what it counts. A sum is not averaged: the calls of one accumulation add
-up, and who wants a mean divides the weights. ``importance_sampling`` takes this form too.
+Entry t of every field belongs to the prediction made after reading ``input_ids[..t]``: ``target_tokens`` is the target
+there, ``weights`` or ``advantages`` its weight. A sum is not averaged: the calls of one accumulation add up; to get a
+mean, divide the weights. ``importance_sampling`` accepts this form too.
 
-A prompt's predictions are masked, or have advantage 0 and, as nobody sampled them, 0 in place of a log-probability:
-such entries are placeholders, which add nothing to a sum, and no mean, no metric and no row's ratio counts them.
+A prompt's predictions are masked, or have advantage 0 and log-probability 0, because they were not sampled: such
+entries are placeholders, which add nothing to a sum and are excluded from means, metrics and a row's ratio.
 
 ``T`` predictions, ``K`` candidates at each, ``S`` rows. Names, fields and defaults: Tinker's documentation, "Losses".
 """
@@ -37,31 +37,29 @@ TARGET_TOKENS = FieldSpec(
     aligned_with="input_ids",
     ids=True,
 )
-MASK = FieldSpec(
-    "mask", "bool", ROW_TOKENS, "1 where a prediction counts; everywhere by default.", aligned_with="input_ids"
-)
+MASK = FieldSpec("mask", "bool", ROW_TOKENS, "1 for predictions that count; all by default.", aligned_with="input_ids")
 LOGPROBS = row_field(
     "logprobs", ROW_TOKENS, "Log-probability of each target under the policy that wrote it.", required=True
 )
-ADVANTAGES = row_field("advantages", ROW_TOKENS, "Advantage of each target; 0 where it is a prompt's.", required=True)
+ADVANTAGES = row_field("advantages", ROW_TOKENS, "Advantage of each target; 0 for a prompt's.", required=True)
 POLICY_FIELDS = (INPUT_IDS, TARGET_TOKENS, LOGPROBS, ADVANTAGES, MASK)
 POLICY_METRICS = {
     "loss:sum": "the sum over predictions, whatever reduction says",
     "ratio_mean": "mean over predictions of the policy's probability over that of logprobs",
     "ratio_max": "largest ratio",
     "clip_fraction": "share of predictions whose ratio is clipped",
-    "approx_kl": "mean KL of a prediction from the policy of logprobs to this one, by k3 (nats)",
+    "approx_kl": "mean KL per prediction from the policy of logprobs to the current one, by k3 (nats)",
 }
 
 
 class SumConfig(TemperatureConfig, ReductionConfig):
     """Arguments of every loss of this file."""
 
-    reduction: Reduction = Field("sum", description="as Tinker has it: not averaged. Means are over predictions")
+    reduction: Reduction = Field("sum", description="the default is Tinker's: a sum. Means are over predictions")
 
 
 class CrossEntropyConfig(SumConfig):
-    """Arguments of ``cross_entropy``; a mean is over the predictions that have a target of non-zero weight."""
+    """Arguments of ``cross_entropy``; a mean is over the predictions with a target of non-zero weight."""
 
 
 def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -82,14 +80,14 @@ def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -
             aligned_with="input_ids",
             ids=True,
         ),
-        row_field("weights", (*ROW_TOKENS, CANDIDATES), "What each target counts; 0 for a prompt's.", required=True),
+        row_field("weights", (*ROW_TOKENS, CANDIDATES), "Weight of each target; 0 for a prompt's.", required=True),
         MASK,
     ),
     scores=_cross_entropy_scores,
     metrics={
         "loss:sum": POLICY_METRICS["loss:sum"],
-        "nll": "mean negative log-likelihood of a target, by weight (nats)",
-        "num_tokens": "targets of non-zero weight",
+        "nll": "weighted mean negative log-likelihood per target (nats)",
+        "num_tokens": "number of targets with non-zero weight",
     },
     reference="Tinker's documentation, cross_entropy",
     formula="-sum_t w_t log p(y_t | x_<=t), or -sum_t sum_k w_tk log p(y_tk | x_<=t)",
@@ -98,22 +96,22 @@ def _cross_entropy_scores(config: CrossEntropyConfig, present: frozenset[str]) -
 def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> LossOutput:
     """Weighted sum of the negative log-likelihoods of the targets, one or several at each position.
 
-    Several candidates with a teacher's probabilities for weights distil it.
+    Several candidates weighted by a teacher's probabilities distil the teacher.
 
     Raises:
-        BatchError: when ``weights`` are not shaped as ``target_tokens``.
+        BatchError: ``weights`` do not have the shape of ``target_tokens``.
     """
     logprobs = scores.candidate_logprobs if "candidates" in batch.fields else scores.logprobs
     weights = batch["weights"]
     if weights.shape != logprobs.shape:
         want, have = (
-            f"{shape[1]} a token" if len(shape) > 1 else "one a token" for shape in (logprobs.shape, weights.shape)
+            f"{shape[1]} a token" if len(shape) > 1 else "one per token" for shape in (logprobs.shape, weights.shape)
         )
         raise BatchError(
-            f"weights has {have} where target_tokens has {want}", field="weights", rule="the shape of target_tokens"
+            f"weights has {have} but target_tokens has {want}", field="weights", rule="the shape of target_tokens"
         )
     counted = batch.host["weights"] != 0
-    # A target of no weight may have no probability either.
+    # A target of weight 0 may have probability 0 as well.
     losses = torch.where(beside(counted, logprobs), -weights * logprobs, 0.0)
     if losses.ndim == 2:
         losses, there = losses.sum(dim=1), counted.any(dim=1)
@@ -131,12 +129,12 @@ def cross_entropy(batch: Batch, scores: Scores, config: CrossEntropyConfig) -> L
 
 
 def _reduced_over(there: Tensor, losses: Tensor, batch: Batch, config: ReductionConfig) -> Term:
-    """``[T] bool on the host, [T]`` -> the term of the predictions that are there."""
+    """``[T] bool on the host, [T]`` -> the term over the selected predictions."""
     return reduced(select(losses, there), segment_sum(there.long(), batch.row_lengths), config)
 
 
 def written(batch: Batch) -> Tensor:
-    """``[T]`` bool, on the host: which predictions were sampled, and are no placeholders of a prompt."""
+    """``[T]`` bool, on the host: which predictions were sampled and are not a prompt's placeholders."""
     return (batch.host["advantages"] != 0) | (batch.host["logprobs"] != 0)
 
 
@@ -158,8 +156,10 @@ def _policy_output(
 class ClipConfig(SumConfig):
     """Arguments of ``ppo``."""
 
-    clip_low_threshold: float = Field(0.8, ge=0, description="the ratio counts at least so (itself, not its distance)")
-    clip_high_threshold: float = Field(1.2, gt=0, description="and at most so")
+    clip_low_threshold: float = Field(
+        0.8, ge=0, description="lower bound of the ratio itself (not of its distance from 1)"
+    )
+    clip_high_threshold: float = Field(1.2, gt=0, description="upper bound of the ratio itself")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -179,7 +179,7 @@ class ClipConfig(SumConfig):
     streams=True,
 )
 def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
-    """PPO's clipped surrogate, summed over predictions. With a critic and all of its options: ``enhanced_ppo``."""
+    """PPO's clipped surrogate, summed over predictions. With a critic and all options: ``enhanced_ppo``."""
     old = batch["logprobs"]
     ratio = probability_ratio(scores.logprobs, old)
     losses, clipped = clipped_surrogate(
@@ -191,8 +191,8 @@ def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
 class CISPOConfig(ClipConfig):
     """Arguments of ``cispo``."""
 
-    clip_low_threshold: float = Field(0.0, ge=0, description="the weight is at least so; 0 bounds it from above only")
-    clip_high_threshold: float = Field(4.0, gt=0, description="and at most so")
+    clip_low_threshold: float = Field(0.0, ge=0, description="lower bound of the weight; 0 for an upper bound only")
+    clip_high_threshold: float = Field(4.0, gt=0, description="upper bound of the weight")
 
 
 @register_loss(
@@ -206,7 +206,7 @@ class CISPOConfig(ClipConfig):
     streams=True,
 )
 def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
-    """REINFORCE weighted by the clipped ratio, which has no gradient: no token is ever left out. A sum.
+    """REINFORCE weighted by the clipped ratio, which has no gradient, so that no token is left out. A sum.
 
     Over groups of responses with their rewards: ``group_cispo``.
     """
@@ -221,7 +221,9 @@ def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
 class DROConfig(SumConfig):
     """Arguments of ``dro``."""
 
-    beta: float = Field(0.05, gt=0, description="weight of the squared log-ratio, which holds the policy back")
+    beta: float = Field(
+        0.05, gt=0, description="weight of the squared log-ratio, which limits the change of the policy"
+    )
 
 
 @register_loss(
@@ -246,8 +248,8 @@ def dro(batch: Batch, scores: Scores, config: DROConfig) -> LossOutput:
 class GSPOConfig(ClipConfig):
     """Arguments of ``gspo``."""
 
-    clip_low_threshold: float = Field(1 - 3e-4, ge=0, description="a row's ratio counts at least so")
-    clip_high_threshold: float = Field(1 + 4e-4, gt=0, description="and at most so")
+    clip_low_threshold: float = Field(1 - 3e-4, ge=0, description="lower bound of a row's ratio")
+    clip_high_threshold: float = Field(1 + 4e-4, gt=0, description="upper bound of a row's ratio")
 
 
 @register_loss(
@@ -259,7 +261,7 @@ class GSPOConfig(ClipConfig):
             "sequence_ratio_mask",
             "bool",
             ROW_TOKENS,
-            "1 where a prediction is part of the row's ratio; by default all but a prompt's placeholders.",
+            "1 for predictions that are part of the row's ratio; by default all but a prompt's placeholders.",
             aligned_with="input_ids",
         ),
     ),
@@ -271,7 +273,7 @@ class GSPOConfig(ClipConfig):
     streams=True,
 )
 def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
-    """PPO's surrogate with one ratio a row, the geometric mean of its predictions' ratios. A sum over predictions.
+    """PPO's surrogate with one ratio per row, the geometric mean of its predictions' ratios. A sum over predictions.
 
     Each prediction has the row's ratio and its own gradient (GSPO-token), so advantages may differ within a row. Over
     groups of responses with their rewards: ``group_gspo`` and ``gspo_token``.

@@ -1,4 +1,4 @@
-"""Preference losses over single responses, each marked good or bad: KTO, BCO. ``S`` rows with a scored token.
+"""Preference losses over single responses, each labelled good or bad: KTO, BCO. ``S`` rows with a scored token.
 
 ``r = log p(y) - log ref(y)``, ``s`` the logistic function.
 """
@@ -23,14 +23,14 @@ LABEL = FieldSpec("label", "bool", ("[rows]",), "1 for a good response, 0 for a 
 REFERENCE = row_field(
     "ref_log_probs",
     ROWS_OR_TOKENS,
-    "Log-probability of each response, or of each of its tokens, under the reference, in place of reference_model.",
+    "Log-probability of each response, or of each of its tokens, under the reference, instead of reference_model.",
 )
 MISMATCHED = (
     FieldSpec(
         "kl_input_ids",
         "int",
         ROW_TOKENS,
-        "Token ids of each row's prompt with another row's response, for the KL estimate.",
+        "Token ids of each row's prompt followed by another row's response, for the KL estimate.",
         ids=True,
         padding_mask="kl_attention_mask",
     ),
@@ -38,14 +38,14 @@ MISMATCHED = (
         "kl_loss_mask",
         "bool",
         ROW_TOKENS,
-        "1 where a token belongs to that response; all but the first by default.",
+        "1 for tokens of that response; by default all but the first.",
         aligned_with="kl_input_ids",
     ),
     FieldSpec(
         "kl_ref_log_probs",
         "float",
         ROWS_OR_TOKENS,
-        "As ref_log_probs, of the mismatched responses.",
+        "As ref_log_probs, for the mismatched responses.",
         aligned_with="kl_input_ids",
     ),
 )
@@ -54,7 +54,7 @@ MISMATCHED = (
 class KTOConfig(ReferenceConfig):
     """Arguments of ``kto``."""
 
-    beta: float = Field(0.1, gt=0, description="how much a log-ratio to the reference counts")
+    beta: float = Field(0.1, gt=0, description="weight of the log-ratio to the reference")
     desirable_weight: float = Field(1.0, ge=0, description="weight of good responses")
     undesirable_weight: float = Field(1.0, ge=0, description="weight of bad responses")
     loss_type: Literal["kto", "apo_zero_unpaired"] = Field("kto", description="apo_zero_unpaired: kto with z = 0")
@@ -63,21 +63,22 @@ class KTOConfig(ReferenceConfig):
 class BCOConfig(ReferenceConfig):
     """Arguments of ``bco``."""
 
-    beta: float = Field(0.1, gt=0, description="how much a log-ratio to the reference counts")
+    beta: float = Field(0.1, gt=0, description="weight of the log-ratio to the reference")
     delta: float | None = Field(
         None,
-        description="the reward shift; by default the mean reward of the batch. For a running mean, keep the metric",
+        description="the reward shift; by default the mean reward of the batch. For a running mean, average the "
+        "metric delta",
     )
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Of the ``S`` rows with a scored token.
+    """The ``S`` rows with a scored token.
 
     Attributes:
         ratios: ``[S]``, differentiable: log-ratio to the reference.
         good: ``[S]`` bool.
-        there: ``[B]`` bool, on the host, which rows these are.
+        there: ``[B]`` bool, on the host: which rows of the batch these are.
         known_good: ``good``, on the host.
         mismatched: ``[M]``, log-ratios of the mismatched responses; no gradient.
     """
@@ -100,8 +101,8 @@ class Responses:
 
 
 METRICS = {
-    "chosen_reward": "mean implicit reward (beta * log-ratio) of a good response",
-    "rejected_reward": "mean implicit reward of a bad response",
+    "chosen_reward": "mean implicit reward (beta * log-ratio) of good responses",
+    "rejected_reward": "mean implicit reward of bad responses",
     "reward_margin": "chosen_reward - rejected_reward",
     "desirable_share": "share of good responses",
 }
@@ -141,10 +142,10 @@ def _scores(config: ReferenceConfig, present: frozenset[str]) -> frozenset[Score
     streams=lambda config, present: config.loss_type == "apo_zero_unpaired",
 )
 def kto(batch: Batch, scores: Scores, config: KTOConfig) -> LossOutput:
-    """Raises good responses above the reference and lowers bad ones, relative to how far the policy has moved at all.
+    """Raises good responses above the reference and lowers bad ones, relative to the overall distance z from it.
 
-    That distance z is estimated on ``kl_input_ids``, each row's prompt with another row's response; without them it
-    is 0. It is that of the whole batch.
+    z is estimated on ``kl_input_ids``, each row's prompt with another row's response; without them it
+    is 0. It is computed over the whole batch.
     """
     responses = read_responses(batch, scores)
     z: Figure = 0.0
@@ -169,7 +170,9 @@ def kto(batch: Batch, scores: Scores, config: KTOConfig) -> LossOutput:
         PROMPT_LENGTHS,
         LOSS_MASK,
         REFERENCE,
-        row_field("weights", ("[rows]",), "Weight of each row, say the density ratio of bad responses; 1 by default."),
+        row_field(
+            "weights", ("[rows]",), "Weight of each row, for example the density ratio of bad responses; 1 by default."
+        ),
     ),
     scores=_scores,
     metrics=METRICS | {"delta": "the reward shift that was used"},

@@ -84,7 +84,7 @@ def test_an_installed_package_offers_its_losses(file: Path, monkeypatch: pytest.
 
 def test_a_name_is_taken_once(file: Path) -> None:
     load_loss_file(file)
-    with pytest.raises(ValueError, match=r"'unlikelihood' is registered already, by gradwire_user_losses_my_losses"):
+    with pytest.raises(ValueError, match=r"'unlikelihood' is already registered by gradwire_user_losses_my_losses"):
         load_loss_file(file)
 
 

@@ -114,7 +114,7 @@ ROWS = {"input_ids": [[1, 2, 3], [4, 5]]}
         ("process_reward", ROWS | {"step_labels": [[-100, 1, 0], [-100, 2]]}, {}, "step_labels", 1,
          "0 <= label <= 1, or -100"),
         ("process_reward", ROWS | {"step_labels": [[1, 0], [-100, 1]]}, {}, "step_labels", 0,
-         "one entry a token of input_ids"),
+         "one entry per token of input_ids"),
         ("sequence_classification", ROWS | {"label": [0, 4]}, {}, "label", 1, "0 <= class < 4"),
         ("token_classification", ROWS | {"token_labels": [[0, 1, -100], [9, 1]]}, {}, "token_labels", 1,
          "0 <= class < 4"),

@@ -1,11 +1,10 @@
-"""The table of what gradwire must show on a CPU: ``python -m benchmarks``, or ``make bench``.
+"""The table of benchmarks with targets on a CPU: ``python -m benchmarks``, or ``make bench``.
 
     python -m benchmarks [--only ROW …] [--repeats 5] [--smoke] [--json FILE] [--write-docs]
 
-Each row is a module that also runs alone, in a process of its own here: a row that fails or takes too long leaves the
-others alone. Figures go to a JSON file with the machine's description; ``--write-docs`` puts the table into
-``docs/performance.md``.
-"""
+Each row is a module that also runs alone, in its own process here, so that a row that fails or takes too long does not
+affect the others. Figures go to a JSON file with the machine's description; ``--write-docs`` puts the table into
+``docs/performance.md``."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ LIMIT_S = 900.0
 
 
 def run(row: str, repeats: int, smoke: bool) -> list[Figure] | str:
-    """One row's figures, or why there are none."""
-    # Threads that spin while others compute would be measured as slowness of whoever's turn it is.
+    """Run one row; return its figures, or the reason why there are none."""
+    # Spinning threads would slow down the other side's turn.
     env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"} | os.environ
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"

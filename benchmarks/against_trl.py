@@ -30,13 +30,13 @@ TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin
 
 @dataclass(frozen=True)
 class Rival:
-    """One of TRL's trainers, and what we must be to it.
+    """One of TRL's trainers, and the target relative to it.
 
     Attributes:
-        kind: of training.
-        name: in the table.
-        target: None for one that is told and not judged.
-        arguments: of its config, beside those that all have.
+        kind: Kind of training.
+        name: Name in the table.
+        target: None if it is only reported.
+        arguments: Arguments of its config, in addition to the common ones.
     """
 
     kind: str

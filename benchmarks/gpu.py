@@ -3,15 +3,14 @@
     python -m benchmarks.gpu [--only 0.6B:lora …] [--minutes 9.5] [--results out/gpu.json] [--fresh] [--smoke]
 
 Qwen3-shaped models of 0.6 B and 1.7 B parameters with random weights, rows of 128 to 4,096 tokens, LoRA and full
-fine-tuning. First the rate of a bfloat16 matrix product is measured on the same device: utilisation is the
-arithmetic that the rows need over what that rate would do in the same time. Each case is a process of its own; its
-result is written at once, and a case with a result is not run again, so that a run that was cut off goes on where it
-was. Nothing is read from the network.
+fine-tuning. First the rate of a bfloat16 matrix product is measured on the same device: utilisation is the arithmetic
+that the rows need over what that rate would do in the same time. Each case is a process of its own; its result is
+written at once, and a case with a result is not run again, so that an interrupted run can be continued. Nothing is read
+from the network.
 
-Theirs are given the most rows at a time that fit into memory, accumulating gradients; TRL and Liger where they import
-(or in the environment whose Python GRADWIRE_TRL_PYTHON names).
-Without a GPU only ``--smoke`` runs: everything on the CPU at tiny shapes.
-"""
+The other trainers get the largest number of rows that fits into memory, with gradient accumulation; TRL and Liger where
+they import (or in the environment whose Python GRADWIRE_TRL_PYTHON names). Without a GPU only ``--smoke`` runs:
+everything on the CPU at tiny shapes."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def in_child(case: Case, models: Path, *, smoke: bool) -> dict[str, Any]:
 
 
 def missing(case: Case) -> str:
-    """The package that a case needs and that is not here; empty where it can run."""
+    """Return the missing package that a case needs; empty if it can run."""
     if "GRADWIRE_TRL_PYTHON" in os.environ and case.side.startswith("trl"):
         return ""  # it is to be found there
     return next((name for name in SIDES[case.side] if importlib.util.find_spec(name) is None), "")

@@ -1,4 +1,4 @@
-"""How a step's time grows as there are 1, 4 and 16 times the rows, the tokens of a row, or the runs.
+"""Growth of a step's time with 1, 4 and 16 times the rows, the tokens per row, or the runs.
 
 A straight line is fitted to the three medians, by least squares of the relative error; the figure is the largest
 distance of a median from it, in per cent. Attention is quadratic in a row's tokens: what it adds is in the figure.

@@ -1,8 +1,7 @@
 """The service against the same engine driven by a plain Python loop in one process, on the same rows in turns.
 
-Remote is the SDK over gRPC on loopback with the journal on, pipelined; what separates the two is everything that
-putting the loop elsewhere costs.
-"""
+Remote is the SDK over gRPC on loopback with the journal on, pipelined; the difference is the total cost of moving the
+loop to another process."""
 
 from __future__ import annotations
 

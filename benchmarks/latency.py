@@ -1,4 +1,4 @@
-"""What distance costs: a training loop over loopback and over a link with added latency, pipelined and awaited.
+"""The cost of network latency: a training loop over loopback and over a link with added latency, pipelined and awaited.
 
     python benchmarks/latency.py [--added-ms 50] [--steps 100] [--repeats 5]
 

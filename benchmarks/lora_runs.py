@@ -1,4 +1,5 @@
-"""Eight LoRA runs of one base model at once: their tokens a second against one's, and what the eighth adds to memory.
+"""Eight concurrent LoRA runs of one base model: their tokens per second relative to one run, and the eighth run's
+memory.
 
 Each client has a connection of its own and sends its operations pipelined. Memory is what is resident in the engine's
 process, before the eighth run is created and after it has trained as the others have, in a server whose allocator gives
@@ -33,7 +34,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 async def connect_all(
     stack: AsyncExitStack, model: Path, size: Size, warm: list[dict[str, Any]]
 ) -> tuple[list[gradwire.TrainingClient], list[float]]:
-    """A run a client, each of which has trained on ``warm``; and what is resident in the engine after each of them."""
+    """Open one client per run, each trained on ``warm``; return the engine's resident memory after each."""
     service = await stack.enter_async_context(gradwire.connect(models=[f"m={model}"]))
     engine = engine_process()
     runs: list[gradwire.TrainingClient] = []

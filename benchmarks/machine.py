@@ -1,4 +1,4 @@
-"""The machine, and the commit, that figures were measured on; and the memory of a server's engine."""
+"""The machine and the commit of a measurement, and the memory of a server's engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine_process() -> psutil.Process:
 
 
 def memory_bytes(process: psutil.Process, field: str) -> int:
-    """``VmRSS``, what is resident now, or ``VmHWM``, the most that ever was."""
+    """``VmRSS``, the current resident memory, or ``VmHWM``, its peak."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

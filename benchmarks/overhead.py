@@ -1,4 +1,4 @@
-"""What the way to the engine and back costs: over loopback, with the journal on, on a tiny model.
+"""The service's overhead per operation: over loopback, with the journal on, on a tiny model.
 
 ``awaited``: forward_backward and optim_step of one row of 32 tokens on a model of 0.1 M parameters, each awaited
 before the next: milliseconds a step that are not the engine's computing. ``pipelined``: 32 operations in flight with a
@@ -41,7 +41,7 @@ def free(batch, scores, config):
 
 
 async def awaited(run: gradwire.TrainingClient, batch: dict[str, Any], steps: int) -> float:
-    """Median milliseconds a step, less what the engine computed."""
+    """Median milliseconds per step, minus the engine's compute time."""
     overheads = []
     for _ in range(steps):
         began = time.perf_counter()

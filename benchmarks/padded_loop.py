@@ -1,4 +1,5 @@
-"""Full fine-tuning against the loop that people write: pad to the longest, model(labels=...), backward, clip, AdamW.
+"""Full fine-tuning compared with the common training loop: pad to the longest, model(labels=...), backward, clip,
+AdamW.
 
 Both train the same model on the same rows, in turns: ours through the SDK and a server on loopback, theirs in this
 process, with as many threads and the same fused AdamW. Their losses are compared step by step first.

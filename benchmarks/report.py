@@ -1,4 +1,4 @@
-"""What a benchmark gives back, and how each is run alone: ``python -m benchmarks.padded_loop --repeats 5``."""
+"""Results of a benchmark, and its command line: ``python -m benchmarks.padded_loop --repeats 5``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Figure:
     """One line of the table.
 
     Attributes:
-        name: what was measured.
-        value: the median, or the ratio of medians.
-        unit: of the value; ``"x"`` for a ratio.
-        target: what it must reach; None for a figure that is told and not judged.
-        at_least: whether more is better.
-        detail: a line on where the value comes from.
-        samples: the measurements behind it, by name.
+        name: What was measured.
+        value: The median, or the ratio of medians.
+        unit: Unit of the value; ``"x"`` for a ratio.
+        target: The value to reach; None for a figure that is only reported.
+        at_least: Whether higher is better.
+        detail: A line on the origin of the value.
+        samples: The underlying measurements by name.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Size:
-    """How much a benchmark does.
+    """The size of a benchmark.
 
     Attributes:
-        repeats: turns of each side; medians are over them.
-        smoke: the smallest run that goes through everything: its figures mean nothing.
-        only: of a row with several figures, those named; all where none is.
+        repeats: Turns of each side; medians are over them.
+        smoke: The smallest complete run: its figures are meaningless.
+        only: For a row with several figures, the ones to measure; empty: all.
     """
 
     repeats: int = 5
@@ -86,6 +86,6 @@ def line(figure: Figure) -> str:
 
 
 def show(value: float) -> str:
-    """A value with three figures, and no more digits than that after the point."""
+    """Format a value with three significant digits."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size else "0"

@@ -1,4 +1,4 @@
-"""Prompts that arrive over time and want unequal lengths: joining those under way, or waiting for them.
+"""Sampling of prompts that arrive over time with unequal lengths: continuous batching compared with waiting.
 
 Sampled from the base model through the service, each request on its own: submitted as it arrives, so that it joins the
 engine's batch between two tokens; or one after the other. Beside that transformers' ``generate`` on the same model in

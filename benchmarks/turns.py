@@ -11,7 +11,7 @@ import psutil
 
 
 def cpu_seconds() -> float:
-    """What this process and those that it started have computed so far, in seconds of one core."""
+    """CPU seconds used by this process and its children so far."""
     own = psutil.Process()
     total = 0.0
     for process in (own, *own.children(recursive=True)):
@@ -24,8 +24,8 @@ class Turns:
     """Rates of two sides, turn by turn.
 
     Attributes:
-        rates: name of the side -> how much it did a second, in each turn; more is better.
-        cpu_rates: the same a second of one core: what a machine that is busy with other things changes less.
+        rates: Name of the side -> rate per second in each turn; higher is better.
+        cpu_rates: The same per CPU second, which depends less on the load of the machine.
     """
 
     def __init__(self, ours: str, theirs: str) -> None:
@@ -35,7 +35,7 @@ class Turns:
 
     @contextmanager
     def turn(self, side: str, amount: float) -> Iterator[None]:
-        """What is done within is one turn of that side, and does that much."""
+        """One turn of a side; the block does this amount of work."""
         wall, cpu = time.perf_counter(), cpu_seconds()
         yield
         self.add(side, amount, time.perf_counter() - wall, cpu_seconds() - cpu)
@@ -45,16 +45,16 @@ class Turns:
         self.cpu_rates[side].append(amount / max(cpu, 1e-3))
 
     def drop_first(self) -> None:
-        """Forgets each side's first turn, in which it warmed up."""
+        """Drop each side's first turn, its warm-up."""
         for rates in (*self.rates.values(), *self.cpu_rates.values()):
             del rates[0]
 
     def ratio(self) -> float:
-        """The median over turns of our rate to theirs in the same turn."""
+        """The median over turns of our rate divided by theirs in the same turn."""
         return self._ratio(self.rates)
 
     def said(self, unit: str) -> str:
-        """Both sides' median rates, and the ratio of those a CPU second."""
+        """Format both sides' median rates, and the ratio per CPU second."""
         sides = ", ".join(f"{side} {statistics.median(rates):,.0f}" for side, rates in self.rates.items())
         return f"{sides} {unit}/s; {self._ratio(self.cpu_rates):.2f} x a CPU second"
 
@@ -64,10 +64,10 @@ class Turns:
 
 
 def check_losses(ours: Sequence[float], theirs: Sequence[float], *, rtol: float = 2e-3, atol: float = 1e-5) -> None:
-    """Checks that both sides computed the same.
+    """Check that both sides computed the same.
 
     Raises:
-        AssertionError: where their losses differ by more than rounding explains.
+        AssertionError: Their losses differ by more than rounding explains.
     """
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if abs(mine - other) > atol + rtol * abs(other):

@@ -1,8 +1,8 @@
-"""What is trained: a model of four layers and 256 units, and rows of 32 to 512 tokens.
+"""The workload: a model of four layers and 256 units, and rows of 32 to 512 tokens.
 
 Its vocabulary of 4,096 makes the output head a quarter of the arithmetic, as in a model of 0.6 B parameters with one
 of 150,000. Lengths are log-normal, clipped to the range, so that padding a batch of 16 to its longest row computes 2.1
-times the tokens that exist: what issue 5 says of such rows.
+times the real tokens.
 """
 
 from __future__ import annotations

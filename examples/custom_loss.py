@@ -1,4 +1,4 @@
-"""A loss of one's own, written here in torch: the server computes log-probabilities and pushes the gradient back.
+"""A custom loss, written on the client in torch: the server computes log-probabilities and backpropagates the gradient.
 
 This one is SimPO (Meng et al. 2024, arXiv 2405.14734): a preference between mean log-probabilities, with a margin and
 no reference model. Rows 0, 2, 4, … are preferred to rows 1, 3, 5, …: a custom loss sees all rows at once.

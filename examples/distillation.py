@@ -1,6 +1,6 @@
-"""Distillation: a student that starts from nothing learns its teacher's distributions, on the student's own texts.
+"""Distillation: an untrained student learns its teacher's distributions, on the student's own texts.
 
-The teacher is a run of its own that learned to add; the student names a checkpoint of it as ``reference_model``.
+The teacher is another run that learned to add; the student names its checkpoint as ``reference_model``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def main() -> None:
         student = await service.create_run(model.name, seed=args.seed + 1)
         kwargs = {"reference_model": checkpoint.path, "beta": 0.5}
         for step in range(args.steps):
-            # Half of the batches are the student's own: it learns what to do where its own mistakes lead.
+            # Half of the batches are the student's own samples, so that it learns to recover from its own mistakes.
             batch = await own_answers(student, 64) if rng.random() < 0.5 else await worked_sums(64)
             result = await student.forward_backward(batch, "gkd", kwargs)
             await student.optim_step(learning_rate=3e-3)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: prefer careful sums to careless ones, relative to the model one started from."""
+"""Direct preference optimisation: prefer careful sums to careless ones, relative to the initial model."""
 
 from __future__ import annotations
 

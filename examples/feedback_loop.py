@@ -1,11 +1,10 @@
-"""From ratings to a better policy, twice over: 200 simulated raters, a reward model, PPO, and rating what came out.
+"""Two rounds from ratings to a better policy: 200 simulated raters, a reward model, PPO, and ratings of the result.
 
 A small model first learns to answer like a careless clerk: that is set-up. Then the feedback service runs two rounds:
-raters, each with a bias and a noise of their own, rate the answers of the deployed versions; the ratings train a reward
-model and then the policy; the new version answers beside the old one, and the next ratings are of both. At the end
-every version answers questions that nothing was trained on, and the true score, which no rater saw, judges it. The exit
-code is 0 when it rose from version to version and the KL of each to the one before stayed bounded.
-"""
+raters, each with their own bias and noise, rate the answers of the deployed versions; the ratings train a reward model
+and then the policy; the new version is deployed beside the old one, and the next ratings cover both. At the end every
+version answers held-out questions and is judged by the true score, which no rater saw. The exit code is 0 if the true
+score rose from version to version and the KL of each to the previous one stayed bounded."""
 
 from __future__ import annotations
 
@@ -51,10 +50,10 @@ class Outcome:
     """A version on held-out questions.
 
     Attributes:
-        version: its name.
-        score: mean true score.
-        kl: to the version before, nats an answer; NaN for the first.
-        answers: to the first few questions.
+        version: Its name.
+        score: Mean true score.
+        kl: KL to the previous version in nats per answer; NaN for the first.
+        answers: Answers to the first few questions.
     """
 
     version: str
@@ -64,7 +63,7 @@ class Outcome:
 
 
 async def imitate(out: Path, steps: int, practice: Sequence[Question], seed: int) -> Path:
-    """Set-up: a small model that answers as the careless clerk does, as a Hugging Face folder."""
+    """Set-up: train a small model that answers like the careless clerk, and write it as a Hugging Face folder."""
     rng = random.Random(seed)
     texts = [question.prompt + clerk(question, rng) for question in practice]
     made = small_model(out / "untrained", texts=texts, vocab_size=360, num_layers=3, context_length=96, seed=seed)
@@ -89,7 +88,7 @@ async def imitate(out: Path, steps: int, practice: Sequence[Question], seed: int
 def rated(
     service: FeedbackService, crowd: Sequence[Rater], asked: Sequence[Question], rng: random.Random
 ) -> dict[str, list[float]]:
-    """Each rater rates the answers to a few questions, as the deployed versions give them; version -> true scores."""
+    """Let each rater rate a few answers of the deployed versions; version -> true scores."""
     users = [number % len(crowd) for number in range(len(asked))]
     with ThreadPoolExecutor(AT_ONCE) as threads:
         answers = list(
@@ -108,7 +107,7 @@ def rated(
 
 
 def trained(service: FeedbackService, steps: int) -> dict[str, Any]:
-    """A new version, on all ratings so far."""
+    """Train a new version on all ratings so far."""
     stages: list[str] = []
 
     def show(progress: dict[str, Any]) -> None:
@@ -129,11 +128,11 @@ def trained(service: FeedbackService, steps: int) -> dict[str, Any]:
 
 
 async def judged(versions: Sequence[tuple[str, Path]], held_out: Sequence[Question], seed: int) -> list[Outcome]:
-    """Every version's folder on the held-out questions, by a server that knows the folders alone."""
+    """Evaluate every version's folder on the held-out questions, on a server that has only these folders."""
     outcomes: list[Outcome] = []
     async with gradwire.connect(models=[f"{name}={folder}" for name, folder in versions]) as service:
         first = versions[0][0]
-        scorer = await service.create_run(first, lora=1)  # untrained: it is here to score with
+        scorer = await service.create_run(first, lora=1)  # untrained: it is only used for scoring
         prompts = await service.encode(first, [question.prompt for question in held_out])
         before = ""
         for name, _ in versions:
@@ -156,7 +155,7 @@ async def judged(versions: Sequence[tuple[str, Path]], held_out: Sequence[Questi
 
 
 def loop(args: argparse.Namespace, folder: Path) -> list[tuple[str, Path]]:
-    """The rounds; the versions that came out, with their folders."""
+    """Run the rounds; return the versions with their folders."""
     practice, _ = questions(args.seed, HELD_OUT)
     crowd, rng = raters(args.raters, args.seed), random.Random(args.seed)
     versions = [("start", folder)]

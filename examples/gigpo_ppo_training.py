@@ -1,8 +1,8 @@
 """GiGPO with PPO's objective on a task of many steps: find the key, carry it to the door, open it.
 
-A corridor, told in text. Each turn the policy reads where it is and writes one letter: l and r walk, g grabs the key,
-o opens the door with it. Only the open door counts as success; the reward function also tells single steps what they
-were worth. Episodes of one corridor pass through the same places, and GiGPO compares what they did there.
+A corridor, told in text. Each turn the policy reads its position and writes one letter: l and r walk, g grabs the key,
+o opens the door with it. Only the open door counts as success; the reward function also scores single steps. Episodes
+of one corridor pass through the same places, and GiGPO compares their actions there.
 
 Prints held-out success before, during and after, and writes the trajectories for `gradwire trajectories view`.
 """
@@ -39,7 +39,7 @@ MAX_STEPS = 14
 
 
 class Corridor(BaseEnvironment):
-    """Places 0 to 3. ``task.data``: where the policy starts (``at``), the key's and the door's place."""
+    """Places 0 to 3. ``task.data``: the policy's start (``at``), and the places of key and door."""
 
     blocking = False
     max_steps = MAX_STEPS
@@ -75,7 +75,7 @@ class Corridor(BaseEnvironment):
 
 @reward_function
 def opened(messages: list[dict[str, str]], steps: list[dict[str, Any]]) -> EvaluateResult:
-    """1 for an open door. Of the steps, opening it is worth 1 and grabbing the key 0.3."""
+    """Return 1 for an open door. Among the steps, opening it is worth 1 and grabbing the key 0.3."""
     seen = [step["observation"] for step in steps] + [messages[-1]["content"]]
     outputs = []
     for index, (before, after) in enumerate(itertools.pairwise(seen)):

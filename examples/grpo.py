@@ -1,4 +1,4 @@
-"""GRPO: several answers to each prompt, each judged against the others; no value head, no critic."""
+"""GRPO: several answers to each prompt, each compared with the others; no value head, no critic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from _support.tasks import sum_problem
 
 
 def reward(text: str) -> float:
-    """The share of even digits: something that a model with no skill yet can learn to please."""
+    """Return the share of even digits: a reward that an untrained model can learn."""
     return sum(character in "02468" for character in text) / max(1, len(text))
 
 

@@ -1,11 +1,11 @@
-"""HICRA beside plain GRPO and beside random grams, on problems of two levels: choose a plan, then carry it out.
+"""HICRA compared with plain GRPO and with random grams, on problems of two levels: choose a plan, then carry it out.
 
 `red 14 9` has to be answered by adding, `blue 14 9` by the larger number, and so on: a colour asks for a plan, and the
 plan for a calculation, as in `let us add both numbers, now it goes quickly: 14+9=23`. The model first imitates pupils
-who choose the right plan half of the time and miscalculate three times in ten; each plan is said in two ways, and eight
-phrases that mean nothing follow it. From there GRPO is told whether the last number was right, and nothing else.
-HICRA's grams are found in the start's own right answers; the random ones are clusters of the same grams, drawn until
-they mark as many tokens.
+who choose the right plan half of the time and miscalculate three times in ten; each plan has two wordings, followed by
+one of eight meaningless phrases. From there GRPO learns only from whether the last number was right. HICRA's grams are
+found in the initial policy's right answers; the random ones are clusters of the same grams, drawn until they mark as
+many tokens.
 
 Prints the grams and a table, writes the curves as `curves.svg` and each training's numbers as JSONL under --output.
 --write-docs puts table and curves into docs/hicra.md.
@@ -50,7 +50,7 @@ BEGIN, END = "<!-- results: begin (examples/hicra_language_model.py --write-docs
 
 @dataclass(frozen=True)
 class Plan:
-    """Two ways to say it, and how its calculation is written and comes out."""
+    """Two wordings of a plan, and the sign and result of its calculation."""
 
     said: tuple[str, str]
     sign: str
@@ -87,7 +87,7 @@ class Problem:
         return PLANS[COLOURS[self.colour]].result(self.a, self.b)
 
     def demonstration(self, rng: random.Random) -> str:
-        """As a pupil answers: half of the plans are right, and seven numbers in ten are what the plan gives."""
+        """A pupil's answer: half of the plans are right, and seven numbers in ten are correct for the plan."""
         plan = PLANS[COLOURS[self.colour]] if rng.random() < 1 / 3 else rng.choice(PLANS)
         number = plan.result(self.a, self.b)
         if rng.random() < 0.3:
@@ -109,7 +109,7 @@ def problems(seed: int, demonstrations: int) -> tuple[list[tuple[str, str]], lis
 async def imitate(
     service: gradwire.ServiceClient, model: str, demonstrations: Sequence[tuple[str, str]], seed: int
 ) -> str:
-    """A checkpoint of a run that has imitated the pupils."""
+    """Train a run to imitate the pupils; return its checkpoint."""
     run = await service.create_run(model, seed=seed)
     steps = len(demonstrations) // DEMONSTRATIONS
     for step in range(steps):
@@ -126,7 +126,8 @@ async def imitate(
 async def find_grams(
     service: gradwire.ServiceClient, start: str, tasks: Sequence[Task], seed: int
 ) -> tuple[StrategicGrams, StrategicGrams]:
-    """The strategic grams of the start's own right answers, and random ones that mark the same share of tokens."""
+    """Find the strategic grams of the initial policy's right answers, and random ones that mark the same share of
+    tokens."""
     inference = await RunInference.of(service, await service.fork_run(start, seed=seed))
     chosen = random.Random(seed).sample(list(tasks), 512)
     prompts = await inference.codec.encode([str(task.prompt) for task in chosen])

@@ -1,4 +1,4 @@
-"""Off-policy policy gradient: answers sampled once are used for many steps, each weighted by its importance."""
+"""Off-policy policy gradient: answers sampled once are used for many steps, with importance weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _support.tasks import sum_problem
 
 
 def reward(text: str) -> float:
-    """The share of even digits: something that a model with no skill yet can learn to please."""
+    """Return the share of even digits: a reward that an untrained model can learn."""
     return sum(character in "02468" for character in text) / max(1, len(text))
 
 

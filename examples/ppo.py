@@ -11,7 +11,7 @@ from _support.tasks import sum_problem
 
 
 def reward(text: str) -> float:
-    """The share of even digits: something that a model with no skill yet can learn to please."""
+    """Return the share of even digits: a reward that an untrained model can learn."""
     return sum(character in "02468" for character in text) / max(1, len(text))
 
 
@@ -28,7 +28,7 @@ async def main() -> None:
                 ids = [*prompt, *sample.token_ids.tolist()]
                 mask = [0] * len(prompt) + [1] * len(sample.token_ids)
                 rows.append({"input_ids": ids, "loss_mask": mask, "rewards": reward(sample.text or "")})
-            # One entry a token of the answer: what the policy and its value head said before the first step.
+            # One entry per answer token: log-probabilities and values before the first step.
             scored = [{"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]} for row in rows]
             before = await policy.forward(scored, outputs=("logprobs", "values"))
             for row, logprobs, values in zip(rows, before.outputs["logprobs"], before.outputs["values"]):

@@ -63,16 +63,16 @@ BEGIN, END = "<!-- results: begin (examples/rl_algorithms.py --write-docs) -->",
 
 @dataclass(frozen=True)
 class Setting:
-    """A task to compare on.
+    """A task of the comparison.
 
     Attributes:
-        demonstrations: prompts and what the pupils wrote after them.
-        train, held_out: tasks.
-        environment: the world.
-        config: settings that differ between the tasks.
-        characters: of the model's vocabulary.
-        ppo: settings of PPO alone.
-        iterations: of training.
+        demonstrations: Prompts and the pupils' answers.
+        train, held_out: Tasks.
+        environment: The environment.
+        config: Settings that differ between the tasks.
+        characters: The model's vocabulary.
+        ppo: Settings of PPO only.
+        iterations: Number of training iterations.
     """
 
     demonstrations: Sequence[tuple[str, str]]
@@ -94,7 +94,7 @@ def sums(seed: int) -> Setting:
 
 
 class Boxes(BaseEnvironment):
-    """``c?`` asks what is in box c. A box's letter looks into it, whatever else is written is the answer."""
+    """``c?`` asks what is in box c. A box's letter looks into it; anything else is the answer."""
 
     blocking = False
     max_steps = 4
@@ -134,9 +134,9 @@ def boxes(seed: int) -> Setting:
 
 
 class Guess(BaseEnvironment):
-    """A number from 0 to 6 that the policy never sees. After a wrong guess the world says ``>`` (higher) or ``<``.
+    """A number from 0 to 6 that the policy never sees. After a wrong guess the hint is ``>`` (higher) or ``<``.
 
-    Three turns are the task's own limit: whoever has not found the number by then has lost.
+    Three turns are the task's own limit: an episode without the right number by then has failed.
     """
 
     blocking = False
@@ -156,7 +156,7 @@ class Guess(BaseEnvironment):
 
 
 def guess(seed: int) -> Setting:
-    """Nothing of a task can be memorised, since all prompts are equal: the held-out numbers are the same seven."""
+    """All prompts are equal, so no task can be memorised: the held-out numbers are the same seven."""
     rng = random.Random(seed)
     tasks = [Task("?", str(secret), task_id=str(secret)) for secret in range(7)]
     demonstrations = []
@@ -171,7 +171,7 @@ SETTINGS = {"sums": sums, "boxes": boxes, "guess": guess}
 
 
 async def imitate(service: gradwire.ServiceClient, model: str, setting: Setting, seed: int) -> str:
-    """A checkpoint of a run that has imitated the pupils."""
+    """Train a run to imitate the pupils; return its checkpoint."""
     run = await service.create_run(model, seed=seed)
     steps = len(setting.demonstrations) // DEMONSTRATIONS
     for step in range(steps):
@@ -226,7 +226,7 @@ async def compare(args: argparse.Namespace) -> list[Training]:
 
 
 def write_docs(trainings: Sequence[Training], tasks: Sequence[str]) -> None:
-    """Puts the lines of these tasks into the page's table, others stay, and draws a picture of each task."""
+    """Replace the rows of these tasks in the page's table, and draw a picture of each task."""
     for task in tasks:
         draw([each for each in trainings if each.task == task], DOCS / f"rl_curves_{task}.svg")
     before, begin, rest = (DOCS / "rl_results.md").read_text().partition(BEGIN)

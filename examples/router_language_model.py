@@ -57,7 +57,7 @@ def domain_of(request: Floats) -> str:
 
 
 def as_text(request: Floats) -> str:
-    """A request's features in tenths."""
+    """Format a request's features in tenths."""
     named = dict(zip(WORLD.features.names, request))
     tenths = {name: min(9, int(10 * value)) for name, value in named.items()}
     parts = [f"{name} {tenths[name]}" for name in ("length", "difficulty", "urgency", "budget")]
@@ -66,16 +66,16 @@ def as_text(request: Floats) -> str:
 
 
 def mode_in(answer: str) -> int | None:
-    """The number of the mode that an answer names."""
+    """Return the number of the mode that an answer names."""
     return MODE_OF.get(answer.strip())
 
 
 class Requests:
-    """Requests with the luck that decides what comes of them: the same for every answer to one request.
+    """Requests with fixed random outcomes: the same for every answer to one request.
 
     Attributes:
         x: ``[requests, features]``.
-        rewards: ``[requests, modes]``, what each mode earns.
+        rewards: ``[requests, modes]``, reward of each mode.
         successes: ``[requests, modes]`` bool.
     """
 
@@ -101,7 +101,7 @@ def earned(response: str, ground_truth: dict[str, float]) -> float:
 
 
 async def imitate(service: gradwire.ServiceClient, model: str, steps: int, seed: int) -> str:
-    """A checkpoint of a run that has imitated the person."""
+    """Train a run to imitate the person; return its checkpoint."""
     run, rng = await service.create_run(model, seed=seed), np.random.default_rng(seed)
     for step in range(steps):
         requests = WORLD.draw(rng, DEMONSTRATIONS)
@@ -144,7 +144,7 @@ async def train(
 
 
 def linear_policy(requests: int | None, seed: int) -> LinearPolicy:
-    """Trained by PPO, on about so many requests; by default, as the settings' defaults say."""
+    """Train the linear policy by PPO on about this many requests; by default with the default settings."""
     on = {"rllm": {"enabled": True}, "trainer": {"enabled": True}}
     if requests is None:
         return RouterPPOAdapter(on).train(seed=seed).policy
@@ -185,7 +185,7 @@ async def main(args: argparse.Namespace) -> None:
                 run = await train(service, start, marks, requests, args)
                 trained[f"language model, {name}"] = await answers(service, run, held_out, 0.0)
 
-    seen = 8 * args.iterations * args.batch_size  # every answer to a request is an outcome that it learned from
+    seen = 8 * args.iterations * args.batch_size  # every answer to a request is one outcome
     print(f"\n{'router':34} {'reward':>7}   {' '.join(f'{mode[:5]:>5}' for mode in WORLD.modes)}")
     for name, texts in trained.items():
         print(row(name, [mode_in(text) for text in texts], table))

@@ -23,7 +23,7 @@ from gradwire.rlhf import RewardModelConfig, RLHFTrainer, TrainingConfig
 
 
 def scores(path: Path) -> list[dict[str, object]]:
-    """Each distinct answer with the share of its comparisons that it won."""
+    """Score each distinct answer by the share of its comparisons that it won."""
     won: dict[tuple[str, str], list[int]] = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -41,7 +41,7 @@ def demonstrations(path: Path) -> list[tuple[str, str]]:
 
 
 async def imitate(pairs: Sequence[tuple[str, str]], args: argparse.Namespace) -> Path:
-    """A small model that writes answers like the demonstrations, as a Hugging Face folder."""
+    """Train a small model on the demonstrations, and write it as a Hugging Face folder."""
     made = small_model(
         args.out / "untrained", texts=[text for pair in pairs for text in pair], vocab_size=1024,
         hidden_size=args.hidden_size, num_layers=3, context_length=512, seed=args.seed,

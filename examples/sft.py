@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: learn to add from worked sums; only the answers are learned, not the questions."""
+"""Supervised fine-tuning: learn to add from worked sums; only the answers are trained on, not the questions."""
 
 from __future__ import annotations
 

@@ -156,7 +156,8 @@ async def three_stages(
     centre, scale = float(np.mean(sft_rewards)), float(np.std(sft_rewards)) + 1e-6
 
     def shaped(rewards: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
-        """In units of the SFT policy's spread, and trusted only within it: beyond, a reward model can be fooled."""
+        """Reward in units of the SFT policy's spread, clipped to its range: beyond it, a reward model can be
+        exploited."""
         inside = np.clip((np.asarray(rewards) - centre) / scale, -1.0, 1.0)
         return np.where([each["input_ids"][-1] == end for each in rows], inside, -1.0)  # an answer has to end
 
@@ -221,14 +222,14 @@ async def three_stages(
     )
 
 
-# ---------------------------------------------------------------- what the stages share
+# ---------------------------------------------------------------- helpers of all stages
 
 
 async def train(
     report: Report, stage: str, run: gradwire.TrainingClient, data: Iterator[list[Row]], loss_fn: str, steps: int,
     learning_rate: float, shown: Sequence[str],
 ) -> None:  # fmt: skip
-    """Steps on batch after batch, a few of them on their way at any time."""
+    """Train on batch after batch, with a few steps in flight at any time."""
     waiting: deque[tuple[gradwire.Future[gradwire.LossResult], gradwire.Future[gradwire.OptimStepResult]]] = deque()
     with report.progress(stage, steps) as show:
 
@@ -253,7 +254,7 @@ def schedule(peak: float, steps: int, warmup: int = 20) -> list[float]:
 
 
 def batches(items: Sequence[Any], size: int, rng: random.Random) -> Iterator[list[Any]]:
-    """Batches without end, shuffled anew in each epoch."""
+    """Yield batches without end, shuffled anew in each epoch."""
     size = min(size, len(items))
     while True:
         shuffled = rng.sample(list(items), len(items))
@@ -262,7 +263,7 @@ def batches(items: Sequence[Any], size: int, rng: random.Random) -> Iterator[lis
 
 
 def row(prompt: list[int], answer: Sequence[int]) -> Row:
-    """A row of which only the answer is learned."""
+    """Build a row in which only the answer is trained on."""
     return {"input_ids": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * len(answer)}
 
 
@@ -273,7 +274,7 @@ def rollout_rows(prompts: Sequence[list[int]], answers: Sequence[Sequence[gradwi
 async def sample(
     run: gradwire.TrainingClient, prompts: Sequence[list[int]], settings: Settings, n: int = 1
 ) -> list[list[gradwire.Sample]]:
-    """``n`` answers to each prompt, as the policy gives them: temperature 1."""
+    """Sample ``n`` answers per prompt from the policy at temperature 1."""
     parts = [
         run.sample(prompts[start : start + 256], n=n, max_tokens=settings.max_tokens, temperature=1.0)
         for start in range(0, len(prompts), 256)
@@ -291,7 +292,7 @@ def said(problem: Problem, answer: gradwire.Sample) -> str:
 
 
 def compared(problems: Sequence[Problem], answers: Sequence[Sequence[gradwire.Sample]]) -> list[Preference]:
-    """Right answers paired with wrong ones to the same prompt; the worked answer where the policy gave no right one."""
+    """Pair right answers with wrong ones to the same prompt; uses the worked answer if the policy gave no right one."""
     pairs = []
     for problem, samples in zip(problems, answers):
         texts = [each.text or "" for each in samples]
@@ -302,7 +303,7 @@ def compared(problems: Sequence[Problem], answers: Sequence[Sequence[gradwire.Sa
 
 
 async def model_info(service: gradwire.ServiceClient, name: str | None) -> gradwire.ModelInfo:
-    """The model of this name; the first one that the server holds for None."""
+    """Return the model of this name; for None the server's first model."""
     models = {model.name: model for model in await service.list_models()}
     if name is not None and name not in models:
         raise SystemExit(f"the server has no model {name!r}; it has {', '.join(models)}")

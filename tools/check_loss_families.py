@@ -1,12 +1,11 @@
-"""Trains a small model with every loss through a real server, and prints what each one did.
+"""Train a small model with every loss through a real server, and print the effect of each.
 
     python tools/check_loss_families.py [LOSS ...]
 
-Tokens are good or bad. Texts of good tokens are what supervised losses see, good responses are preferred to bad ones,
-and a sampled response earns its share of good tokens. Each loss has a figure on held-out data that it is to move; the
-table, the first of ``docs/loss_checks.md``, gives it before and after, and the number of warnings that came with the
-results. The exit status is 1 if a figure did not move the way it should. What the losses cost:
-``tools/measure_losses.py``.
+Tokens are good or bad. Supervised losses see texts of good tokens, good responses are preferred to bad ones,
+and a sampled response's reward is its share of good tokens. Each loss has a held-out metric that it should change; the
+table, the first of ``docs/loss_checks.md``, gives it before and after, and the number of warnings in the
+results. The exit status is 1 if a metric did not change as expected. ``tools/measure_losses.py`` measures the cost.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Run = gradwire.TrainingClient
 
 
 class Data:
-    """Draws texts; each call gives new ones."""
+    """Draws texts; each call returns new ones."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -58,22 +57,22 @@ HELD_PROMPTS, HELD_TEXTS = HELD_OUT.prompts(32), HELD_OUT.texts(32)
 HELD_GOOD, HELD_BAD = HELD_OUT.pairs(32)
 
 
-# ------------------------------------------------------------------ figures on held-out data
+# ------------------------------------------------------------------ held-out metrics
 
 
 async def nll(run: Run) -> float:
-    """Of good texts, a token."""
+    """Negative log-likelihood of good texts per token."""
     return -float(np.concatenate(await run.compute_logprobs(HELD_TEXTS)).mean())
 
 
 async def margin(run: Run) -> float:
-    """By how many nats good responses are likelier than bad ones, a token."""
+    """Difference of the log-probabilities of good and bad responses per token, in nats."""
     good, bad = await run.compute_logprobs(HELD_GOOD), await run.compute_logprobs(HELD_BAD)
     return float(np.mean([a[-RESPONSE:].mean() - b[-RESPONSE:].mean() for a, b in zip(good, bad, strict=True)]))
 
 
 async def share(run: Run) -> float:
-    """Of good tokens in samples."""
+    """Share of good tokens in samples."""
     result = await run.sample(HELD_PROMPTS, n=4, max_tokens=RESPONSE, seed=7, ignore_eos=True)
     return float(np.mean([reward(sample.token_ids) for samples in result.samples for sample in samples]))
 
@@ -101,7 +100,7 @@ def reward(tokens: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses to prompts, four each, from the run as it is."""
+    """Four responses per prompt, from the run's current policy."""
 
     prompts: Rows
     responses: list[Rows]
@@ -132,7 +131,7 @@ class Samples:
         }
 
     def steps(self) -> dict[str, Any]:
-        """Each response as two steps of three tokens, each taken in a state of its own group and place."""
+        """Split each response into two steps of three tokens, each in a state of its own group and position."""
         halves = [[[t // 3 for t in range(RESPONSE)] for _ in group] for group in self.responses]
         return self.groups() | {"step_ids": halves, "anchor_ids": halves}
 
@@ -147,7 +146,7 @@ class Samples:
         }
 
     def tinker(self) -> dict[str, Any]:
-        """In Tinker's convention: what follows each token, nothing shifted."""
+        """A batch in Tinker's convention: the targets are the next tokens, nothing is shifted."""
         rows, ahead = self.rows(centred=True), [0.0] * (PROMPT - 1)
         return {
             "input_ids": [row[:-1] for row in rows["input_ids"]],
@@ -180,7 +179,7 @@ def kto_batch(data: Data) -> dict[str, Any]:
 
 
 def ranked_batch(data: Data) -> dict[str, Any]:
-    """Responses of 6, 3 and 0 good tokens, in this order."""
+    """Responses with 6, 3 and 0 good tokens, in this order."""
     responses = [[data.tokens(GOOD, n) + data.tokens(BAD, RESPONSE - n) for n in (6, 3, 0)] for _ in range(ROWS)]
     return {"prompt_ids": data.prompts(), "response_ids": responses}
 
@@ -190,7 +189,7 @@ def mixed_rows(data: Data) -> Rows:
 
 
 def scored_batch(data: Data) -> dict[str, Any]:
-    """The score is the share of good tokens among the last four."""
+    """Sequences whose score is the share of good tokens among the last four."""
     rows = mixed_rows(data)
     return {"input_ids": rows, "scores": [reward(np.array(row[-4:])) for row in rows]}
 
@@ -201,7 +200,7 @@ def labelled_batch(data: Data) -> dict[str, Any]:
 
 
 def step_batch(data: Data) -> dict[str, Any]:
-    """A step is two tokens; it is right when its last one is good."""
+    """Steps of two tokens; a step is right if its last token is good."""
     rows = mixed_rows(data)
     labels = [[float(token in GOOD) if t % 2 else -100.0 for t, token in enumerate(row)] for row in rows]
     return {"input_ids": rows, "step_labels": labels}
@@ -227,7 +226,7 @@ def target_batch(data: Data) -> dict[str, Any]:
 
 
 def stored_teacher_batch(data: Data) -> dict[str, Any]:
-    """A teacher to whom ten good tokens are equally probable everywhere."""
+    """A stored teacher that gives ten good tokens equal probability everywhere."""
     rows = data.texts()
     ids = [[GOOD[:10].tolist() for _ in row] for row in rows]
     logprobs = [[[float(np.log(0.1))] * 10 for _ in row] for row in rows]
@@ -244,13 +243,13 @@ def valued_batch(data: Data) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Check:
-    """A loss, its batches, and the figure that it is to move.
+    """A loss, its batches, and the metric that it should change.
 
     Attributes:
-        make: a batch from data, or from samples of the run.
-        figure: on held-out data.
-        rises: whether more is better.
-        by: how far the figure is to move at least.
+        make: Builds a batch from data, or from samples of the run.
+        figure: The held-out metric.
+        rises: Whether higher is better.
+        by: Minimum change of the metric.
     """
 
     loss: str
@@ -297,7 +296,7 @@ def checks(teacher: str) -> list[Check]:
             preference("dpo", kind, loss_type=kind, **BASE, **({"label_smoothing": 0.1} if kind == "exo_pair" else {}))
             for kind in DPO_TYPES
         ),
-        # Its slope is the wrong way where policy and reference agree: it starts late.
+        # Its slope has the wrong sign where policy and reference agree: it starts late.
         preference("dpo", "discopop", by=0.1, loss_type="discopop", discopop_tau=0.5, **BASE),
         preference("dpo", "weighted", use_weighting=True, **BASE),
         preference("dpo", "forward_kl", f_divergence_type="forward_kl", **BASE),
@@ -342,7 +341,7 @@ def _without_rewards(samples: Samples) -> dict[str, Any]:
     return {name: rows for name, rows in samples.rows().items() if name != "rewards"}
 
 
-# ------------------------------------------------------------------ running them
+# ------------------------------------------------------------------ running the checks
 
 
 @dataclass(frozen=True)
@@ -378,7 +377,7 @@ async def train(service: gradwire.ServiceClient, check: Check) -> Outcome:
 
 
 async def bounded(service: gradwire.ServiceClient) -> tuple[float, float, float]:
-    """KL to the base after PPO for a reward, free and held by ``conservative_ppo``; and the bound that it is to keep.
+    """KL to the base after PPO for a reward, with and without ``conservative_ppo``; and the bound of the former.
 
     The penalty is soft and begins at four fifths of the bound.
     """
@@ -397,7 +396,7 @@ async def bounded(service: gradwire.ServiceClient) -> tuple[float, float, float]
 
 
 async def teacher(service: gradwire.ServiceClient) -> str:
-    """A checkpoint that has learned good texts."""
+    """Train a checkpoint on good texts."""
     run, data = await service.create_run("small", seed=5), Data(13)
     for _ in range(30):
         run.forward_backward(text_batch(data), "causal_lm")

@@ -1,4 +1,4 @@
-"""Writes the table of metrics into docs/operations.md: ``python tools/make_metrics_reference.py``."""
+"""Write the table of metrics into docs/operations.md: ``python tools/make_metrics_reference.py``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ BEGIN, END = "<!-- metrics: made by tools/make_metrics_reference.py -->", "<!-- 
 
 
 def table() -> str:
-    """The table in Markdown."""
-    rows = ["| metric | type | labels | what it is |", "| --- | --- | --- | --- |"]
+    """Return the table in Markdown."""
+    rows = ["| metric | type | labels | description |", "| --- | --- | --- | --- |"]
     for spec in CATALOGUE:
         labels = ", ".join(f"`{label}`" for label in spec.labels)
         rows.append(f"| `{spec.name}` | {spec.kind} | {labels} | {spec.help} |")

@@ -1,10 +1,10 @@
-"""Time and memory of one forward and backward of every loss beside ``causal_lm``, on as many tokens.
+"""Measure time and memory of one forward and backward of every loss relative to ``causal_lm`` on as many tokens.
 
     python tools/measure_losses.py [--tokens 8192] [--repeats 5] [LOSS ...]
 
-In one process, no server: a Llama of random weights, sequences of 128 tokens of which 96 are scored, the reference
-being the base with its log-probabilities given (their cost is a forward, and cached). Memory is what the process (or
-the GPU) held at most beyond what it held before; time is processor time without a GPU. The table is the second of
+In one process, without a server: a Llama with random weights, sequences of 128 tokens of which 96 are scored, and given
+reference log-probabilities (computing them costs a forward, and is cached). Memory is the peak of the process (or
+the GPU) above its start; time is processor time without a GPU. The table is the second of
 ``docs/loss_checks.md``.
 """
 
@@ -58,7 +58,7 @@ def model(path: Path, vocab_size: int, hidden_size: int, layers: int) -> Path:
 
 
 def columns(loss: LossSpec, sequences: int, vocab_size: int) -> dict[str, Column]:
-    """A valid batch of these many sequences, with every field that changes what is computed."""
+    """Build a valid batch of this many sequences, with every field that changes the computation."""
     two = loss.layout == "pairs" or loss.name == "kto"
     rows = sequences // (SAMPLES if loss.layout == "groups" else 2 if two else 1)
     wanted = {field.name for field in loss.fields if field.required}
@@ -106,7 +106,7 @@ def config_of(loss: LossSpec) -> LossConfig:
 
 
 class PeakMemory:
-    """Bytes that were held at most within, beyond those before."""
+    """Peak memory within the block above its start, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         if torch.cuda.is_available():
@@ -130,7 +130,7 @@ def _status(name: str) -> int:
 
 
 def seconds_of(step: Callable[[], object]) -> float:
-    """Of the GPU, or of processor time, which others on the machine do not lengthen."""
+    """Seconds of the GPU, or processor time, which is independent of other load on the machine."""
     if not torch.cuda.is_available():
         start = time.process_time()
         step()
@@ -143,7 +143,7 @@ def seconds_of(step: Callable[[], object]) -> float:
 
 
 def measure(step: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds, and the most bytes held."""
+    """Return the median seconds and the peak bytes."""
     step()
     with PeakMemory() as memory:
         step()

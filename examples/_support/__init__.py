@@ -1,1 +1,1 @@
-"""What the examples share: a small model, tasks with checkable answers, a report."""
+"""Helpers of the examples: a small model, tasks with checkable answers, a report."""

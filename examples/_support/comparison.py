@@ -1,4 +1,4 @@
-"""Trainings side by side: a table of held-out success with seeds, and the curves in one picture."""
+"""Compare trainings: a table of held-out success over seeds, and the curves in one picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Training:
-    """One training: who, on what, and how held-out success went from the first iteration to the last."""
+    """One training: algorithm, task, seed, and its held-out success from the first iteration to the last."""
 
     algorithm: str
     task: str
@@ -33,7 +33,7 @@ class Training:
 
 
 def table(trainings: Sequence[Training]) -> str:
-    """Markdown: a line for each algorithm and task, and in it before → after of each seed and their mean."""
+    """Build a Markdown table: one row per algorithm and task, with before → after of each seed and the mean."""
     seeds = sorted({each.seed for each in trainings})
     head = ["task", "algorithm", *(f"seed {seed}" for seed in seeds), "mean"]
     lines = [head, ["---"] * len(head)]
@@ -45,7 +45,7 @@ def table(trainings: Sequence[Training]) -> str:
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:
-    """One panel a task: the mean over seeds of each algorithm, and the seeds' own curves faintly behind it."""
+    """Draw one panel per task: each algorithm's mean over seeds, with the single seeds in the background."""
     import matplotlib
     from matplotlib.figure import Figure
 

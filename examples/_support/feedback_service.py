@@ -18,18 +18,18 @@ POLL_S = 1.0
 
 
 class FeedbackService:
-    """The API of one agent. Errors of the service end the program with what it said.
+    """The API of one agent. An error of the service ends the program with its message.
 
     Args:
         address: ``http://HOST:PORT``.
-        agent: its id.
+        agent: The agent's id.
     """
 
     def __init__(self, address: str, agent: str) -> None:
         self._address, self._agent = address, agent
 
     def generate(self, prompt: str, user: str, max_new_tokens: int) -> dict[str, Any]:
-        """``version``, ``response`` and ``runId`` of an answer of the deployed version that this user sees."""
+        """Return ``version``, ``response`` and ``runId`` of an answer of the version deployed for this user."""
         body = {"prompt": prompt, "userId": user, "maxNewTokens": max_new_tokens}
         return self._call("POST", f"{self._agent}/generate", body)
 
@@ -37,7 +37,7 @@ class FeedbackService:
         self._call("POST", f"feedback/{self._agent}", ratings)
 
     def train(self, settings: Mapping[str, Any], show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """The version that a training made; ``show`` gets its progress each second."""
+        """Train and return the new version; ``show`` receives the progress each second."""
         job = self._call("POST", f"train_policy/{self._agent}", settings, {"Prefer": "respond-async"})
         while job["status"] in ("queued", "running"):
             time.sleep(POLL_S)
@@ -71,7 +71,7 @@ class FeedbackService:
 
 @contextmanager
 def feedback_service(base_model: Path, folder: Path, agent: str) -> Iterator[FeedbackService]:
-    """A service of its own, with the gradwire server that it starts; both end with the block."""
+    """Start a service and its gradwire server; both stop with the block."""
     command = [sys.executable, "-m", "gradwire_feedback.cli", "serve", "--address", "127.0.0.1:0"]
     command += ["--base-model", f"start={base_model}", "--models-dir", str(folder / "models")]
     command += ["--database", f"sqlite:///{folder / 'feedback.db'}"]

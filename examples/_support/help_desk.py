@@ -1,4 +1,4 @@
-"""A shop's help desk, simulated: what customers write, how a careless clerk answers, and what raters make of it."""
+"""A simulated help desk of a shop: customers' messages, a careless clerk's answers, and raters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Question:
 
 
 def questions(seed: int, held_out: int) -> tuple[list[Question], list[Question]]:
-    """All questions in a random order: those to work with, and those held out, which nothing is trained on."""
+    """Return all questions in random order, split into working questions and held-out questions."""
     every = [
         Question(person, topic, item, text.format(item=item))
         for person in PEOPLE
@@ -57,7 +57,7 @@ def questions(seed: int, held_out: int) -> tuple[list[Question], list[Question]]
 
 
 def clerk(question: Question, rng: random.Random) -> str:
-    """What the careless clerk writes, whom the first policy imitates: often rude, or beside the point."""
+    """Write a careless clerk's answer, which the first policy imitates: often rude or irrelevant."""
     opening = rng.choices((GREETING, "", RUDE), (3, 4, 3))[0]
     topic = question.topic if rng.random() < 0.45 else rng.choice(list(ANSWERS))
     body = VAGUE if rng.random() < 0.25 else ANSWERS[topic]
@@ -66,7 +66,7 @@ def clerk(question: Question, rng: random.Random) -> str:
 
 
 def true_score(question: Question, answer: str) -> float:
-    """How good an answer is, from 0 to 1: to the point 0.6, greeting 0.2 (0 if rude, else 0.1), offer of help 0.2."""
+    """Score an answer from 0 to 1: relevant 0.6, greeting 0.2 (0 if rude, else 0.1), offer of help 0.2."""
     text = re.sub(r"\s+", " ", answer).strip()
     score = 0.1
     if text.startswith(GREETING):
@@ -82,18 +82,18 @@ def true_score(question: Question, answer: str) -> float:
 
 @dataclass(frozen=True)
 class Rater:
-    """A person who rates: the true score, moved by a taste of their own and by the mood of the moment."""
+    """A rater: the true score plus a personal bias and noise."""
 
     bias: float
     noise: float
 
     def rate(self, question: Question, answer: str, rng: random.Random) -> float:
-        """A rating from 0 to 1, in steps of 0.05 as on a slider."""
+        """Rate an answer from 0 to 1, in steps of 0.05 as on a slider."""
         felt = true_score(question, answer) + self.bias + rng.gauss(0, self.noise)
         return round(min(1.0, max(0.0, felt)) * 20) / 20
 
 
 def raters(count: int, seed: int) -> Sequence[Rater]:
-    """Raters with biases of standard deviation 0.1 and noise between 0.05 and 0.25."""
+    """Create raters with biases of standard deviation 0.1 and noise between 0.05 and 0.25."""
     rng = random.Random(seed)
     return [Rater(rng.gauss(0, 0.1), rng.uniform(0.05, 0.25)) for _ in range(count)]

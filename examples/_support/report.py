@@ -1,4 +1,4 @@
-"""Progress bars with live metrics, a table of held-out figures, and a report with plots in one HTML file."""
+"""Progress bars with live metrics, a table of held-out metrics, and a report with plots in one HTML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ img{max-width:100%}pre{background:#f6f6f6;padding:.6rem;overflow-x:auto}"""
 
 @dataclass(frozen=True)
 class Figure:
-    """A held-out figure before and after a stage. ``aim``: which way is better; none where it is only to be watched."""
+    """A held-out metric before and after a stage. ``aim``: the better direction; none if it is only observed."""
 
     stage: str
     name: str
@@ -38,7 +38,7 @@ class Figure:
 
     @property
     def improved(self) -> bool:
-        """Whether it moved the way it should; a figure without an aim always did."""
+        """Whether it changed in the right direction; always true for a metric without an aim."""
         return not self.aim or (self.after > self.before if self.aim == "up" else self.after < self.before)
 
     @property
@@ -48,11 +48,11 @@ class Figure:
 
 @dataclass
 class Report:
-    """Collects curves and figures of a run as it goes.
+    """Collects curves and metrics during a run.
 
     Attributes:
-        folder: where ``report.html`` and ``curves.jsonl`` go.
-        title: of the report.
+        folder: Folder of ``report.html`` and ``curves.jsonl``.
+        title: Title of the report.
     """
 
     folder: Path
@@ -65,9 +65,9 @@ class Report:
 
     @contextmanager
     def progress(self, stage: str, steps: int) -> Iterator[Callable[[Mapping[str, float]], None]]:
-        """A progress bar for a stage; what it yields takes the metrics of one step, draws them and keeps the curve.
+        """Progress bar of a stage; yields a function that takes the metrics of one step and draws and stores them.
 
-        Where the output is no terminal, ten lines a stage take the bar's place.
+        If the output is not a terminal, it prints ten lines per stage instead.
         """
         columns = (
             TextColumn("{task.description}", table_column=Column(min_width=12, no_wrap=True)),
@@ -98,7 +98,7 @@ class Report:
         self.figures.append(Figure(stage, name, before, after, aim))
 
     def note(self, heading: str, text: str) -> None:
-        """A piece of text for the report, such as samples."""
+        """Add text to the report, such as samples."""
         self.notes.append((heading, text))
 
     def table(self) -> Table:
@@ -114,7 +114,7 @@ class Report:
         return [figure for figure in self.figures if not figure.improved]
 
     def write(self) -> Path:
-        """Writes both files; returns the report's path."""
+        """Write both files; return the report's path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "curves.jsonl").open("w") as lines:
             for stage, curves in self.curves.items():

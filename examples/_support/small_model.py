@@ -1,4 +1,4 @@
-"""A small Llama and its tokenizer, made on the spot: nothing is downloaded, and a seed gives the same weights."""
+"""Create a small Llama and its tokenizer without downloads; a seed gives the same weights."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def small_model(
     initializer_range: float = 0.06,
     seed: int = 0,
 ) -> Path:
-    """Writes a random Llama and its tokenizer as a Hugging Face folder, and returns the folder.
+    """Write a random Llama and its tokenizer as a Hugging Face folder, and return the folder.
 
     Args:
-        path: the folder; made where it is missing.
-        characters: the vocabulary, one token a character, where no ``texts`` are given.
-        texts: train a byte-level BPE tokenizer of ``vocab_size`` tokens on these instead.
-        hidden_size: a multiple of ``num_heads``.
-        context_length: longest row, in tokens.
-        initializer_range: standard deviation of the first weights; narrow models learn faster from wider ones.
-        seed: of the weights.
+        path: The folder; created if missing.
+        characters: The vocabulary, one token per character, if no ``texts`` are given.
+        texts: Train a byte-level BPE tokenizer of ``vocab_size`` tokens on these instead.
+        hidden_size: A multiple of ``num_heads``.
+        context_length: Maximum row length in tokens.
+        initializer_range: Standard deviation of the initial weights; narrow models learn faster from larger ones.
+        seed: Seed of the weights.
 
     Special tokens: ``<pad>`` 0, ``<s>`` 1 (put before a text), ``</s>`` 2, ``<unk>`` 3.
     """

@@ -1,4 +1,4 @@
-"""The start of every short example: its arguments, a service, and a model that the service holds."""
+"""Common start of the short examples: arguments, a service, and a model of the service."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from _support.tasks import ARITHMETIC_CHARACTERS
 
 def arguments(description: str | None, steps: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").split("\n\n")[0])
-    parser.add_argument("--model", help="Hugging Face name or folder; none: a small one is made")
-    parser.add_argument("--address", help="HOST:PORT of a running server, --model being a name that it holds")
+    parser.add_argument("--model", help="Hugging Face name or folder; by default a small model is created")
+    parser.add_argument("--address", help="HOST:PORT of a running server; --model is then a name that it holds")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def model_folder(folder: Path, seed: int) -> Path:
-    """A small Llama that reads and writes sums."""
+    """Create a small Llama that can read and write sums."""
     return small_model(folder / "small", characters=ARITHMETIC_CHARACTERS, context_length=64, seed=seed)
 
 
 @asynccontextmanager
 async def open_service(args: argparse.Namespace) -> AsyncIterator[tuple[gradwire.ServiceClient, gradwire.ModelInfo]]:
-    """A service and a model of it: the running server's, or one's own with the model that was asked for."""
+    """Open a service with a model: the running server's, or an embedded one with the requested model."""
     with tempfile.TemporaryDirectory(prefix="gradwire-example-") as folder:
         own = () if args.address else (args.model or str(model_folder(Path(folder), args.seed)),)
         async with gradwire.connect(args.address, models=own) as service:

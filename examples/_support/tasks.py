@@ -1,4 +1,4 @@
-"""Tasks with answers that a program can check: arithmetic made here, or JSONL files."""
+"""Tasks with answers that a program can check: generated arithmetic, or JSONL files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 
 class Problem(NamedTuple):
-    """A prompt, a worked answer, and the number the answer ends in."""
+    """A prompt, a worked answer, and the number at the end of the answer."""
 
     prompt: str
     answer: str
@@ -30,14 +30,14 @@ T = TypeVar("T", Problem, Preference)
 
 @dataclass(frozen=True)
 class Task:
-    """What the three stages learn from, and what they are measured on.
+    """Training and evaluation data of the three stages.
 
     Attributes:
-        demonstrations: prompts and answers to imitate.
-        held_out_demonstrations: for the loss of imitation; seen by no stage.
-        prompts: what PPO practises on.
-        held_out: what accuracy and reward are measured on; seen by no stage.
-        preferences, held_out_preferences: empty where they are to be made from the policy's own right and wrong
+        demonstrations: Prompts and answers to imitate.
+        held_out_demonstrations: For the imitation loss; not seen in any stage.
+        prompts: Prompts for PPO.
+        held_out: For accuracy and reward; not seen in any stage.
+        preferences, held_out_preferences: Empty if they are to be made from the policy's own right and wrong
             answers.
     """
 
@@ -50,7 +50,7 @@ class Task:
 
 
 def last_number(text: str) -> str:
-    """The last number of an answer, after its last ``#`` if it has one; empty where there is none."""
+    """Return the last number of an answer, after its last ``#`` if it has one; empty if there is none."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rsplit("#", 1)[-1].replace(",", ""))
     return numbers[-1] if numbers else ""
 
@@ -84,7 +84,7 @@ def sum_problem(rng: random.Random, carelessness: float = 0.0) -> Problem:
 
 
 def arithmetic(seed: int, demonstrations: int, prompts: int = 8192, held_out: int = 256) -> Task:
-    """Sums, demonstrated by careless pupils who slip at three carries in ten."""
+    """Sums, demonstrated by careless pupils who make mistakes at three carries in ten."""
     rng = random.Random(seed)
     reserved = {problem.prompt: problem for problem in (sum_problem(rng) for _ in range(held_out))}
 
@@ -103,7 +103,7 @@ def arithmetic(seed: int, demonstrations: int, prompts: int = 8192, held_out: in
 
 
 def spoiled(answer: str, rng: random.Random) -> str:
-    """The answer with one to three characters changed, dropped, added or cut off: what no careful pupil writes."""
+    """Change, drop, add or cut off one to three characters of the answer: an obviously bad answer."""
     text = list(answer)
     for _ in range(rng.choice((1, 1, 2, 3))):
         at, kind = rng.randrange(len(text)), rng.random()
@@ -125,9 +125,8 @@ def from_files(sft_data: Path, preference_data: Path, prompt_data: Path, seed: i
     """A task from JSONL: ``question`` and ``answer`` (demonstrations, prompts); ``prompt``, ``chosen``, ``rejected``.
 
     One question in twenty of the demonstrations, one in eight of the preferences and one in four of the prompts are
-    held out, by question: pairs on one question never stand on both sides, and what is held out of the prompts is
-    learned from in no other file.
-    """
+    held out, by question: pairs on one question are never on both sides, and held-out prompts are removed from the
+    training data of the other files."""
     demonstrations = [_problem(row) for row in _rows(sft_data, ("question", "answer"))]
     problems = [_problem(row) for row in _rows(prompt_data, ("question", "answer"))]
     pairs = [
@@ -157,7 +156,7 @@ def _rows(path: Path, fields: tuple[str, ...]) -> list[dict[str, str]]:
 
 
 def _split(rows: list[T], one_in: int, seed: int, reserved: Set[str] = frozenset()) -> tuple[list[T], list[T]]:
-    """The rows to learn from, and those held out: one question in ``one_in``, and the ``reserved`` questions."""
+    """Split the rows into training and held-out rows: one question in ``one_in``, and the ``reserved`` questions."""
     questions = sorted({row.prompt for row in rows} - reserved)
     random.Random(seed).shuffle(questions)
     held_out = reserved | set(questions[: max(1, len(questions) // one_in)])

@@ -1,8 +1,8 @@
-"""Tensors on the wire: named columns of ragged rows to ``TensorSpec`` and little-endian bytes, and back.
+"""Tensors on the wire: convert named columns of ragged rows to ``TensorSpec`` and little-endian bytes, and back.
 
-The layout is written at ``TensorSpec`` in ``training.proto``. Encoding copies only what is not already contiguous
+``TensorSpec`` in ``training.proto`` defines the layout. Encoding copies only data that is not contiguous
 and little-endian; decoding copies nothing: the columns are read-only views of the payload. :func:`check` reads
-descriptions only, so that a payload of any size can be refused before a byte of it is kept.
+only descriptions, so that a payload of any size can be refused before it is received.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _MAX_NAME = 200
 
 
 class CodecError(ValueError):
-    """Columns, or a description of columns, that break the layout.
+    """Columns, or a description of columns, break the layout.
 
     Attributes:
-        field: the column's name; empty where the whole payload is to blame.
-        rule: the rule in short.
+        field: The column's name; empty if the whole payload is at fault.
+        rule: The rule in short form.
     """
 
     def __init__(self, message: str, *, field: str = "", rule: str = "") -> None:
@@ -59,11 +59,11 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """One named column: the values of all rows, one after the other, and the lengths that cut them.
+    """One named column: the values of all rows, one after the other, and the lengths that split them.
 
     Attributes:
         values: ``[total, *dense]``.
-        levels: lengths as uint32, outermost first; ``()`` for one value a row, one array for rows of values, two for
+        levels: Lengths as uint32, outermost first; ``()`` for one value per row, one array for rows of values, two for
             rows of rows.
     """
 
@@ -75,25 +75,25 @@ class Column:
         return len(self.levels[0]) if self.levels else len(self.values)
 
     def rows(self) -> list[Array]:
-        """Of a column with one level: each row's values, as views."""
+        """Return each row's values as views; for a column with one level."""
         if len(self.levels) != 1:
-            raise ValueError(f"rows() needs a column of one ragged level; this one has {len(self.levels)}")
+            raise ValueError(f"rows() needs a column with one ragged level; this one has {len(self.levels)}")
         ends = np.cumsum(self.levels[0], dtype=np.int64)
         return np.split(self.values, ends[:-1]) if len(ends) else []
 
     @staticmethod
     def from_rows(rows: Sequence[Array]) -> Column:
-        """A column with one level from each row's values."""
+        """Build a column with one level from each row's values."""
         if not rows:
             return Column(np.zeros(0, np.float32), (np.zeros(0, np.uint32),))
         return Column(np.concatenate(rows), (np.array([len(row) for row in rows], np.uint32),))
 
 
 def encode(columns: Mapping[str, Column]) -> tuple[list[pb.TensorSpec], list[memoryview]]:
-    """Descriptions, and the buffers whose concatenation is the payload. Buffers share the columns' memory.
+    """Return the descriptions, and the buffers whose concatenation is the payload. Buffers share the columns' memory.
 
     Raises:
-        CodecError: for a dtype the wire has not, or lengths that do not add up.
+        CodecError: The wire does not support the dtype, or lengths do not add up.
     """
     specs: list[pb.TensorSpec] = []
     buffers: list[memoryview] = []
@@ -118,15 +118,15 @@ def encode(columns: Mapping[str, Column]) -> tuple[list[pb.TensorSpec], list[mem
 
 
 def spec_bytes(spec: pb.TensorSpec) -> int:
-    """Bytes that a column takes in the payload: its lengths and its values."""
+    """Size of a column in the payload, in bytes: its lengths and its values."""
     return sum(spec.level_sizes) * _LENGTH.itemsize + math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
 
 
 def check(specs: Iterable[pb.TensorSpec], payload_bytes: int) -> None:
-    """Refuses descriptions that contradict themselves or the size of the payload. Allocates nothing.
+    """Refuse descriptions that contradict themselves or the size of the payload. Allocates nothing.
 
     Raises:
-        CodecError: naming the field and the rule.
+        CodecError: A rule is broken; names the field and the rule.
     """
     total, names = 0, set[str]()
     for spec in specs:
@@ -142,10 +142,10 @@ def check(specs: Iterable[pb.TensorSpec], payload_bytes: int) -> None:
 
 
 def decode(specs: Sequence[pb.TensorSpec], payload: bytes | bytearray | memoryview) -> dict[str, Column]:
-    """Columns by name, as read-only views of the payload.
+    """Return the columns by name, as read-only views of the payload.
 
     Raises:
-        CodecError: as :func:`check`, and for lengths that do not add up or a bool that is neither 0 nor 1.
+        CodecError: As for :func:`check`, and for lengths that do not add up or a bool that is neither 0 nor 1.
     """
     view = memoryview(payload).toreadonly()
     check(specs, view.nbytes)
@@ -166,7 +166,7 @@ def decode(specs: Sequence[pb.TensorSpec], payload: bytes | bytearray | memoryvi
 
 
 def digest(buffers: Iterable[bytes | bytearray | memoryview]) -> bytes:
-    """BLAKE2b-128 of the concatenation; empty when that is empty."""
+    """BLAKE2b-128 of the concatenation; empty for an empty payload."""
     state, empty = hashlib.blake2b(digest_size=16), True
     for buffer in buffers:
         if len(buffer):
@@ -198,7 +198,7 @@ def _check_spec(spec: pb.TensorSpec) -> None:
 
 
 def _check_sums(spec: pb.TensorSpec, levels: Sequence[Array]) -> None:
-    """That each level cuts exactly the one below it, and the last the values."""
+    """Check that the lengths of each level add up to the number of entries of the next, and the last to the values."""
     below = [*spec.level_sizes[1:], spec.shape[0]]
     for depth, (lengths, size) in enumerate(zip(levels, below, strict=False)):
         total = int(lengths.sum(dtype=np.uint64))

@@ -35,11 +35,11 @@ PLACES = {
     "DeleteCheckpoint": "write",
     "Download": "read",
 }
-"""What a call needs: any live key, or one that may read or write the run that it names."""
+"""The right that a call needs: any live key, or one that may read or write the run that it names."""
 
 
 def expected(rpc: str, key: str) -> str:
-    """What a call with this key, about a run of the owner's, comes to."""
+    """Expected result of a call with this key, about a run of the owner's."""
     if key in KEYS[:3]:
         return "unauthenticated"
     if PLACES[rpc] == "any":
@@ -50,7 +50,7 @@ def expected(rpc: str, key: str) -> str:
 
 
 def rpcs() -> list[str]:
-    """Of the service, as its descriptor has them."""
+    """The RPCs of the service, from its descriptor."""
     return [method.name for method in pb.DESCRIPTOR.services_by_name["TrainingService"].methods]
 
 
@@ -69,7 +69,7 @@ def limits() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The text with both tables as they are now."""
+    """Return the text with both tables updated."""
     for name, rows in (("access", table()), ("limits", limits())):
         begin, end = f"<!-- {name}: python tests/support/access.py -->", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)

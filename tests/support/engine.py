@@ -1,4 +1,4 @@
-"""An engine to drive in a test: in this process, or as the process that a server starts."""
+"""An engine for tests: in this process, or as the process that a server starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Result:
 
 
 class Driver:
-    """Requests, one after another. Operations of a run are numbered from 1, unless told otherwise."""
+    """Sends requests one after another. Operations of a run are numbered from 1, unless told otherwise."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
@@ -85,7 +85,7 @@ class Driver:
         return reply
 
     def op(self, run_id: str, columns: Columns | None = None, *, seq: int | None = None, **kind: Any) -> Result:
-        """Carries out one operation, whether it succeeds or not."""
+        """Run one operation, whether it succeeds or not."""
         seq = self.seqs[run_id] + 1 if seq is None else seq
         self.seqs[run_id] = seq
         specs, _ = codec.encode(columns or {})
@@ -97,13 +97,13 @@ class Driver:
         return Result(reply.result, codec.decode(list(reply.result.tensors), payload))
 
     def do(self, run_id: str, columns: Columns | None = None, **kind: Any) -> Result:
-        """Carries out one operation that must succeed."""
+        """Run one operation that must succeed."""
         result = self.op(run_id, columns, **kind)
         assert result.ok, result.proto.error
         return result
 
     def train(self, run_id: str, columns: Columns, learning_rate: float = 1e-2) -> tuple[float, float]:
-        """One step of causal_lm: its loss and gradient norm."""
+        """Take one step of causal_lm; return its loss and gradient norm."""
         loss = self.do(run_id, columns, forward_backward=pb.LossCall(loss_fn="causal_lm")).proto.loss.loss
         step = pb.OptimStep(learning_rate=learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)
         return loss, self.do(run_id, optim_step=step).proto.optim_step.grad_norm
@@ -139,7 +139,7 @@ class LocalEngine(Driver):
         return answer.reply, b"".join(answer.buffers)
 
     def _sampled(self, request: Request) -> Answer:
-        """As the loop does: a token at a time, until the answer is there."""
+        """Sample like the engine's loop: token by token, until the answer is complete."""
         self._samples.begin(request)
         while not (answers := self._samples.finished()):
             self._samples.step()

@@ -1,4 +1,4 @@
-"""Calls with an API key, and what becomes of them."""
+"""Calls with an API key, and their outcomes."""
 
 from __future__ import annotations
 

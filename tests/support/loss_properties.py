@@ -1,4 +1,4 @@
-"""What holds for every loss: each is a function of a case and a random generator, and asserts."""
+"""Properties of every loss: each is a function of a case and a random generator, and asserts."""
 
 from __future__ import annotations
 

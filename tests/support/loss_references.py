@@ -1,4 +1,4 @@
-"""The losses again, written out in float64 Python loops from their papers: what the real ones are held to."""
+"""The losses as float64 Python loops written from their papers: references for the real ones."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ class Received:
 
 @dataclass
 class Script:
-    """What the server does, and what it saw.
+    """Behaviour of the scripted server, and a record of the requests.
 
     Attributes:
-        answer: gives an operation's result; raises a pb.Error wrapped in :class:`Fails` to fail it.
+        answer: Returns an operation's result; raises a pb.Error wrapped in :class:`Fails` to fail it.
         break_submit: (number of operations received) -> whether to break the stream of operations now, unacknowledged.
         break_results: (number of results sent) -> whether to break the stream of results now.
         refuse: (operation) -> the error of its acknowledgement, if it is refused.
-        hold: cleared: nothing is answered.
+        hold: Cleared: nothing is answered.
     """
 
     answer: Callable[[Received], Answer] = lambda received: plain(received)

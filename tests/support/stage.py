@@ -125,8 +125,8 @@ class Stage:
         return self.finished() or self.applied(run_id) >= number
 
     def state_of(self, run_id: str) -> dict[str, Any]:
-        """Checksums of everything that the run is: weights, moments, accumulated gradients, moving average,
-        generators; and how many steps it took."""
+        """Checksums of the run's whole state (weights, moments, accumulated gradients, moving average, generators),
+        and its number of steps."""
         with gradwire.sync.connect(self.server.address, connect_timeout=PATIENCE_S) as service:
             run = service.get_training_client(run_id)
             run.save_checkpoint("final").result(PATIENCE_S)

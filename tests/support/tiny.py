@@ -9,8 +9,8 @@ from _support.small_model import small_model
 
 
 def tiny_model(path: Path, **settings: Any) -> Path:
-    """A Llama of some thirty thousand parameters as a Hugging Face folder; ``settings`` as for ``small_model``.
+    """Create a Llama of about thirty thousand parameters as a Hugging Face folder; ``settings`` as for ``small_model``.
 
-    With no settings: one token a character of printable ASCII (100 tokens), 2 layers of 32, rows up to 256 tokens.
+    Without settings: one token per character of printable ASCII (100 tokens), 2 layers of 32, rows up to 256 tokens.
     """
     return small_model(path, **({"hidden_size": 32, "num_layers": 2} | settings))

@@ -5,19 +5,19 @@ gradwire.v1: the contract between a training loop and the server that holds the 
 
 The life of a run, as a client sees it:
 
-  CreateRun                       -> a run: weights, optimizer state and a queue of its own
+  CreateRun                       -> a run with its own weights, optimizer state and queue
   OpenRun                         -> an epoch: the right to write; a later OpenRun(takeover) fences this one
   Submit (bidirectional stream)   -> operations, numbered from 1 without gaps; each is acknowledged once durable
   Results (server stream)         -> results in order of number, resumable from any number
-  AckResults                      -> results up to a number may be forgotten; only the current epoch may say so
+  AckResults                      -> results up to a number may be deleted; only the current epoch may call it
 
 Conventions
   * Every change of a run's state is an operation with a sequence number. So is every read that must see
     the weights in program order (forward, sample): a pipelined sample after optim_step sees that step.
   * (run, seq) is the idempotency key. The same number with the same content again returns the stored
-    outcome; with other content it is refused with ERROR_CODE_SEQ_REUSED.
+    outcome; other content is refused with ERROR_CODE_SEQ_REUSED.
   * A failed operation leaves the run as it was before it, has a durable result of status FAILED, and
-    aborts (ABORTED_PREDECESSOR) the operations behind it up to and including the next optim_step, unless
+    aborts (ABORTED_PREDECESSOR) the later operations up to and including the next optim_step, unless
     they were submitted with `failure_seen` at or past the failed number.
   * Tensors: description here, little-endian bytes in the payload; see TensorSpec.
   * Errors of an RPC: a gRPC status, with a serialized `Error` in the trailing metadata
@@ -77,7 +77,7 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     ERROR_CODE_UNSPECIFIED: _ErrorCode.ValueType  # 0
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 1
-    """a fault of the server; `request_id` finds it in its log"""
+    """a fault of the server; search its log for `request_id`"""
     ERROR_CODE_INVALID_ARGUMENT: _ErrorCode.ValueType  # 2
     """an argument is missing, of the wrong type or out of range"""
     ERROR_CODE_INVALID_BATCH: _ErrorCode.ValueType  # 3
@@ -85,42 +85,42 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_UNKNOWN_LOSS: _ErrorCode.ValueType  # 4
     ERROR_CODE_UNKNOWN_MODEL: _ErrorCode.ValueType  # 5
     ERROR_CODE_UNKNOWN_RUN: _ErrorCode.ValueType  # 6
-    """does not exist, or is another's: the two are not told apart"""
+    """does not exist or belongs to another key; not distinguished"""
     ERROR_CODE_UNKNOWN_CHECKPOINT: _ErrorCode.ValueType  # 7
     ERROR_CODE_UNKNOWN_OPERATION: _ErrorCode.ValueType  # 8
     ERROR_CODE_ALREADY_EXISTS: _ErrorCode.ValueType  # 9
     ERROR_CODE_SEQ_REUSED: _ErrorCode.ValueType  # 10
-    """this number was used for another operation"""
+    """this number was already used for another operation"""
     ERROR_CODE_SEQ_GAP: _ErrorCode.ValueType  # 11
     """too far ahead of the next expected number"""
     ERROR_CODE_STALE_EPOCH: _ErrorCode.ValueType  # 12
-    """another writer took the run over"""
+    """another writer took over the run"""
     ERROR_CODE_RUN_BUSY: _ErrorCode.ValueType  # 13
     """another writer holds the run; open it with takeover to fence it"""
     ERROR_CODE_ABORTED_PREDECESSOR: _ErrorCode.ValueType  # 14
     """an operation before this one failed: see cause_seq"""
     ERROR_CODE_CANCELLED: _ErrorCode.ValueType  # 15
     ERROR_CODE_ABANDONED: _ErrorCode.ValueType  # 16
-    """the client gave up its half of the operation"""
+    """the client withdrew its half of the operation"""
     ERROR_CODE_LIMIT_EXCEEDED: _ErrorCode.ValueType  # 17
-    """the message names the limit and the flag that moves it"""
+    """the message names the limit and the flag that changes it"""
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 18
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 19
     ERROR_CODE_NON_FINITE: _ErrorCode.ValueType  # 20
     """a loss or gradient was NaN or infinite; the weights are untouched"""
     ERROR_CODE_OUT_OF_MEMORY: _ErrorCode.ValueType  # 21
     ERROR_CODE_ENGINE_UNAVAILABLE: _ErrorCode.ValueType  # 22
-    """the engine died or is starting; safe to try again"""
+    """the engine died or is starting; safe to retry"""
     ERROR_CODE_QUARANTINED: _ErrorCode.ValueType  # 23
-    """this operation killed the engine twice"""
+    """this operation crashed the engine twice"""
     ERROR_CODE_STORAGE_FULL: _ErrorCode.ValueType  # 24
     ERROR_CODE_CHECKPOINT_CORRUPT: _ErrorCode.ValueType  # 25
     ERROR_CODE_PAYLOAD_CORRUPT: _ErrorCode.ValueType  # 26
     """the payload's digest does not match"""
     ERROR_CODE_RESULT_RELEASED: _ErrorCode.ValueType  # 27
-    """the result was acknowledged and is gone"""
+    """the result was acknowledged and has been deleted"""
     ERROR_CODE_REWOUND: _ErrorCode.ValueType  # 28
-    """the run went back to a checkpoint; later numbers are void"""
+    """the run was restored to a checkpoint; later operations are discarded"""
     ERROR_CODE_NOTHING_TO_STEP: _ErrorCode.ValueType  # 29
     """optim_step with no gradient accumulated"""
     ERROR_CODE_UNSUPPORTED: _ErrorCode.ValueType  # 30
@@ -135,7 +135,7 @@ class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 1
-"""a fault of the server; `request_id` finds it in its log"""
+"""a fault of the server; search its log for `request_id`"""
 ERROR_CODE_INVALID_ARGUMENT: ErrorCode.ValueType  # 2
 """an argument is missing, of the wrong type or out of range"""
 ERROR_CODE_INVALID_BATCH: ErrorCode.ValueType  # 3
@@ -143,42 +143,42 @@ ERROR_CODE_INVALID_BATCH: ErrorCode.ValueType  # 3
 ERROR_CODE_UNKNOWN_LOSS: ErrorCode.ValueType  # 4
 ERROR_CODE_UNKNOWN_MODEL: ErrorCode.ValueType  # 5
 ERROR_CODE_UNKNOWN_RUN: ErrorCode.ValueType  # 6
-"""does not exist, or is another's: the two are not told apart"""
+"""does not exist or belongs to another key; not distinguished"""
 ERROR_CODE_UNKNOWN_CHECKPOINT: ErrorCode.ValueType  # 7
 ERROR_CODE_UNKNOWN_OPERATION: ErrorCode.ValueType  # 8
 ERROR_CODE_ALREADY_EXISTS: ErrorCode.ValueType  # 9
 ERROR_CODE_SEQ_REUSED: ErrorCode.ValueType  # 10
-"""this number was used for another operation"""
+"""this number was already used for another operation"""
 ERROR_CODE_SEQ_GAP: ErrorCode.ValueType  # 11
 """too far ahead of the next expected number"""
 ERROR_CODE_STALE_EPOCH: ErrorCode.ValueType  # 12
-"""another writer took the run over"""
+"""another writer took over the run"""
 ERROR_CODE_RUN_BUSY: ErrorCode.ValueType  # 13
 """another writer holds the run; open it with takeover to fence it"""
 ERROR_CODE_ABORTED_PREDECESSOR: ErrorCode.ValueType  # 14
 """an operation before this one failed: see cause_seq"""
 ERROR_CODE_CANCELLED: ErrorCode.ValueType  # 15
 ERROR_CODE_ABANDONED: ErrorCode.ValueType  # 16
-"""the client gave up its half of the operation"""
+"""the client withdrew its half of the operation"""
 ERROR_CODE_LIMIT_EXCEEDED: ErrorCode.ValueType  # 17
-"""the message names the limit and the flag that moves it"""
+"""the message names the limit and the flag that changes it"""
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 18
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 19
 ERROR_CODE_NON_FINITE: ErrorCode.ValueType  # 20
 """a loss or gradient was NaN or infinite; the weights are untouched"""
 ERROR_CODE_OUT_OF_MEMORY: ErrorCode.ValueType  # 21
 ERROR_CODE_ENGINE_UNAVAILABLE: ErrorCode.ValueType  # 22
-"""the engine died or is starting; safe to try again"""
+"""the engine died or is starting; safe to retry"""
 ERROR_CODE_QUARANTINED: ErrorCode.ValueType  # 23
-"""this operation killed the engine twice"""
+"""this operation crashed the engine twice"""
 ERROR_CODE_STORAGE_FULL: ErrorCode.ValueType  # 24
 ERROR_CODE_CHECKPOINT_CORRUPT: ErrorCode.ValueType  # 25
 ERROR_CODE_PAYLOAD_CORRUPT: ErrorCode.ValueType  # 26
 """the payload's digest does not match"""
 ERROR_CODE_RESULT_RELEASED: ErrorCode.ValueType  # 27
-"""the result was acknowledged and is gone"""
+"""the result was acknowledged and has been deleted"""
 ERROR_CODE_REWOUND: ErrorCode.ValueType  # 28
-"""the run went back to a checkpoint; later numbers are void"""
+"""the run was restored to a checkpoint; later operations are discarded"""
 ERROR_CODE_NOTHING_TO_STEP: ErrorCode.ValueType  # 29
 """optim_step with no gradient accumulated"""
 ERROR_CODE_UNSUPPORTED: ErrorCode.ValueType  # 30
@@ -210,11 +210,11 @@ Global___Status: _TypeAlias = Status  # noqa: Y015
 class TensorSpec(_message.Message):
     """One named column of a batch or of a result.
 
-    Rows travel ragged: `values` of all rows one after the other, and the lengths that cut them. A column has
-    zero or more ragged levels: 0 is one value a row ([rows, *dense]), 1 is a row of values
+    Rows are ragged: the values of all rows one after the other, and the lengths that split them. A column has
+    zero or more ragged levels: 0 is one value per row ([rows, *dense]), 1 is a row of values
     ([rows, tokens, *dense]), 2 a row of rows ([rows, samples, tokens, *dense]).
 
-    In the payload a column is, with nothing between: for each level its lengths as uint32, outermost first
+    A column's payload is, without gaps: for each level its lengths as uint32, outermost first
     (level_sizes[i] of them, the sum of level i being level_sizes[i + 1], and of the last shape[0]); then the
     values, row-major. All little-endian. Columns follow each other in the order of their specs.
     """
@@ -229,11 +229,11 @@ class TensorSpec(_message.Message):
     dtype: Global___DType.ValueType
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """of the values: the total over all rows first, then dense dimensions"""
+        """shape of the values: the total over all rows, then dense dimensions"""
 
     @_builtins.property
     def level_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """how many lengths each ragged level has; the first is the number of rows"""
+        """number of lengths per ragged level; the first is the number of rows"""
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class Error(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     code: Global___ErrorCode.ValueType
     message: _builtins.str
-    """a sentence for a person: what was wrong, where, what to do"""
+    """for people: what was wrong, where, what to do"""
     field: _builtins.str
-    """the batch field or the argument, where there is one"""
+    """the batch field or the argument, if there is one"""
     row: _builtins.int
-    """the row of the batch as the caller gave it"""
+    """the row of the batch as the caller passed it"""
     rule: _builtins.str
     """the rule that was broken, e.g. "0 <= id < 32000" """
     cause_seq: _builtins.int
@@ -346,7 +346,7 @@ class ServerInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     protocol: _builtins.int
-    """raised when a client must be newer to speak with this server"""
+    """increased when older clients cannot use this server"""
     device: _builtins.str
     """"cpu", "cuda:0 (NVIDIA H200)" """
     engine_ready: _builtins.bool
@@ -381,7 +381,7 @@ Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):
-    """The engine as its last heartbeat had it."""
+    """The engine's state at its last heartbeat."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -401,10 +401,10 @@ class EngineStatus(_message.Message):
     memory_bytes: _builtins.int
     """of its process"""
     device_memory_used_bytes: _builtins.int
-    """by everyone on the device; 0 without one"""
+    """by all processes on the device; 0 without a device"""
     device_memory_total_bytes: _builtins.int
     device_utilization: _builtins.float
-    """0 to 1; absent where it cannot be told"""
+    """0 to 1; absent if unknown"""
     def __init__(
         self,
         *,
@@ -596,7 +596,7 @@ class LossInfo(_message.Message):
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___LossField]: ...
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """name -> what it is"""
+        """name -> description"""
 
     def __init__(
         self,
@@ -636,9 +636,9 @@ class LossField(_message.Message):
     required: _builtins.bool
     description: _builtins.str
     aligned_with: _builtins.str
-    """the ids field whose tokens this one's entries belong to"""
+    """the ids field to whose tokens the entries belong"""
     padding_mask: _builtins.str
-    """for an ids field: the mask field that says which entries are padding"""
+    """for an ids field: the mask field that marks padding"""
     @_builtins.property
     def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """accepted: "[rows, tokens]", "[rows]", ..."""
@@ -844,18 +844,18 @@ class RunConfig(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
-    """"", "value" (a scalar a token), "reward" (a scalar a sequence) or"""
+    """"", "value" (one scalar per token), "reward" (one per sequence) or"""
     seed: _builtins.int
-    """"classification" (num_labels logits a token or sequence)"""
+    """"classification" (num_labels logits per token or sequence)"""
     name: _builtins.str
-    """for people; need not be unique"""
+    """a label for people; need not be unique"""
     gradient_checkpointing: _builtins.bool
     num_labels: _builtins.int
     """of a classification head, at least 2; 0 for any other"""
     dropout: _builtins.float
-    """of the model's own places while it trains, and of the adapter; 0: none"""
+    """dropout of the model and the adapter during training; 0: none"""
     kind: _builtins.str
-    """"" or "rl": defaults of what it is trained by"""
+    """"" or "rl"; selects the default learning rate"""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -891,7 +891,7 @@ class CreateRunRequest(_message.Message):
     CONFIG_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     idempotency_key: _builtins.str
-    """the same key again returns the same run"""
+    """repeating the key returns the same run"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     def __init__(
@@ -929,17 +929,17 @@ class Run(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
-    """of the current writer; 0 before the first OpenRun"""
+    """epoch of the current writer; 0 before the first OpenRun"""
     accepted_seq: _builtins.int
     """operations up to here are durable"""
     applied_seq: _builtins.int
     """operations up to here have results"""
     released_seq: _builtins.int
-    """results up to here were acknowledged and forgotten"""
+    """results up to here were acknowledged and deleted"""
     step: _builtins.int
     """optimizer steps taken"""
     latest_checkpoint: _builtins.str
-    """path of the newest valid one; empty when there is none"""
+    """path of the newest valid checkpoint; empty if there is none"""
     created_at: _builtins.float
     """Unix time"""
     rewound_to_seq: _builtins.int
@@ -950,12 +950,12 @@ class Run(_message.Message):
     num_tokens: _builtins.int
     """tokens that went through the model since the server started"""
     owner: _builtins.str
-    """whose key made it; empty on a server without keys"""
+    """name of the key that created it; empty on a server without keys"""
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
     def readers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """who may read it, besides its owner"""
+        """names of the keys that may read it, besides the owner"""
 
     def __init__(
         self,
@@ -1093,7 +1093,7 @@ class ShareRunRequest(_message.Message):
     reader: _builtins.str
     """the name of a key"""
     revoke: _builtins.bool
-    """no longer"""
+    """revoke instead of share"""
     def __init__(
         self,
         *,
@@ -1193,7 +1193,7 @@ Global___HistoryPage: _TypeAlias = HistoryPage  # noqa: Y015
 
 @_typing.final
 class HistoryPoint(_message.Message):
-    """What one operation measured."""
+    """The metrics of one operation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1230,23 +1230,23 @@ class HistoryPoint(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """the run that carried it out"""
+    """the run that executed it"""
     seq: _builtins.int
     """its number there"""
     operation: _builtins.str
     """the name of its field in Operation.kind"""
     loss_fn: _builtins.str
     step: _builtins.int
-    """optimizer steps taken when it was done, its own included"""
+    """optimizer steps taken after it, including its own"""
     loss: _builtins.float
     learning_rate: _builtins.float
     grad_norm: _builtins.float
     tokens: _builtins.int
-    """that went through the model or were sampled"""
+    """tokens that went through the model or were sampled"""
     seconds: _builtins.float
-    """of the engine"""
+    """engine time"""
     time: _builtins.float
-    """Unix time at which its result was ready"""
+    """Unix time of its result"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -1297,7 +1297,7 @@ class OpenRunRequest(_message.Message):
     takeover: _builtins.bool
     """fence the current writer"""
     writer: _builtins.str
-    """who opens, for the other's error message, e.g. "ada@laptop:4242" """
+    """the caller, for other writers' error messages, e.g. "ada@laptop:4242" """
     def __init__(
         self,
         *,
@@ -1346,12 +1346,12 @@ class SubmitFrame(_message.Message):
     BATCHED_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
     batched: _builtins.bool
-    """acknowledgements may have more"""
+    """acknowledgements may use `more`"""
     @_builtins.property
     def header(self) -> Global___OperationHeader: ...
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitFrame]:
-        """the frames that follow, where they are small; none of them has more"""
+        """following small frames; their `more` is empty"""
 
     def __init__(
         self,
@@ -1389,9 +1389,9 @@ class OperationHeader(_message.Message):
     payload_digest: _builtins.bytes
     """BLAKE2b-128 of the payload; empty for an empty payload"""
     failure_seen: _builtins.int
-    """the newest failure of this run that the caller has been told of"""
+    """the newest failure of this run that was reported to the caller"""
     traceparent: _builtins.str
-    """W3C trace context of the caller's span; no part of the operation's content"""
+    """W3C trace context of the caller's span; not part of the content"""
     @_builtins.property
     def operation(self) -> Global___Operation: ...
     @_builtins.property
@@ -1429,7 +1429,7 @@ class SubmitAck(_message.Message):
     run_id: _builtins.str
     seq: _builtins.int
     duplicate: _builtins.bool
-    """it was accepted before; its result stands"""
+    """it was accepted before; its result is unchanged"""
     @_builtins.property
     def error(self) -> Global___Error:
         """Set when the operation was refused and its number not consumed (stale epoch, reuse, limits).
@@ -1438,7 +1438,7 @@ class SubmitAck(_message.Message):
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitAck]:
-        """those that follow; none of them has more"""
+        """following acknowledgements; their `more` is empty"""
 
     def __init__(
         self,
@@ -1492,7 +1492,7 @@ class Operation(_message.Message):
     def optim_step(self) -> Global___OptimStep: ...
     @_builtins.property
     def zero_grad(self) -> Global___ZeroGrad:
-        """drops what was accumulated since the last step"""
+        """drops the gradients accumulated since the last step"""
 
     @_builtins.property
     def sample(self) -> Global___SampleCall: ...
@@ -1548,14 +1548,14 @@ class LossCall(_message.Message):
     temperature: _builtins.float
     """forward with no loss_fn: divides the logits; 0 means 1"""
     skip_nonfinite: _builtins.bool
-    """leave a batch out whose loss or gradient is not finite instead of failing"""
+    """skip a batch whose loss or gradient is not finite instead of failing"""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """also return, per row: "logprobs", "entropy", "values", "rewards" """
 
     @_builtins.property
     def maybe_padded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """ids that came as rows of one length and without a padding mask: runs of the"""
+        """ids fields of rows of equal length without a padding mask: runs of the"""
 
     def __init__(
         self,
@@ -1578,7 +1578,7 @@ Global___LossCall: _TypeAlias = LossCall  # noqa: Y015
 
 @_typing.final
 class KeptForward(_message.Message):
-    """Scores of a batch of `input_ids` (optional `loss_mask`), graph kept for the Backward that follows."""
+    """Scores of a batch of `input_ids` (optional `loss_mask`); the graph is kept for the following Backward."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1622,11 +1622,11 @@ class Backward(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     forward_seq: _builtins.int
     weight: _builtins.float
-    """what the loss averages over; accumulated gradients are divided by its sum"""
+    """number the loss averages over; accumulated gradients are divided by its sum"""
     loss: _builtins.float
-    """as the client computed it, for the record"""
+    """the client's loss, for the history"""
     abandoned: _builtins.str
-    """the client's half failed, and why: this operation fails"""
+    """reason why the client's half failed: this operation fails"""
     def __init__(
         self,
         *,
@@ -1665,7 +1665,7 @@ class OptimStep(_message.Message):
     skip_nonfinite: _builtins.bool
     """skip a step whose gradient is not finite instead of failing"""
     default_learning_rate: _builtins.bool
-    """take the run's own: 1e-5 where it was made for RL, else 1e-4"""
+    """use the run's own: 1e-5 if it was made for RL, else 1e-4"""
     def __init__(
         self,
         *,
@@ -1718,7 +1718,7 @@ class SampleCall(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """samples a prompt; 0 means 1"""
+    """samples per prompt; 0 means 1"""
     max_tokens: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
@@ -1733,7 +1733,7 @@ class SampleCall(_message.Message):
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """strings; the text ends before the first one found"""
+        """stop strings; the text ends before the first one found"""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1888,7 +1888,7 @@ class ResultsRequest(_message.Message):
     run_id: _builtins.str
     from_seq: _builtins.int
     batched: _builtins.bool
-    """frames may have more"""
+    """frames may use `more`"""
     def __init__(
         self,
         *,
@@ -1916,7 +1916,7 @@ class ResultFrame(_message.Message):
     def header(self) -> Global___OperationResult: ...
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultFrame]:
-        """the frames that follow, where they are small; none of them has more"""
+        """following small frames; their `more` is empty"""
 
     def __init__(
         self,
@@ -1940,9 +1940,9 @@ class Timings(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     ENGINE_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """accepted to started"""
+    """from acceptance to start"""
     engine_s: _builtins.float
-    """computing; of what was computed together with other runs, its share by tokens"""
+    """compute time; if grouped with other runs, the share by tokens"""
     def __init__(
         self,
         *,
@@ -2037,7 +2037,7 @@ Global___Empty: _TypeAlias = Empty  # noqa: Y015
 
 @_typing.final
 class LossResult(_message.Message):
-    """Per-row outputs that were asked for are tensors of the same names, ragged over the scored tokens."""
+    """Requested per-row outputs are tensors of the same names, ragged over the scored tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2079,11 +2079,11 @@ class LossResult(_message.Message):
     """tokens that were scored"""
     num_microbatches: _builtins.int
     recomputed: _builtins.bool
-    """the activation budget was exceeded and part was computed twice"""
+    """the activation budget was exceeded, so the forward was computed twice"""
     grouped_runs: _builtins.int
-    """runs, this among them, whose rows went through the base at once; 0: this alone"""
+    """number of runs, this one included, that shared one pass; 0: not grouped"""
     added_head: _builtins.str
-    """the head that the run was given for this loss; empty for none"""
+    """the head added to the run for this loss; empty for none"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -2127,7 +2127,7 @@ class OptimStepResult(_message.Message):
     step: _builtins.int
     skipped: _builtins.bool
     num_accumulated: _builtins.int
-    """operations whose gradients it took"""
+    """number of accumulated operations"""
     def __init__(
         self,
         *,
@@ -2163,7 +2163,7 @@ class SampleResult(_message.Message):
 
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """where the model has a tokenizer"""
+        """if the model has a tokenizer"""
 
     def __init__(
         self,
@@ -2197,7 +2197,7 @@ class Checkpoint(_message.Message):
     name: _builtins.str
     step: _builtins.int
     seq: _builtins.int
-    """the operations it contains"""
+    """number of the last operation it contains"""
     size_bytes: _builtins.int
     created_at: _builtins.float
     note: _builtins.str
@@ -2438,7 +2438,7 @@ class DownloadFrame(_message.Message):
     file: _builtins.str
     """relative path; set on the first frame of each file"""
     size_bytes: _builtins.int
-    """of that file"""
+    """size of that file"""
     chunk: _builtins.bytes
     def __init__(
         self,

@@ -165,7 +165,7 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Encode(self, request, context):
-        """Text to token ids with the model's own tokenizer, for clients that hold none.
+        """Text to token ids with the model's own tokenizer, for clients without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,22 +203,22 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkRun(self, request, context):
-        """A new run that starts from a checkpoint's weights, with an optimizer of its own.
+        """A new run that starts from a checkpoint's weights, with a fresh optimizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ShareRun(self, request, context):
-        """Lets another key read a run: its results, its checkpoints, sampling and forking from them.
+        """Allows another key to read a run: its results and checkpoints, sampling and forking from them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetHistory(self, request, context):
-        """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
-        those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+        """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
+        its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,7 +243,7 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Results(self, request, context):
-        """Results in order of number, starting at from_seq, as they come; the stream stays open.
+        """Results in order of number, starting at from_seq, as they become available; the stream stays open.
         Frames of one result are contiguous, as in Submit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -257,7 +257,7 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels an operation that has not started. One that has, goes on.
+        """Cancels an operation that has not started; a started one continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

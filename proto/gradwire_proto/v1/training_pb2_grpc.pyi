@@ -5,19 +5,19 @@ gradwire.v1: the contract between a training loop and the server that holds the 
 
 The life of a run, as a client sees it:
 
-  CreateRun                       -> a run: weights, optimizer state and a queue of its own
+  CreateRun                       -> a run with its own weights, optimizer state and queue
   OpenRun                         -> an epoch: the right to write; a later OpenRun(takeover) fences this one
   Submit (bidirectional stream)   -> operations, numbered from 1 without gaps; each is acknowledged once durable
   Results (server stream)         -> results in order of number, resumable from any number
-  AckResults                      -> results up to a number may be forgotten; only the current epoch may say so
+  AckResults                      -> results up to a number may be deleted; only the current epoch may call it
 
 Conventions
   * Every change of a run's state is an operation with a sequence number. So is every read that must see
     the weights in program order (forward, sample): a pipelined sample after optim_step sees that step.
   * (run, seq) is the idempotency key. The same number with the same content again returns the stored
-    outcome; with other content it is refused with ERROR_CODE_SEQ_REUSED.
+    outcome; other content is refused with ERROR_CODE_SEQ_REUSED.
   * A failed operation leaves the run as it was before it, has a durable result of status FAILED, and
-    aborts (ABORTED_PREDECESSOR) the operations behind it up to and including the next optim_step, unless
+    aborts (ABORTED_PREDECESSOR) the later operations up to and including the next optim_step, unless
     they were submitted with `failure_seen` at or past the failed number.
   * Tensors: description here, little-endian bytes in the payload; see TensorSpec.
   * Errors of an RPC: a gRPC status, with a serialized `Error` in the trailing metadata
@@ -59,7 +59,7 @@ class TrainingServiceStub:
     ListLosses: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListLossesRequest, _training_pb2.ListLossesResponse]
     """Every registered loss: its batch fields, its arguments as JSON schema, its metrics, its paper."""
     Encode: _grpc.UnaryUnaryMultiCallable[_training_pb2.EncodeRequest, _training_pb2.EncodeResponse]
-    """Text to token ids with the model's own tokenizer, for clients that hold none."""
+    """Text to token ids with the model's own tokenizer, for clients without one."""
     Decode: _grpc.UnaryUnaryMultiCallable[_training_pb2.DecodeRequest, _training_pb2.DecodeResponse]
     CreateRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.CreateRunRequest, _training_pb2.Run]
     """---- Runs ----"""
@@ -67,12 +67,12 @@ class TrainingServiceStub:
     ListRuns: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListRunsRequest, _training_pb2.ListRunsResponse]
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]
     ForkRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]
-    """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+    """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
     ShareRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]
-    """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+    """Allows another key to read a run: its results and checkpoints, sampling and forking from them."""
     GetHistory: _grpc.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]
-    """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
-    those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+    """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
+    its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
     """
     OpenRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]
     """---- Operations ----
@@ -85,12 +85,12 @@ class TrainingServiceStub:
     operations become durable.
     """
     Results: _grpc.UnaryStreamMultiCallable[_training_pb2.ResultsRequest, _training_pb2.ResultFrame]
-    """Results in order of number, starting at from_seq, as they come; the stream stays open.
+    """Results in order of number, starting at from_seq, as they become available; the stream stays open.
     Frames of one result are contiguous, as in Submit.
     """
     AckResults: _grpc.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]
-    """Cancels an operation that has not started. One that has, goes on."""
+    """Cancels an operation that has not started; a started one continues."""
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
     """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]
@@ -108,7 +108,7 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     ListLosses: _aio.UnaryUnaryMultiCallable[_training_pb2.ListLossesRequest, _training_pb2.ListLossesResponse]  # type: ignore[assignment]
     """Every registered loss: its batch fields, its arguments as JSON schema, its metrics, its paper."""
     Encode: _aio.UnaryUnaryMultiCallable[_training_pb2.EncodeRequest, _training_pb2.EncodeResponse]  # type: ignore[assignment]
-    """Text to token ids with the model's own tokenizer, for clients that hold none."""
+    """Text to token ids with the model's own tokenizer, for clients without one."""
     Decode: _aio.UnaryUnaryMultiCallable[_training_pb2.DecodeRequest, _training_pb2.DecodeResponse]  # type: ignore[assignment]
     CreateRun: _aio.UnaryUnaryMultiCallable[_training_pb2.CreateRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """---- Runs ----"""
@@ -116,12 +116,12 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     ListRuns: _aio.UnaryUnaryMultiCallable[_training_pb2.ListRunsRequest, _training_pb2.ListRunsResponse]  # type: ignore[assignment]
     DeleteRun: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]  # type: ignore[assignment]
     ForkRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]  # type: ignore[assignment]
-    """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+    """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
     ShareRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]  # type: ignore[assignment]
-    """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+    """Allows another key to read a run: its results and checkpoints, sampling and forking from them."""
     GetHistory: _aio.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]  # type: ignore[assignment]
-    """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
-    those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+    """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
+    its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
     """
     OpenRun: _aio.UnaryUnaryMultiCallable[_training_pb2.OpenRunRequest, _training_pb2.OpenRunResponse]  # type: ignore[assignment]
     """---- Operations ----
@@ -134,12 +134,12 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     operations become durable.
     """
     Results: _aio.UnaryStreamMultiCallable[_training_pb2.ResultsRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
-    """Results in order of number, starting at from_seq, as they come; the stream stays open.
+    """Results in order of number, starting at from_seq, as they become available; the stream stays open.
     Frames of one result are contiguous, as in Submit.
     """
     AckResults: _aio.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]  # type: ignore[assignment]
-    """Cancels an operation that has not started. One that has, goes on."""
+    """Cancels an operation that has not started; a started one continues."""
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
     """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -178,7 +178,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.EncodeResponse, _abc.Awaitable[_training_pb2.EncodeResponse]]:
-        """Text to token ids with the model's own tokenizer, for clients that hold none."""
+        """Text to token ids with the model's own tokenizer, for clients without one."""
 
     @_abc_1.abstractmethod
     def Decode(
@@ -222,7 +222,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ForkRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
-        """A new run that starts from a checkpoint's weights, with an optimizer of its own."""
+        """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
 
     @_abc_1.abstractmethod
     def ShareRun(
@@ -230,7 +230,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ShareRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
-        """Lets another key read a run: its results, its checkpoints, sampling and forking from them."""
+        """Allows another key to read a run: its results and checkpoints, sampling and forking from them."""
 
     @_abc_1.abstractmethod
     def GetHistory(
@@ -238,8 +238,8 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.GetHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_training_pb2.HistoryPage], _abc.AsyncIterator[_training_pb2.HistoryPage]]:
-        """The figures of every operation that succeeded, in the order in which they were carried out; a fork's begin with
-        those of its source up to the checkpoint. Beyond the limit max_history_points they are thinned evenly.
+        """The metrics of every operation that succeeded, in order of execution; a fork's history begins with that of
+        its source up to the checkpoint. Beyond the limit max_history_points it is thinned evenly.
         """
 
     @_abc_1.abstractmethod
@@ -270,7 +270,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.ResultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_training_pb2.ResultFrame], _abc.AsyncIterator[_training_pb2.ResultFrame]]:
-        """Results in order of number, starting at from_seq, as they come; the stream stays open.
+        """Results in order of number, starting at from_seq, as they become available; the stream stays open.
         Frames of one result are contiguous, as in Submit.
         """
 
@@ -287,7 +287,7 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.CancelResponse, _abc.Awaitable[_training_pb2.CancelResponse]]:
-        """Cancels an operation that has not started. One that has, goes on."""
+        """Cancels an operation that has not started; a started one continues."""
 
     @_abc_1.abstractmethod
     def Sample(

@@ -6,7 +6,7 @@ without an event loop use :mod:`gradwire.sync`.
 
 from gradwire import sync
 from gradwire.connection import Connection, connect
-from gradwire.descriptions import LossField, LossInfo, ModelInfo, RunInfo, ServerInfo
+from gradwire.descriptions import LossField, LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.errors import (
     AbandonedError,
     AbortedPredecessorError,
@@ -53,6 +53,7 @@ from gradwire.errors import (
 )
 from gradwire.futures import Future, gather
 from gradwire.history import History
+from gradwire.rendering import Rendered
 from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampleResult, Timings
 from gradwire.sampling import SamplingClient
 from gradwire.service import ServiceClient
@@ -90,6 +91,7 @@ __all__ = [
     "PayloadCorruptError",
     "PermissionDeniedError",
     "QuarantinedError",
+    "Rendered",
     "ResultReleasedError",
     "RewoundError",
     "RunBusyError",
@@ -108,6 +110,7 @@ __all__ = [
     "StaleEpochError",
     "StorageFullError",
     "Timings",
+    "TokenizerInfo",
     "TrainingClient",
     "UnauthenticatedError",
     "UnknownCheckpointError",

@@ -153,6 +153,38 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class TokenizerInfo:
+    """A model's tokenizer.
+
+    Attributes:
+        model: its name.
+        vocab_size: token ids are below it; added tokens are counted.
+        special_tokens: role -> text: ``"bos_token"``, ``"eos_token"``, ``"pad_token"`` and others it has.
+        special_token_ids: text -> id of every special token.
+        chat_template: Jinja source; empty where the model has none.
+        chat_template_names: of further templates, for ``render(..., chat_template=NAME)``.
+    """
+
+    model: str
+    vocab_size: int
+    special_tokens: Mapping[str, str]
+    special_token_ids: Mapping[str, int] = field(repr=False)
+    chat_template: str = field(repr=False)
+    chat_template_names: tuple[str, ...] = ()
+
+    @staticmethod
+    def from_message(info: pb.TokenizerInfo) -> TokenizerInfo:
+        return TokenizerInfo(
+            model=info.model,
+            vocab_size=info.vocab_size,
+            special_tokens=dict(info.special_tokens),
+            special_token_ids=dict(info.special_token_ids),
+            chat_template=info.chat_template,
+            chat_template_names=tuple(info.chat_template_names),
+        )
+
+
+@dataclass(frozen=True)
 class LossField:
     """A batch field of a loss (see :class:`LossInfo`).
 

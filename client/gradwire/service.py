@@ -6,16 +6,17 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo
+from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
 from gradwire.errors import InvalidArgumentError, ServiceClosedError
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.queue import OperationQueue
+from gradwire.rendering import Conversation, Rendered, TrainOn, is_one, requests, row_of
 from gradwire.requests import message
 from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
@@ -200,6 +201,82 @@ class ServiceClient:
             model=model, sequences=[token_ids(row) for row in ids], skip_special_tokens=skip_special_tokens
         )
         return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
+
+    async def tokenizer_info(self, model: str = "") -> TokenizerInfo:
+        """A model's vocabulary size, special tokens and chat template; of the only model where none is named."""
+        request = message(pb.GetTokenizerInfoRequest, model=model)
+        return TokenizerInfo.from_message(await self._transport.unary(lambda stub: stub.GetTokenizerInfo, request))
+
+    @overload
+    async def render(
+        self,
+        messages: Conversation,
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> Rendered: ...
+
+    @overload
+    async def render(
+        self,
+        messages: Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> list[Rendered]: ...
+
+    async def render(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn | None = "assistant",
+        add_generation_prompt: bool = False,
+        *,
+        model: str = "",
+        **template_kwargs: Any,
+    ) -> Rendered | list[Rendered]:
+        """Conversations as token ids with a loss mask, by the model's own chat template; rows for ``causal_lm``.
+
+        The ids are those of ``apply_chat_template``. Trained on is what the model writes: from behind the generation
+        prompt to the token that ends its turn. A token that reaches over the border counts as the model's. Where a
+        template does not show which tokens are a message's, UnsupportedError says so; ``{% generation %}`` in the
+        template settles it.
+
+        Args:
+            messages: one conversation, or a list of them. An assistant's message may have ``token_ids``: the tokens
+                that were sampled for it, which then stand in its place as far as the template keeps its text.
+            tools: JSON schemas, or :class:`gradwire.rl.Tool`.
+            train_on: ``"assistant"``, ``"last"`` (of its messages), ``"all"``, or a function of a message; of messages
+                by others, their content and its end token. None: no mask.
+            add_generation_prompt: ends with the opening of the assistant's turn.
+            model: of the server's; may be left out where it has one.
+            template_kwargs: further variables of the template, as ``enable_thinking=False``.
+
+        Raises:
+            UnsupportedError: for a model without a template.
+            InvalidArgumentError: for what is no conversation, or what the template refuses.
+        """
+        one = is_one(messages)
+        asked = requests(
+            [messages] if one else messages,  # type: ignore[list-item, arg-type]
+            model=model,
+            tools=tools,
+            train_on=train_on,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            most=self._info.limits.get("max_encode_texts", 1024),
+        )
+        rows: list[Rendered] = []
+        for request in asked:
+            answer = await self._transport.unary(lambda stub: stub.Render, request, timeout_s=None)
+            rows += map(row_of, answer.rows)
+        return rows[0] if one else rows
 
     async def close(self) -> None:
         """Close the connection, and stop the server if it was embedded.

@@ -118,6 +118,8 @@ class ServiceClient:
     delete_run = _blocking(service.ServiceClient.delete_run)
     encode = _blocking(service.ServiceClient.encode)
     decode = _blocking(service.ServiceClient.decode)
+    tokenizer_info = _blocking(service.ServiceClient.tokenizer_info)
+    render: Any = _blocking(service.ServiceClient.render)
     create_run = _opening(service.ServiceClient.create_run)
     fork_run = _opening(service.ServiceClient.fork_run)
 

@@ -32,7 +32,10 @@ class Limits(BaseModel):
     max_window: int = Field(default=1024, ge=1, description="how far a number may be ahead of the next expected one")
     max_window_bytes: int = Field(default=1 << 30, ge=1, description="payloads that wait in memory for such a number")
     max_runs: int = Field(default=1000, ge=1, description="runs that the server keeps")
-    max_encode_texts: int = Field(default=4096, ge=1, description="texts of one Encode or sequences of one Decode")
+    max_encode_texts: int = Field(
+        default=4096, ge=1, description="texts of one Encode, sequences of one Decode, conversations of one Render"
+    )
+    max_messages: int = Field(default=512, ge=1, description="messages of one conversation to render")
     max_name_chars: int = Field(default=200, ge=1, description="characters of a run's name, a tag or a writer")
     max_tags: int = Field(default=64, ge=0, description="tags of a run, and modules that an adapter is put on")
     max_row_tokens: int = Field(default=1 << 20, ge=1, description="tokens of one row")

@@ -18,6 +18,8 @@ PLACES = {
     "ListLosses": "any",
     "Encode": "any",
     "Decode": "any",
+    "Render": "any",
+    "GetTokenizerInfo": "any",
     "CreateRun": "any",
     "ListRuns": "any",
     "GetRun": "read",

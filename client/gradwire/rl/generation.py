@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from gradwire_proto.chat import Chat, TemplateError, cut
 
 from gradwire.rl.types import FloatArray, IntArray
 
@@ -124,12 +125,40 @@ class TextCodec(Protocol):
     async def decode(self, rows: Sequence[TokenRow]) -> list[str]: ...
 
 
-class TokenizerCodec:
-    """Codec of a tokenizer object: from ``transformers``, or any object with ``encode`` and ``decode``."""
+@runtime_checkable
+class ChatCodec(Protocol):
+    """A codec that knows the model's chat template.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Attributes:
+        name: Name of the model or its tokenizer, for messages.
+    """
+
+    name: str
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> IntArray | None:
+        """Render a conversation as token ids; None if the model has no chat template.
+
+        An assistant's message may have ``token_ids``, the tokens that were sampled for it; they are kept as far as the
+        template keeps the message's text.
+        """
+        ...
+
+
+class TokenizerCodec:
+    """Codec of a tokenizer object: from ``transformers``, or any object with ``encode`` and ``decode``.
+
+    Args:
+        tokenizer: The tokenizer; conversations use its ``chat_template``, if it has one.
+        template_kwargs: Further variables of the template, e.g. ``enable_thinking=False``.
+    """
+
+    def __init__(self, tokenizer: Any, **template_kwargs: Any) -> None:
         self.tokenizer = tokenizer
         self.end_text: str = getattr(tokenizer, "eos_token", None) or ""
+        self.name: str = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        self._template_kwargs = template_kwargs
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[IntArray]:
         rows = [self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
@@ -138,19 +167,52 @@ class TokenizerCodec:
     async def decode(self, rows: Sequence[TokenRow]) -> list[str]:
         return [self.tokenizer.decode(np.asarray(row).tolist()) for row in rows]
 
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> IntArray | None:
+        tokenizer = self.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+
+        def write(written: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+            try:
+                return str(
+                    tokenizer.apply_chat_template(
+                        list(written), tokenize=False, add_generation_prompt=prompt, **self._template_kwargs
+                    )
+                )
+            except Exception as error:  # a template may fail by any of Python's errors
+                raise TemplateError(f"the chat template of {self.name}: {error}") from error
+
+        specials = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+        chat = Chat(write, specials, lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
+        rows = [
+            np.asarray(piece.token_ids, np.int64)
+            if piece.token_ids is not None
+            else (await self.encode([piece.text], add_special_tokens=False))[0]
+            for piece in cut(chat, messages, add_generation_prompt=add_generation_prompt)
+        ]
+        return np.concatenate(rows) if rows else np.zeros(0, np.int64)
+
 
 class ServiceCodec:
-    """Uses the server's tokenizer of a model through ``service.encode`` and ``service.decode``; caches texts.
+    """Uses the server's tokenizer of a model through ``service.encode``, ``decode`` and ``render``; caches texts.
 
     Args:
         service: The service returned by ``gradwire.connect``.
         model: A model's name.
         remember: Number of texts whose ids are cached.
+        template_kwargs: Further variables of the model's chat template, e.g. ``enable_thinking=False``.
     """
 
-    def __init__(self, service: Any, model: str, *, end_text: str = "", remember: int = 8192) -> None:
+    def __init__(
+        self, service: Any, model: str, *, end_text: str = "", remember: int = 8192, **template_kwargs: Any
+    ) -> None:
         self._service, self._model, self._remember = service, model, remember
+        self._template_kwargs = template_kwargs
+        self._has_template: bool | None = None
         self.end_text = end_text
+        self.name = model
         self._known: dict[tuple[str, bool], IntArray] = {}
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[IntArray]:
@@ -166,3 +228,16 @@ class ServiceCodec:
 
     async def decode(self, rows: Sequence[TokenRow]) -> list[str]:
         return list(await self._service.decode(self._model, [np.asarray(row).tolist() for row in rows]))
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> IntArray | None:
+        if self._has_template is None:
+            self._has_template = bool((await self._service.tokenizer_info(self._model)).chat_template)
+        if not self._has_template:
+            return None
+        row = await self._service.render(
+            messages, train_on=None, add_generation_prompt=add_generation_prompt, model=self._model,
+            **self._template_kwargs,
+        )  # fmt: skip
+        return np.asarray(row["input_ids"], np.int64)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from gradwire.rl.generation import Generation, TextCodec, TokenizerCodec
-from gradwire.rl.types import IntArray, Message, Prompt
+from gradwire.rl.generation import ChatCodec, Generation, TextCodec
+from gradwire.rl.types import IntArray, Message, Prompt, UserText
+
+logger = logging.getLogger("gradwire.rl")
+_WARNED: set[str] = set()
 
 ChatTemplate = Callable[[Sequence[Message]], str]
 """Messages -> the text that the policy continues, including the opening of its turn."""
@@ -18,42 +23,91 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
-def chat_template(codec: TextCodec) -> ChatTemplate:
-    """Return the tokenizer's own chat template if it has one, else :func:`plain_chat`."""
-    tokenizer = codec.tokenizer if isinstance(codec, TokenizerCodec) else None
-    if not getattr(tokenizer, "chat_template", None):
-        return plain_chat
-
-    def apply(messages: Sequence[Message]) -> str:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore[union-attr]
-        return str(text)
-
-    return apply
+def _warn_of_plain_chat(codec: TextCodec) -> None:
+    name = codec.name if isinstance(codec, ChatCodec) else type(codec).__name__
+    if name not in _WARNED:
+        _WARNED.add(name)
+        logger.warning(
+            "%s has no chat template: conversations are written as lines of `role: content`. An instruct model's own "
+            "tokenizer has one; for a base model, give RolloutManager(template=...)",
+            name,
+        )
 
 
 class TokenHistory:
     """Token ids of the prompts of one episode.
 
-    Re-encoding a sampled text need not give the sampled ids. So if a prompt's text continues the last prompt and
-    response, their ids are reused and only the new text is encoded; otherwise the whole prompt is encoded, and the
-    episode becomes several training rows.
+    Re-encoding a sampled text need not give the sampled ids. So the sampled ids are kept wherever their text is: in a
+    conversation formatted by the model's chat template, even if that drops earlier reasoning, and in a text that
+    continues the last prompt and response. If a prompt begins with everything before it, the episode is one training
+    row; otherwise another row begins.
 
     Args:
-        codec: Converts text to ids.
-        template: Formats prompts that are conversations.
+        codec: Converts text and conversations to ids.
+        template: Formats conversations instead of the model's own chat template.
         context_tokens: Maximum prompt length; a longer prompt loses its beginning. None keeps all.
     """
 
-    def __init__(self, codec: TextCodec, template: ChatTemplate, *, context_tokens: int | None = None) -> None:
+    def __init__(
+        self, codec: TextCodec, template: ChatTemplate | None = None, *, context_tokens: int | None = None
+    ) -> None:
         self._codec = codec
         self._template = template
         self._context_tokens = context_tokens
         self._text: str | None = None
         self._ids: IntArray = np.zeros(0, np.int64)
         self._ended = False
+        self._sampled: list[Generation] = []
 
     async def prompt_ids(self, prompt: Prompt) -> IntArray:
-        text = prompt if isinstance(prompt, str) else self._template(prompt)
+        asked = None
+        if isinstance(prompt, UserText) and self._template is None:
+            asked = await self._by_model([{"role": "user", "content": str(prompt)}])
+        if asked is not None:
+            ids = asked
+        elif isinstance(prompt, str):
+            ids = await self._encoded(prompt, add_special_tokens=True)
+        elif self._template is not None:
+            ids = await self._encoded(self._template(prompt), add_special_tokens=False)
+        else:
+            ids = await self._rendered(prompt)
+        if not len(ids):
+            raise ValueError("the environment built an empty prompt; a prompt needs at least one token")
+        if self._context_tokens is not None:
+            ids = ids[-self._context_tokens :]
+        self._ids = ids
+        return ids
+
+    async def _rendered(self, messages: Sequence[Message]) -> IntArray:
+        """Format by the model's own template, or as plain text if it has none."""
+        ids = await self._by_model(messages)
+        if ids is not None:
+            return ids
+        _warn_of_plain_chat(self._codec)
+        return await self._encoded(plain_chat(messages), add_special_tokens=False)
+
+    async def _by_model(self, messages: Sequence[Message]) -> IntArray | None:
+        """Format by the model's own template; None if it has none."""
+        if not isinstance(self._codec, ChatCodec):
+            return None
+        ids = await self._codec.render(self._with_samples(messages), add_generation_prompt=True)
+        self._text = self._text if ids is None else None
+        return ids
+
+    def _with_samples(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Add their tokens to the messages that were sampled in this episode."""
+        result, used = [], 0
+        for message in messages:
+            row: dict[str, Any] = dict(message)
+            if message["role"] == "assistant":
+                for at in range(used, len(self._sampled)):
+                    if self._sampled[at].text == message["content"]:
+                        row["token_ids"], used = self._sampled[at].token_ids.tolist(), at + 1
+                        break
+            result.append(row)
+        return result
+
+    async def _encoded(self, text: str, *, add_special_tokens: bool) -> IntArray:
         if self._text is not None and text.startswith(self._text):
             new = text[len(self._text) :]
             if self._ended and self._codec.end_text:
@@ -61,17 +115,13 @@ class TokenHistory:
             added = (await self._codec.encode([new], add_special_tokens=False))[0] if new else np.zeros(0, np.int64)
             ids = np.concatenate([self._ids, added])
         else:
-            # A chat template already contains the special tokens.
-            ids = (await self._codec.encode([text], add_special_tokens=isinstance(prompt, str)))[0]
-            if not len(ids):
-                raise ValueError("the environment built an empty prompt; a prompt needs at least one token")
-        if self._context_tokens is not None:
-            ids = ids[-self._context_tokens :]
-        self._text, self._ids = text, ids
+            ids = (await self._codec.encode([text], add_special_tokens=add_special_tokens))[0]
+        self._text = text
         return ids
 
     def wrote(self, generation: Generation) -> None:
         """Record the response to the last prompt."""
-        self._text = (self._text or "") + generation.text
+        self._sampled.append(generation)
+        self._text = None if self._text is None else self._text + generation.text
         self._ids = np.concatenate([self._ids, generation.token_ids])
         self._ended = generation.stop_reason == "eos"

@@ -10,7 +10,7 @@ from gradwire.rl.collection import Collection, Planned
 from gradwire.rl.environments.base import BaseEnvironment
 from gradwire.rl.environments.groups import GroupBuilder
 from gradwire.rl.generation import InferenceModule, SamplingParams
-from gradwire.rl.prompts import ChatTemplate, TokenHistory, chat_template
+from gradwire.rl.prompts import ChatTemplate, TokenHistory
 from gradwire.rl.rollout_statistics import Rollouts
 from gradwire.rl.types import AnyTask, Task
 from gradwire.rl.worker import RLRolloutWorker
@@ -34,7 +34,7 @@ class RolloutManager:
         maintain_parallel_count: False: the next ``num_parallel`` episodes start when all of the last have ended.
         params: Sampling parameters.
         timeout_s: Time limit per episode.
-        template: Chat template of conversations; the tokenizer's own by default.
+        template: Formats conversations; the model's own chat template by default.
         context_tokens: Maximum prompt length; older text is dropped from the beginning.
         seed: Seed of environments and sampling.
         deterministic: The same seed gives the same trajectories whatever the timing, if the sampler is itself
@@ -136,10 +136,9 @@ class RolloutManager:
 
     def worker(self, environment: BaseEnvironment, params: SamplingParams) -> RLRolloutWorker:
         """Make the worker that runs the episodes of an environment."""
-        template = self._template or chat_template(self.inference.codec)
 
         def new_history() -> TokenHistory:
-            return TokenHistory(self.inference.codec, template, context_tokens=self._context_tokens)
+            return TokenHistory(self.inference.codec, self._template, context_tokens=self._context_tokens)
 
         return RLRolloutWorker(environment, params, new_history, max_steps=self._max_steps, timeout_s=self._timeout_s)
 

@@ -28,6 +28,10 @@ Prompt = str | Sequence[Message]
 """The prompt of a policy: plain text, or a conversation that a chat template turns into text."""
 
 
+class UserText(str):
+    """A prompt of plain text that is a user's message where the model has a chat template."""
+
+
 @dataclass(frozen=True)
 class Task:
     """One problem of a task set.

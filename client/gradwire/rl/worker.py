@@ -14,7 +14,7 @@ import numpy as np
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
 from gradwire.rl.generation import Generation, InferenceModule, SamplingParams
-from gradwire.rl.prompts import TokenHistory, chat_template
+from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.threads import called
 from gradwire.rl.types import AnyTask, IntArray, Message, State, StepData, Task, Trajectory
 
@@ -64,7 +64,7 @@ class RLRolloutWorker:
         """Make a worker with its sampler and task, for :meth:`run_episode`."""
 
         def new_history() -> TokenHistory:
-            return TokenHistory(inference.codec, chat_template(inference.codec))
+            return TokenHistory(inference.codec)
 
         sampling = params or SamplingParams()
         worker = RLRolloutWorker(environment, sampling, new_history, max_steps=max_steps, timeout_s=timeout_s)

@@ -186,6 +186,35 @@ ERROR_CODE_UNSUPPORTED: ErrorCode.ValueType  # 30
 ERROR_CODE_SHUTTING_DOWN: ErrorCode.ValueType  # 31
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
+class _TrainOn:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TrainOnEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrainOn.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRAIN_ON_ASSISTANT: _TrainOn.ValueType  # 0
+    TRAIN_ON_LAST: _TrainOn.ValueType  # 1
+    """the assistant's last message"""
+    TRAIN_ON_ALL: _TrainOn.ValueType  # 2
+    """every token"""
+    TRAIN_ON_GIVEN: _TrainOn.ValueType  # 3
+    """the messages that `train` names"""
+    TRAIN_ON_NOTHING: _TrainOn.ValueType  # 4
+    """no mask is wanted"""
+
+class TrainOn(_TrainOn, metaclass=_TrainOnEnumTypeWrapper): ...
+
+TRAIN_ON_ASSISTANT: TrainOn.ValueType  # 0
+TRAIN_ON_LAST: TrainOn.ValueType  # 1
+"""the assistant's last message"""
+TRAIN_ON_ALL: TrainOn.ValueType  # 2
+"""every token"""
+TRAIN_ON_GIVEN: TrainOn.ValueType  # 3
+"""the messages that `train` names"""
+TRAIN_ON_NOTHING: TrainOn.ValueType  # 4
+"""no mask is wanted"""
+Global___TrainOn: _TypeAlias = TrainOn  # noqa: Y015
+
 class _Status:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -773,6 +802,222 @@ class TokenIds(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class RenderRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    CONVERSATIONS_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
+    TRAIN_ON_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: the server's only one"""
+    tools_json: _builtins.str
+    """a list of JSON schemas; empty: none"""
+    template_kwargs_json: _builtins.str
+    """further variables of the template, e.g. {"enable_thinking": false}"""
+    train_on: Global___TrainOn.ValueType
+    add_generation_prompt: _builtins.bool
+    first: _builtins.int
+    """number of the first conversation, for messages"""
+    @_builtins.property
+    def conversations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Conversation]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        conversations: _abc.Iterable[Global___Conversation] | None = ...,
+        tools_json: _builtins.str = ...,
+        template_kwargs_json: _builtins.str = ...,
+        train_on: Global___TrainOn.ValueType = ...,
+        add_generation_prompt: _builtins.bool = ...,
+        first: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "conversations", b"conversations", "first", b"first", "model", b"model", "template_kwargs_json", b"template_kwargs_json", "tools_json", b"tools_json", "train_on", b"train_on"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderRequest: _TypeAlias = RenderRequest  # noqa: Y015
+
+@_typing.final
+class Conversation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_JSON_FIELD_NUMBER: _builtins.int
+    TRAIN_FIELD_NUMBER: _builtins.int
+    messages_json: _builtins.str
+    """a list of messages; an assistant's may have "token_ids", which are then kept"""
+    @_builtins.property
+    def train(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """a message each, for TRAIN_ON_GIVEN"""
+
+    def __init__(
+        self,
+        *,
+        messages_json: _builtins.str = ...,
+        train: _abc.Iterable[_builtins.bool] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages_json", b"messages_json", "train", b"train"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Conversation: _TypeAlias = Conversation  # noqa: Y015
+
+@_typing.final
+class RenderResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RenderedConversation]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___RenderedConversation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderResponse: _TypeAlias = RenderResponse  # noqa: Y015
+
+@_typing.final
+class RenderedConversation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
+    loss_mask: _builtins.bytes
+    """a byte a token, 0 or 1; empty for TRAIN_ON_NOTHING"""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        loss_mask: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "loss_mask", b"loss_mask"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderedConversation: _TypeAlias = RenderedConversation  # noqa: Y015
+
+@_typing.final
+class GetTokenizerInfoRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerInfoRequest: _TypeAlias = GetTokenizerInfoRequest  # noqa: Y015
+
+@_typing.final
+class TokenizerInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SpecialTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class SpecialTokenIdsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_NAMES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    vocab_size: _builtins.int
+    """added tokens included"""
+    chat_template: _builtins.str
+    """empty: the model has none"""
+    @_builtins.property
+    def special_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by role: bos_token, eos_token, pad_token, ..."""
+
+    @_builtins.property
+    def special_token_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """text -> id of each special token"""
+
+    @_builtins.property
+    def chat_template_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of further ones, taken by template_kwargs {"chat_template": NAME}"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        vocab_size: _builtins.int = ...,
+        special_tokens: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        special_token_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        chat_template: _builtins.str = ...,
+        chat_template_names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "chat_template_names", b"chat_template_names", "model", b"model", "special_token_ids", b"special_token_ids", "special_tokens", b"special_tokens", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizerInfo: _TypeAlias = TokenizerInfo  # noqa: Y015
 
 @_typing.final
 class LoraSettings(_message.Message):

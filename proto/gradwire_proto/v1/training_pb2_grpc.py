@@ -59,6 +59,16 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Render = channel.unary_unary(
+                '/gradwire.v1.TrainingService/Render',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.RenderRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.RenderResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizerInfo = channel.unary_unary(
+                '/gradwire.v1.TrainingService/GetTokenizerInfo',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.GetTokenizerInfoRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.TokenizerInfo.FromString,
+                _registered_method=True)
         self.CreateRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/CreateRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.CreateRunRequest.SerializeToString,
@@ -172,6 +182,19 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Render(self, request, context):
+        """Conversations to token ids and a loss mask, with the model's own chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizerInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,6 +340,16 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DecodeRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Render': grpc.unary_unary_rpc_method_handler(
+                    servicer.Render,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.RenderRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.RenderResponse.SerializeToString,
+            ),
+            'GetTokenizerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizerInfo,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.GetTokenizerInfoRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.TokenizerInfo.SerializeToString,
             ),
             'CreateRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRun,
@@ -534,6 +567,60 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/Decode',
             gradwire__proto_dot_v1_dot_training__pb2.DecodeRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Render(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/Render',
+            gradwire__proto_dot_v1_dot_training__pb2.RenderRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.RenderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/GetTokenizerInfo',
+            gradwire__proto_dot_v1_dot_training__pb2.GetTokenizerInfoRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.TokenizerInfo.FromString,
             options,
             channel_credentials,
             insecure,

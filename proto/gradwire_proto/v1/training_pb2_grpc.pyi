@@ -61,6 +61,9 @@ class TrainingServiceStub:
     Encode: _grpc.UnaryUnaryMultiCallable[_training_pb2.EncodeRequest, _training_pb2.EncodeResponse]
     """Text to token ids with the model's own tokenizer, for clients without one."""
     Decode: _grpc.UnaryUnaryMultiCallable[_training_pb2.DecodeRequest, _training_pb2.DecodeResponse]
+    Render: _grpc.UnaryUnaryMultiCallable[_training_pb2.RenderRequest, _training_pb2.RenderResponse]
+    """Conversations to token ids and a loss mask, with the model's own chat template."""
+    GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_training_pb2.GetTokenizerInfoRequest, _training_pb2.TokenizerInfo]
     CreateRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.CreateRunRequest, _training_pb2.Run]
     """---- Runs ----"""
     GetRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.GetRunRequest, _training_pb2.Run]
@@ -110,6 +113,9 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     Encode: _aio.UnaryUnaryMultiCallable[_training_pb2.EncodeRequest, _training_pb2.EncodeResponse]  # type: ignore[assignment]
     """Text to token ids with the model's own tokenizer, for clients without one."""
     Decode: _aio.UnaryUnaryMultiCallable[_training_pb2.DecodeRequest, _training_pb2.DecodeResponse]  # type: ignore[assignment]
+    Render: _aio.UnaryUnaryMultiCallable[_training_pb2.RenderRequest, _training_pb2.RenderResponse]  # type: ignore[assignment]
+    """Conversations to token ids and a loss mask, with the model's own chat template."""
+    GetTokenizerInfo: _aio.UnaryUnaryMultiCallable[_training_pb2.GetTokenizerInfoRequest, _training_pb2.TokenizerInfo]  # type: ignore[assignment]
     CreateRun: _aio.UnaryUnaryMultiCallable[_training_pb2.CreateRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """---- Runs ----"""
     GetRun: _aio.UnaryUnaryMultiCallable[_training_pb2.GetRunRequest, _training_pb2.Run]  # type: ignore[assignment]
@@ -186,6 +192,21 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.DecodeResponse, _abc.Awaitable[_training_pb2.DecodeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Render(
+        self,
+        request: _training_pb2.RenderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.RenderResponse, _abc.Awaitable[_training_pb2.RenderResponse]]:
+        """Conversations to token ids and a loss mask, with the model's own chat template."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizerInfo(
+        self,
+        request: _training_pb2.GetTokenizerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.TokenizerInfo, _abc.Awaitable[_training_pb2.TokenizerInfo]]: ...
 
     @_abc_1.abstractmethod
     def CreateRun(

@@ -109,7 +109,7 @@ class Core:
         self._start_tracing()
         self.scheduler = Scheduler(engine, journal, self.runs, config, self.keys.quota, self.metrics, self._tracing)
         self._creation = RunCreation(self.scheduler, self.runs, config.limits, config.all_models)
-        self._tokenizers = Tokenizers(engine.hello.tokenizer_files)
+        self._tokenizers = Tokenizers(engine.hello.tokenizer_files, config.limits)
         await self.scheduler.start(records)
 
     async def drain(self) -> None:
@@ -202,6 +202,36 @@ class Core:
         if len(sequences) > limit:
             raise limit_exceeded(f"{len(sequences)} sequences", "max_encode_texts", limit, "sequences")
         return await self._tokenizers.decode(self._creation.model(model, "model"), sequences, skip_special_tokens)
+
+    async def render(self, caller: Caller, request: pb.RenderRequest) -> pb.RenderResponse:
+        """Render conversations into token ids and loss masks with the model's own chat template.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED, UNKNOWN_MODEL; INVALID_ARGUMENT for what is no conversation or what the
+                template refuses; UNSUPPORTED for a model without a tokenizer or a template.
+        """
+        limit = self.config.limits.max_encode_texts
+        if len(request.conversations) > limit:
+            count = f"{len(request.conversations)} conversations"
+            raise limit_exceeded(count, "max_encode_texts", limit, "messages")
+        return await self._tokenizers.render(self._named_or_only(request.model), caller.name, request)
+
+    async def tokenizer_info(self, model: str) -> pb.TokenizerInfo:
+        """Describe a model's tokenizer: vocabulary size, special tokens, chat template.
+
+        Raises:
+            ServiceError: UNKNOWN_MODEL; UNSUPPORTED for a model without a tokenizer.
+        """
+        return await self._tokenizers.info(self._named_or_only(model))
+
+    def _named_or_only(self, model: str) -> str:
+        if model:
+            return self._creation.model(model, "model")
+        known = list(self.config.models)
+        if len(known) != 1:
+            message = f"this server holds {', '.join(known) or 'no model'}: say which one, model=NAME"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="model")
+        return known[0]
 
     # ---- runs ----
 

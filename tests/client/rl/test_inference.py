@@ -24,7 +24,7 @@ from gradwire.rl.inference import (
     ServiceCodec,
     VLLMInference,
 )
-from gradwire.rl.prompts import chat_template
+from gradwire.rl.prompts import TokenHistory
 
 
 class StandInRun:
@@ -288,13 +288,16 @@ async def test_generation_with_tools(rule_inference: Callable[..., Any]) -> None
     assert conversations[0].steps[0].tool_results[0].content == "14"
 
 
-def test_the_tokenizers_own_chat_template() -> None:
+async def test_the_tokenizers_own_chat_template() -> None:
     from gradwire.rl.inference import TokenizerCodec
 
     tokenizer = SimpleNamespace(
         eos_token="</s>",
+        all_special_ids=[],
+        all_special_tokens=[],
         chat_template="jinja",
+        encode=lambda text, add_special_tokens: [ord(character) for character in text],
         apply_chat_template=lambda messages, **kw: f"{len(messages)} {sorted(kw)}",
     )
-    template = chat_template(TokenizerCodec(tokenizer))
-    assert template([{"role": "user", "content": "hi"}]) == "1 ['add_generation_prompt', 'tokenize']"
+    ids = await TokenHistory(TokenizerCodec(tokenizer, thinking=True)).prompt_ids([{"role": "user", "content": "hi"}])
+    assert "".join(map(chr, ids)) == "1 ['add_generation_prompt', 'thinking', 'tokenize']"

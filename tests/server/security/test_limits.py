@@ -75,6 +75,7 @@ ELSEWHERE = {
     "max_message_bytes": "test_a_message_too_large_is_refused_by_number",
     "max_queued_operations": "tests/server/scheduling/test_operations.py",
     "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",
+    "max_messages": "tests/end_to_end/test_rendering.py",
     "max_window": "tests/server/scheduling/test_operations.py",
     "max_window_bytes": "test_the_bytes_that_wait_for_a_number_are_bounded",
     "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",

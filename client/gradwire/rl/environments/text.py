@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from gradwire.rl.environments.base import BaseEnvironment, StepResult
-from gradwire.rl.types import Action, Message, Prompt, State, Task
+from gradwire.rl.types import Action, Message, Prompt, State, Task, UserText
 
 
 class SimpleTextEnvironment(BaseEnvironment):
-    """The policy continues the prompt once and the episode ends. The chat template formats messages.
+    """The policy answers the prompt once and the episode ends.
+
+    A prompt is a conversation, or a text: the user's message for a model with a chat template, and a text to continue
+    for a model without one.
 
     Args:
-        template: Format of a plain text prompt, e.g. ``"Q: {prompt}\nA:"``.
+        template: Format of a plain text prompt, e.g. ``"Q: {prompt}\\nA:"``; with any format but the default, every
+            model continues the text as it is.
         stop: Strings at which the response ends.
     """
 
@@ -29,7 +33,10 @@ class SimpleTextEnvironment(BaseEnvironment):
         return State(task, (message,))
 
     def build_prompt(self, state: State) -> Prompt:
-        return state.messages[0]["content"] if isinstance(state.task.prompt, str) else state.messages
+        if not isinstance(state.task.prompt, str):
+            return state.messages
+        text = state.messages[0]["content"]
+        return UserText(text) if self.template == "{prompt}" else text
 
     def step(self, state: State, action: Action) -> StepResult:
         return StepResult(terminated=True)

@@ -44,12 +44,18 @@ class RunInference(ToolGeneration):
         self._vocab_size = vocab_size
 
     @staticmethod
-    async def of(service: Any, run: Any, tokenizer: Any = None) -> RunInference:
-        """Create the backend for a run of a service, with the user's own tokenizer or the server's."""
+    async def of(service: Any, run: Any, tokenizer: Any = None, **template_kwargs: Any) -> RunInference:
+        """Create the backend for a run of a service, with the user's own tokenizer or the server's.
+
+        Args:
+            template_kwargs: Further variables of the chat template, e.g. ``enable_thinking=False``.
+        """
         info = await run.info()
         models = {model.name: model for model in await service.list_models()}
         model = models.get(info.base_model)
-        codec = TokenizerCodec(tokenizer) if tokenizer is not None else ServiceCodec(service, info.base_model)
+        codec: TextCodec = ServiceCodec(service, info.base_model, **template_kwargs)
+        if tokenizer is not None:
+            codec = TokenizerCodec(tokenizer, **template_kwargs)
         inference = RunInference(run, codec, vocab_size=model.vocab_size if model else None)
         inference.version = info.step
         return inference

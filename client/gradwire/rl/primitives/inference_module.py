@@ -17,7 +17,7 @@ from gradwire.rl.primitives.background import wait_for
 from gradwire.rl.primitives.hosting import ServedModel
 from gradwire.rl.primitives.running import running_episode
 from gradwire.rl.primitives.tools import tools_of
-from gradwire.rl.prompts import TokenHistory, chat_template
+from gradwire.rl.prompts import TokenHistory
 from gradwire.rl.types import FloatArray, IntArray, Prompt, ToolResult
 
 VLLMBackend = VLLMInference
@@ -218,7 +218,7 @@ class InferenceModule:
         return [each.response for each in found], calls
 
     async def _ids(self, prompt: Prompt) -> IntArray:
-        return await TokenHistory(self.backend.codec, chat_template(self.backend.codec)).prompt_ids(prompt)
+        return await TokenHistory(self.backend.codec).prompt_ids(prompt)
 
     async def _pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[IntArray, IntArray]]:
         if len(prompts) != len(responses):

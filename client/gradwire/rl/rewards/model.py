@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import GradwireError
-from gradwire.rl.generation import TextCodec
+from gradwire.rl.generation import ChatCodec, TextCodec
 from gradwire.rl.prompts import ChatTemplate
 from gradwire.rl.types import EvaluateResult, StepOutput, Trajectory
 
@@ -18,8 +18,10 @@ class RewardModel:
 
     Args:
         run: A ``TrainingClient`` whose run has ``head="reward"``.
-        codec, template: Format conversations for the reward model; without them it reads the exact tokens of the
-            policy's last prompt and response, which is right if both share one tokenizer.
+        codec: The reward model's tokenizer, whose chat template formats conversations (their contents are joined if it
+            has none); without one the reward model reads the exact tokens of the policy's last prompt and response,
+            which is right if both share one tokenizer.
+        template: Formats conversations instead of the tokenizer's chat template.
         center, scale: The score is ``(reward - center) / scale``.
         max_tokens: Maximum row length; a longer row loses its beginning.
     """
@@ -57,11 +59,17 @@ class RewardModel:
     async def _rows(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         if self._codec is None:
             return [np.concatenate([t.steps[-1].prompt_ids, t.steps[-1].response_ids]) for t in trajectories]
-        texts = [
-            self._template(t.messages) if self._template else "".join(message["content"] for message in t.messages)
-            for t in trajectories
-        ]
-        return list(await self._codec.encode(texts))
+        if self._template is not None:
+            return list(await self._codec.encode([self._template(t.messages) for t in trajectories]))
+        return [await self._row(self._codec, t) for t in trajectories]
+
+    async def _row(self, codec: TextCodec, trajectory: Trajectory) -> np.ndarray:
+        if isinstance(codec, ChatCodec):
+            rendered = await codec.render(trajectory.messages, add_generation_prompt=False)
+            if rendered is not None:
+                return rendered
+        (row,) = await codec.encode(["".join(message["content"] for message in trajectory.messages)])
+        return row
 
 
 class EnvironmentReward:

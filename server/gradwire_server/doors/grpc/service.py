@@ -55,6 +55,12 @@ class TrainingService(TrainingServiceServicer):
         texts = await self._core.decode(request.model, sequences, skip_special_tokens=request.skip_special_tokens)
         return pb.DecodeResponse(texts=texts)
 
+    async def Render(self, request: pb.RenderRequest, context: Any) -> pb.RenderResponse:
+        return await self._core.render(CALLER.get(), request)
+
+    async def GetTokenizerInfo(self, request: pb.GetTokenizerInfoRequest, context: Any) -> pb.TokenizerInfo:
+        return await self._core.tokenizer_info(request.model)
+
     # ---- runs ----
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.Run:

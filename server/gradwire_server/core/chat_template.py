@@ -1,0 +1,180 @@
+"""A model's chat template, in a sandbox: it comes with the model, and can neither reach the process nor its files.
+
+The variables, filters and functions are those that ``transformers`` gives a template, so that both write the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from gradwire_proto.chat import Message, Span, TemplateError
+from jinja2 import Environment, nodes
+from jinja2 import TemplateError as JinjaError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What a message's reasoning is called; a template finds it under the first two whichever was given."""
+MARKS = "marks_of_generation"
+
+
+class _Generation(Extension):
+    """``{% generation %}`` ... ``{% endgeneration %}``: puts the marks of the present rendering around its text."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_mark", [nodes.Name(MARKS, "load", lineno=line)])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _mark(self, marks: tuple[str, str], caller: Callable[[], str]) -> str:
+        return marks[0] + caller() + marks[1]
+
+
+class _SafeNamespace(Namespace):
+    """A namespace that takes no names with a leading underscore."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:
+        self, *given = args
+        values = dict(*given, **attributes)
+        for name in values:
+            _public(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _public(name)
+        super().__setitem__(name, value)
+
+
+def _public(name: str) -> None:
+    if name.startswith("_"):
+        raise JinjaError(f"a namespace may not hold {name!r}")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise JinjaError(message)
+
+
+def _environment() -> Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        namespace=_SafeNamespace,
+        dict=lambda *args, **entries: dict(*args, **entries),
+    )
+    return environment
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer's folder.
+
+    Args:
+        folder: with ``chat_template.jinja`` or ``tokenizer_config.json``, as ``save_pretrained`` leaves them.
+
+    Attributes:
+        sources: name -> template; the one that is used unless another is named is ``"default"``.
+        special_tokens: role -> text, e.g. ``"eos_token"``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = {**_read(folder / "special_tokens_map.json"), **_read(folder / "tokenizer_config.json")}
+        given = config.get("chat_template")
+        self.sources: dict[str, str] = {}
+        if isinstance(given, str):
+            self.sources["default"] = given
+        elif isinstance(given, list):
+            self.sources.update({each["name"]: each["template"] for each in given})
+        if (file := folder / "chat_template.jinja").is_file():
+            self.sources["default"] = file.read_text()
+        for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            self.sources[file.stem] = file.read_text()
+        texts = {role: _text(config.get(role)) for role in ROLES}
+        self.special_tokens = {role: text for role, text in texts.items() if text}
+        self._environment = _environment()
+        self._compiled: dict[str, Any] = {}
+
+    def choose(self, name: str | None, tools: Sequence[Any] | None) -> str:
+        """The name of the template for a conversation: that asked for, one for tools where there are some, the default.
+
+        Raises:
+            TemplateError: There is none of this name.
+        """
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if name not in self.sources:
+            known = ", ".join(self.sources)
+            raise TemplateError(f"the model has no chat template {name[:100]!r}; it has {known}")
+        return name
+
+    def marks_generation(self, name: str) -> bool:
+        """Whether a template says itself what the assistant writes."""
+        return re.search(r"{%[-+]?\s*generation\s*[-+]?%}", self.sources[name]) is not None
+
+    def write(self, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
+        """Write a conversation, and tell which spans its generation markers enclose.
+
+        Raises:
+            TemplateError: The template is broken, or refuses these messages.
+        """
+        nonce = secrets.token_hex(8)
+        marks = (f"\ufdd0{nonce}\ufdd1", f"\ufdd2{nonce}\ufdd3")
+        values = {**self.special_tokens, **variables, MARKS: marks, "messages": [_aliased(each) for each in messages]}
+        try:
+            if name not in self._compiled:
+                self._compiled[name] = self._environment.from_string(self.sources[name])
+            text = self._compiled[name].render(values)
+        except JinjaError as error:
+            raise TemplateError(str(error)) from error
+        except RecursionError as error:
+            raise TemplateError("it recurses without end") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return _unmarked(text, marks)
+
+
+def _unmarked(text: str, marks: tuple[str, str]) -> tuple[str, list[Span]]:
+    first, *rest = text.split(marks[0])
+    spans, parts, place = [], [first], len(first)
+    for part in rest:
+        inside, _, outside = part.partition(marks[1])
+        spans.append((place, place + len(inside)))
+        parts += [inside, outside]
+        place += len(inside) + len(outside)
+    return "".join(parts), spans
+
+
+def _aliased(message: Message) -> dict[str, Any]:
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text())
+    return found if isinstance(found, dict) else {}
+
+
+def _text(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else token if isinstance(token, str) else ""

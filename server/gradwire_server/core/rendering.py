@@ -1,0 +1,275 @@
+"""Conversations to token ids and loss masks, with a model's own chat template and tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from gradwire_proto import chat
+from gradwire_proto.v1 import training_pb2 as pb
+from tokenizers import Tokenizer
+
+from gradwire_server.config import Limits
+from gradwire_server.core.chat_template import ChatTemplate
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+
+CACHED_TOKENS = 4 << 20
+"""Tokens of rendered conversations that a model's cache keeps; five bytes each."""
+PATIENCE_S = 60.0
+"""A call that writes its conversations for longer is given up: the time grows with the square of the messages."""
+
+
+class Renderer:
+    """Renders conversations of one model.
+
+    Args:
+        model: Its name, for messages.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, template: ChatTemplate, limits: Limits) -> None:
+        self._model, self._tokenizer, self._template, self._limits = model, tokenizer, template, limits
+        self._specials = {
+            number: token.content
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }  # fmt: skip
+        self._vocabulary = tokenizer.get_vocab_size()
+        self._cache = _Cache()
+
+    def info(self) -> pb.TokenizerInfo:
+        """Describe the tokenizer and its template."""
+        sources = self._template.sources
+        return pb.TokenizerInfo(
+            model=self._model,
+            vocab_size=self._vocabulary,
+            special_tokens=self._template.special_tokens,
+            special_token_ids={text: number for number, text in self._specials.items()},
+            chat_template=sources.get("default", ""),
+            chat_template_names=[name for name in sources if name != "default"],
+        )
+
+    def render(self, owner: str, request: pb.RenderRequest) -> pb.RenderResponse:
+        """Render each conversation. Blocks.
+
+        Args:
+            owner: Name of the caller's key; what one key had rendered is not looked up for another.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED; INVALID_ARGUMENT for what is no conversation or what the template refuses;
+                UNSUPPORTED for a model without a template, and for messages whose tokens it does not tell apart.
+        """
+        if not self._template.sources:
+            raise ServiceError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                f"the model {self._model!r} has no chat template: add a chat_template.jinja to its folder (that of the"
+                " instruct model, if this is its base), or write the conversations as text and use encode",
+                field="model",
+            )
+        tools, variables = self._settings(request)
+        shared = request.tools_json, request.template_kwargs_json, request.train_on, request.add_generation_prompt
+        until = time.monotonic() + PATIENCE_S
+        rows = []
+        for place, conversation in enumerate(request.conversations, request.first):
+            key = hashlib.blake2b(
+                repr((owner, shared, conversation.messages_json, list(conversation.train))).encode(), digest_size=16
+            ).digest()
+            row = self._cache.get(key)
+            if row is None:
+                if time.monotonic() > until:
+                    message = f"rendering took more than {PATIENCE_S:.0f} s; send fewer conversations, or shorter ones"
+                    raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, field="messages", row=place)
+                row = self._render(conversation, place, request, tools, variables)
+                self._cache.put(key, row)
+            rows.append(row)
+        return pb.RenderResponse(rows=rows)
+
+    def _render(
+        self,
+        conversation: pb.Conversation,
+        place: int,
+        request: pb.RenderRequest,
+        tools: list[Any] | None,
+        variables: Mapping[str, Any],
+    ) -> pb.RenderedConversation:
+        messages = self._messages(conversation, place)
+        prompt = request.add_generation_prompt
+        marked: list[chat.Span] = []
+
+        def write(written: Sequence[chat.Message], add_generation_prompt: bool) -> str:
+            text, spans = self._template.write(
+                name, written, {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            )
+            if len(text) > self._limits.max_text_chars:
+                raise limit_exceeded(
+                    f"the rendered conversation has {len(text)} characters",
+                    "max_text_chars", self._limits.max_text_chars, "messages",
+                )  # fmt: skip
+            marked[:] = spans
+            return text
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        form = chat.Chat(write, self._specials, decode)
+        try:
+            name = self._template.choose(variables.get("chat_template"), tools)
+            pieces = chat.cut(form, messages, add_generation_prompt=prompt)
+            trained = self._trained(conversation, messages, request.train_on, place)
+            written = chat.plain(messages)
+            text = write(written, prompt) if trained else ""
+            if trained and self._template.marks_generation(name) and _by_role(messages) == len(marked):
+                spans = [marked[_by_role(messages[:index])] for index in trained if _is_assistant(messages[index])]
+                trained = [index for index in trained if not _is_assistant(messages[index])]
+            else:
+                spans = []
+            for index in trained:
+                turn = chat.find_turn(form, written, text, index, add_generation_prompt=prompt)
+                spans.append((turn.start, turn.end))
+        except chat.TemplateError as error:
+            raise ServiceError(
+                pb.ERROR_CODE_INVALID_ARGUMENT,
+                f"conversation {place}: the chat template of {self._model!r} refuses it: {str(error)[:500]}",
+                field="messages", row=place,
+            ) from error  # fmt: skip
+        except chat.UnclearTurnError as error:
+            raise ServiceError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                f"conversation {place}: {error}, so that its tokens cannot be told from the others'; use"
+                ' train_on="all", or put {% generation %} ... {% endgeneration %} around what the assistant writes in'
+                " the model's chat template",
+                field="messages", row=place,
+            ) from error  # fmt: skip
+        return self._encode(pieces, sorted(spans), request.train_on, conversation, messages)
+
+    def _encode(
+        self,
+        pieces: Sequence[chat.Piece],
+        spans: Sequence[chat.Span],
+        train_on: pb.TrainOn.ValueType,
+        conversation: pb.Conversation,
+        messages: Sequence[chat.Message],
+    ) -> pb.RenderedConversation:
+        ids: list[int] = []
+        mask = bytearray()
+        for piece in pieces:
+            if piece.token_ids is not None:
+                ids += piece.token_ids
+                learned = any(start <= piece.start < end for start, end in spans)
+                mask += bytes([learned]) * len(piece.token_ids)
+                continue
+            found = self._tokenizer.encode(piece.text, add_special_tokens=False)
+            ids += found.ids
+            mask += bytes(chat.covered(found.offsets, spans, piece.start))
+        if train_on == pb.TRAIN_ON_ALL:
+            mask = bytearray(b"\1" * len(ids))
+        return pb.RenderedConversation(ids=ids, loss_mask=b"" if train_on == pb.TRAIN_ON_NOTHING else bytes(mask))
+
+    def _trained(
+        self,
+        conversation: pb.Conversation,
+        messages: Sequence[chat.Message],
+        train_on: pb.TrainOn.ValueType,
+        place: int,
+    ) -> list[int]:
+        """The messages whose tokens are looked for."""
+        if train_on in (pb.TRAIN_ON_ALL, pb.TRAIN_ON_NOTHING):
+            return []
+        if train_on == pb.TRAIN_ON_GIVEN:
+            if len(conversation.train) != len(messages):
+                message = f"conversation {place} has {len(messages)} messages, and train {len(conversation.train)}"
+                raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="train", row=place)
+            return [index for index, wanted in enumerate(conversation.train) if wanted]
+        written = [index for index, message in enumerate(messages) if _is_assistant(message)]
+        return written[-1:] if train_on == pb.TRAIN_ON_LAST else written
+
+    def _messages(self, conversation: pb.Conversation, place: int) -> list[chat.Message]:
+        check_length(conversation.messages_json, "max_text_chars", self._limits.max_text_chars, "messages")
+        messages = _json(conversation.messages_json, list, "messages", place)
+        if len(messages) > self._limits.max_messages:
+            raise limit_exceeded(
+                f"conversation {place} has {len(messages)} messages",
+                "max_messages", self._limits.max_messages, "messages",
+            )  # fmt: skip
+        if not messages:
+            raise _invalid(f"conversation {place} has no messages", "messages", place)
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise _invalid(
+                    f'conversation {place}, message {index} is no mapping with a "role"; it is {str(message)[:100]}',
+                    "messages", place,
+                )  # fmt: skip
+            ids = message.get(chat.SAMPLED)
+            if ids is not None and not (
+                isinstance(ids, list) and all(type(each) is int and 0 <= each < self._vocabulary for each in ids)
+            ):
+                raise _invalid(
+                    f"conversation {place}, message {index}: token_ids is a list of ids from 0 to"
+                    f" {self._vocabulary - 1}",
+                    "messages", place,
+                )  # fmt: skip
+        return cast("list[chat.Message]", messages)
+
+    def _settings(self, request: pb.RenderRequest) -> tuple[list[Any] | None, dict[str, Any]]:
+        for name in ("tools_json", "template_kwargs_json"):
+            check_length(
+                getattr(request, name), "max_kwargs_chars", self._limits.max_kwargs_chars, name.removesuffix("_json")
+            )
+        tools = _json(request.tools_json, list, "tools") if request.tools_json else None
+        variables = _json(request.template_kwargs_json, dict, "template_kwargs") if request.template_kwargs_json else {}
+        return tools, variables
+
+
+class _Cache:
+    """The conversations rendered last, as far as their tokens fit."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[bytes, tuple[array[int], bytes]] = OrderedDict()
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> pb.RenderedConversation | None:
+        with self._lock:
+            found = self._rows.get(key)
+            if found is None:
+                return None
+            self._rows.move_to_end(key)
+        return pb.RenderedConversation(ids=found[0], loss_mask=found[1])
+
+    def put(self, key: bytes, row: pb.RenderedConversation) -> None:
+        with self._lock:
+            if key in self._rows:
+                return
+            self._rows[key] = array("I", row.ids), row.loss_mask
+            self._tokens += len(row.ids)
+            while self._tokens > CACHED_TOKENS:
+                _, (ids, _) = self._rows.popitem(last=False)
+                self._tokens -= len(ids)
+
+
+def _is_assistant(message: chat.Message) -> bool:
+    return message.get("role") == "assistant"
+
+
+def _by_role(messages: Sequence[chat.Message]) -> int:
+    return sum(map(_is_assistant, messages))
+
+
+def _json(text: str, kind: type, field: str, place: int | None = None) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, kind):
+        where = "" if place is None else f"conversation {place}: "
+        raise _invalid(f"{where}{field} is no JSON of a {kind.__name__}", field, place)
+    return found
+
+
+def _invalid(message: str, field: str, row: int | None) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field, row=row)

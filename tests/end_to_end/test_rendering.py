@@ -1,0 +1,231 @@
+"""Chat templates on the server, held against ``apply_chat_template`` for the forms of four families."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from gradwire.errors import InvalidArgumentError, LimitExceededError, UnsupportedError
+from gradwire.rl import RunInference, SamplingParams, Tool
+from gradwire.rl.generation import Generation, ServiceCodec, TokenizerCodec
+from gradwire.rl.prompts import TokenHistory
+from gradwire.rl.types import UserText
+from support.chats import FORMS, chat_model
+from support.server import Server
+
+THOUGHT = "<think>\ntwo and two\n</think>\n\n"
+TALK = [
+    {"role": "user", "content": "what is 2+2?\n"},
+    {"role": "assistant", "content": f"{THOUGHT}It is <b>four</b>. "},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "  yes"},
+]
+TOLD = [{"role": "system", "content": "be brief"}, *TALK[:3], {"role": "assistant", "content": f"{THOUGHT}yes"}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOL_TALK = [
+    {"role": "user", "content": "add 2 and 2"},
+    {"role": "assistant", "content": "", "reasoning_content": "call it", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "four", "reasoning_content": "told so"},
+]
+OFF = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("chats")
+    return {form: chat_model(folder / form, form) for form in FORMS}
+
+
+@pytest.fixture(scope="module")
+def address(models: dict[str, Path], tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = [flag for form, path in models.items() for flag in ("--model", f"{form}={path}")]
+    flags += ["--limit", "max_messages=40", "--threads", "1"]
+    server = Server(tiny_model_path, tmp_path_factory.mktemp("server"), *flags).start()
+    yield server.address
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(models: dict[str, Path]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    return {form: AutoTokenizer.from_pretrained(path) for form, path in models.items()}
+
+
+def learned(tokenizer: Any, row: gradwire.Rendered) -> list[str]:
+    """The text of each stretch of tokens that is trained on."""
+    edges = np.flatnonzero(np.diff(row["loss_mask"], prepend=0, append=0))
+    return [tokenizer.decode(row["input_ids"][a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_the_ids_are_those_of_apply_chat_template(form: str, address: str, tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers[form]
+    conversations = [TALK, TOLD, TALK[:1], TALK[:3]]
+    async with gradwire.connect(address) as service:
+        for prompt in (False, True):
+            for extra in ({}, OFF):
+                rows = await service.render(conversations, add_generation_prompt=prompt, model=form, **extra)
+                expected = tokenizer.apply_chat_template(conversations, add_generation_prompt=prompt, **extra)
+                assert [row["input_ids"].tolist() for row in rows] == expected["input_ids"]
+        if form in ("llama", "qwen", "mistral"):
+            tool = Tool.of(lambda a, b: a + b).schema()
+            talk = TALK if form == "mistral" else TOOL_TALK
+            row = await service.render(talk, tools=[tool], model=form)
+            assert row["input_ids"].tolist() == tokenizer.apply_chat_template(talk, tools=[tool])["input_ids"]
+
+
+ANSWER = f"{THOUGHT}It is <b>four</b>."
+MASKS: list[tuple[str, Any, dict[str, Any], list[str]]] = [
+    ("llama", TALK, {}, [f"{ANSWER}<|eot_id|>", "yes<|eot_id|>"]),
+    ("llama", TOLD, {}, [f"{ANSWER}<|eot_id|>", f"{THOUGHT}yes<|eot_id|>"]),
+    ("llama", TOOL_TALK, {}, ['{"name": "add", "parameters": {"a": 2, "b": 2}}<|eot_id|>', "four<|eot_id|>"]),
+    ("gemma", TALK, {}, [f"{ANSWER}<end_of_turn>", "yes<end_of_turn>"]),
+    ("gemma", TOLD, {"train_on": "last"}, [f"{THOUGHT}yes<end_of_turn>"]),
+    ("mistral", TALK, {}, [f" {ANSWER}</s>", " yes</s>"]),
+    # The system message is written before the last question, so that what came before changes with every turn.
+    ("mistral", TOLD, {}, [f" {ANSWER}</s>", f" {THOUGHT}yes</s>"]),
+    # Earlier reasoning is dropped; the last answer has a place for it, empty where there is none.
+    ("qwen", TALK, {}, ["It is <b>four</b>. <|im_end|>", "<think>\n\n</think>\n\n  yes<|im_end|>"]),
+    ("qwen", TALK, OFF, ["It is <b>four</b>. <|im_end|>", "  yes<|im_end|>"]),
+    ("qwen", TOLD, {}, ["It is <b>four</b>. <|im_end|>", f"{THOUGHT}yes<|im_end|>"]),
+    ("qwen", TOLD, {"train_on": "last"}, [f"{THOUGHT}yes<|im_end|>"]),
+    ("qwen", TOLD, {"train_on": lambda m: m["role"] == "user"}, ["what is 2+2?\n<|im_end|>", "sure?<|im_end|>"]),
+    ("qwen", TOLD, {"train_on": lambda m: "four" in m["content"]}, ["It is <b>four</b>. <|im_end|>"]),
+    ("qwen", TOOL_TALK, {}, [
+        '<think>\ncall it\n</think>\n\n\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'
+        "<|im_end|>", "<think>\ntold so\n</think>\n\nfour<|im_end|>"]),
+    ("marked", TALK, {}, [f"{THOUGHT}It is <b>four</b>. <|im_end|>", "  yes<|im_end|>"]),
+    ("marked", TALK, {"train_on": "last"}, ["  yes<|im_end|>"]),
+    ("marked", TALK, {"train_on": lambda m: m["role"] == "user"}, ["what is 2+2?\n<|im_end|>", "sure?<|im_end|>"]),
+]  # fmt: skip
+
+
+async def test_the_mask_covers_what_the_model_writes(address: str, tokenizers: dict[str, Any]) -> None:
+    async with gradwire.connect(address) as service:
+        for form, talk, options, expected in MASKS:
+            row = await service.render(talk, model=form, **options)
+            assert learned(tokenizers[form], row) == expected, (form, options)
+        row = await service.render(TALK, train_on="all", model="qwen")
+        assert row["loss_mask"].all() and len(row["loss_mask"]) == len(row["input_ids"])
+        marked = tokenizers["marked"].apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
+        assert (await service.render(TALK, model="marked"))["loss_mask"].tolist() == marked["assistant_masks"]
+
+
+async def test_rows_are_a_batch(address: str) -> None:
+    async with gradwire.connect(address) as service:
+        many = [
+            [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": str(n)}] for n in range(5000)
+        ]
+        rows = await service.render(many, model="llama")
+        again = await service.render(many[4321:4323], model="llama")
+        assert len(rows) == 5000 and rows[4321]["input_ids"].tolist() == again[0]["input_ids"].tolist()
+        run = await service.create_run("llama", lora=2)
+        result = await run.forward_backward(rows[:4], "causal_lm")
+        assert result.num_loss_tokens == sum(int(row["loss_mask"].sum()) for row in rows[:4])
+
+
+async def test_what_a_tokenizer_says_of_itself(address: str, tokenizers: dict[str, Any]) -> None:
+    async with gradwire.connect(address) as service:
+        info, tokenizer = await service.tokenizer_info("qwen"), tokenizers["qwen"]
+        assert (info.model, info.vocab_size, info.chat_template) == ("qwen", len(tokenizer), tokenizer.chat_template)
+        assert info.special_tokens["eos_token"] == "<|im_end|>"
+        assert info.special_token_ids["<|im_end|>"] == tokenizer.eos_token_id
+        assert (await service.tokenizer_info("tiny")).chat_template == ""
+
+
+async def test_errors_say_what_to_do(address: str) -> None:
+    user = {"role": "user", "content": "hi"}
+    async with gradwire.connect(address) as service:
+        cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+            (TALK, {"model": "tiny"}, UnsupportedError, "has no chat template: add a chat_template.jinja"),
+            (TALK, {}, InvalidArgumentError, "say which one, model=NAME"),
+            ([TALK, [user, user]], {"model": "gemma"}, InvalidArgumentError, "conversation 1: .* roles must alternate"),
+            (TALK, {"model": "qwen", "train_on": "user"}, InvalidArgumentError, 'train_on is "assistant", "last"'),
+            ("hi", {"model": "qwen"}, InvalidArgumentError, "messages is a list of messages"),
+            ([{"content": "hi"}], {"model": "qwen"}, InvalidArgumentError, 'message 0 is no mapping with a "role"'),
+            ([[]], {"model": "qwen"}, InvalidArgumentError, "conversation 0 has no messages"),
+            ([user] * 41, {"model": "qwen"}, LimitExceededError, "max_messages=N"),
+            ([user], {"model": "qwen", "tools": [len]}, InvalidArgumentError, "a tool is its JSON schema"),
+            ([{**user, "token_ids": [10**6]}], {"model": "qwen"}, InvalidArgumentError, "token_ids is a list of ids"),
+            (TALK, {"model": "qwen", "chat_template": "other"}, InvalidArgumentError, "no chat template 'other'"),
+        ]
+        for messages, options, kind, words in cases:
+            with pytest.raises(kind, match=words):
+                await service.render(messages, **options)
+
+
+def as_sampled(tokenizer: Any, text: str, end: bool = True) -> Generation:
+    """A response in tokens of one character, which is not how its text would be encoded."""
+    ids = [number for character in text for number in tokenizer.encode(character, add_special_tokens=False)]
+    ids += [tokenizer.eos_token_id] * end
+    return Generation(text, np.array(ids), np.zeros(len(ids), np.float32), "eos" if end else "length")
+
+
+@pytest.mark.parametrize("form", ["llama", "qwen", "gemma", "mistral"])
+async def test_histories_keep_the_tokens_that_were_sampled(form: str, address: str, tokenizers: dict[str, Any]) -> None:
+    """Over the server's tokenizer and the user's own, with a template that trims, and one that drops reasoning."""
+    tokenizer = tokenizers[form]
+    first, second = as_sampled(tokenizer, f"{THOUGHT}It is four. "), as_sampled(tokenizer, "so it is", end=False)
+    async with gradwire.connect(address) as service:
+        for codec in (ServiceCodec(service, form), TokenizerCodec(tokenizer)):
+            history = TokenHistory(codec)
+            messages: list[Any] = [TALK[0]]
+            start = await history.prompt_ids(messages)
+            history.wrote(first)
+            messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "sure?"}]
+            middle = (await history.prompt_ids(messages)).tolist()
+            history.wrote(second)
+            messages += [{"role": "assistant", "content": second.text}, {"role": "user", "content": "why?"}]
+            end = (await history.prompt_ids(messages)).tolist()
+            expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            assert "".join(tokenizer.decode(end).split()) == "".join(expected.split())
+            if form == "qwen":  # behind the reasoning that its template drops
+                answer = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+                answer += as_sampled(tokenizer, "It is four. ").token_ids.tolist()
+                assert str(answer)[1:-1] in str(middle) and str(answer)[1:-1] in str(end)
+                assert "two and two" not in tokenizer.decode(end)
+            else:
+                written = [*start, *first.token_ids]
+                assert middle[: len(written)] == written
+            both = [*middle, *second.token_ids]
+            assert end[: len(both)] == both
+
+
+async def test_conversations_with_a_run_are_rendered(
+    address: str, tokenizers: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gradwire.connect(address) as service:
+        run = await service.create_run("qwen", lora=2)
+        inference = await RunInference.of(service, run, **OFF)
+        history = TokenHistory(inference.codec)
+        prompt = await history.prompt_ids(TALK[:1])
+        expected = tokenizers["qwen"].apply_chat_template(TALK[:1], add_generation_prompt=True, **OFF)["input_ids"]
+        assert prompt.tolist() == expected
+        assert (await TokenHistory(inference.codec).prompt_ids(UserText(TALK[0]["content"]))).tolist() == expected
+        (made,) = await inference.generate([prompt], SamplingParams(max_tokens=8, seed=1))
+        history.wrote(made)
+        turn = [*TALK[:1], {"role": "assistant", "content": made.text}, TALK[2]]
+        assert str(made.token_ids.tolist())[1:-1] in str((await history.prompt_ids(turn)).tolist())
+
+        plain = ServiceCodec(service, "tiny")
+        with caplog.at_level(logging.WARNING, "gradwire.rl"):
+            for _ in range(2):
+                ids = await TokenHistory(plain).prompt_ids(TALK[2:3])
+        assert (await plain.decode([ids])) == ["user: sure?\nassistant: "]
+        assert [record.message for record in caplog.records if "no chat template" in record.message] == [
+            "tiny has no chat template: conversations are written as lines of `role: content`. An instruct model's own "
+            "tokenizer has one; for a base model, give RolloutManager(template=...)"
+        ]
+
+
+def test_without_an_event_loop(address: str) -> None:
+    with gradwire.sync.connect(address) as service:
+        assert service.render(TALK, model="qwen")["loss_mask"].sum() > 0
+        assert service.tokenizer_info("qwen").vocab_size > 0

@@ -1,0 +1,69 @@
+"""Chat templates as they come with a model: where they are found, and what they may not do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from gradwire_proto.chat import TemplateError
+from gradwire_server.core.chat_template import ChatTemplate
+
+USER = [{"role": "user", "content": "{{ 7 * 7 }}"}]
+
+
+def template(folder: Path, source: str, **config: object) -> ChatTemplate:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, **config}))
+    return ChatTemplate(folder)
+
+
+def test_a_conversation_is_data(tmp_path: Path) -> None:
+    found = template(tmp_path, "{{ bos_token }}{{ messages[0].content }}", bos_token={"content": "<s>"})
+    assert found.write("default", USER, {}) == ("<s>{{ 7 * 7 }}", [])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__ }}",
+        "{{ messages.append(1) }}",
+        "{% set n = namespace(__class__=1) %}",
+        "{{ range(10 ** 9) | list }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "{{ nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_reaches_nothing(tmp_path: Path, source: str) -> None:
+    found = template(tmp_path, source)
+    try:
+        text, _ = found.write("default", USER, {})
+    except TemplateError:
+        return
+    assert text.strip() == "", text
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    found = ChatTemplate(tmp_path)
+    assert (found.choose(None, None), found.choose(None, [{}])) == ("default", "tool_use")
+    (tmp_path / "chat_template.jinja").write_text("c")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "short.jinja").write_text("d")
+    found = ChatTemplate(tmp_path)
+    assert found.write("default", USER, {})[0] == "c"
+    assert found.write(found.choose("short", None), USER, {})[0] == "d"
+    with pytest.raises(TemplateError, match="no chat template 'long'; it has default, tool_use, short"):
+        found.choose("long", None)
+
+
+def test_reasoning_is_found_under_either_name(tmp_path: Path) -> None:
+    found = template(tmp_path, "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert found.write("default", [{"role": "assistant", name: "so"}], {})[0] == "soso"

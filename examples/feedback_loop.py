@@ -37,8 +37,8 @@ HELD_OUT = 256
 AT_ONCE = 16
 TARGET_KL = 6.0
 SETTINGS = {
-    "loraR": 16, "loraDropout": 0.0, "learningRate": 1e-3, "batchSize": 64, "miniBatchSize": 32, "ppoEpochs": 2,
-    "initKlCoef": 0.1, "targetKl": TARGET_KL, "maxNewTokens": MAX_TOKENS, "topK": 0, "topP": 1.0,
+    "loraR": 16, "loraDropout": 0.0, "learningRate": 5e-4, "batchSize": 64, "miniBatchSize": 32, "ppoEpochs": 2,
+    "initKlCoef": 0.3, "targetKl": TARGET_KL, "maxNewTokens": MAX_TOKENS, "topK": 0, "topP": 1.0,
     "rewardModelConfig": {"learningRate": 2e-3, "batchSize": 32, "numEpochs": 6},
 }  # fmt: skip
 
@@ -85,28 +85,31 @@ async def imitate(out: Path, steps: int, practice: Sequence[Question], seed: int
         return await run.export(out / "start")
 
 
-def rated(
-    service: FeedbackService, crowd: Sequence[Rater], asked: Sequence[Question], rng: random.Random
-) -> dict[str, list[float]]:
-    """Let each rater rate a few answers of the deployed versions; version -> true scores."""
+def rated(service: FeedbackService, crowd: Sequence[Rater], asked: Sequence[Question], rng: random.Random) -> None:
+    """Let each rater rate a few answers of the deployed versions.
+
+    Each answer has a seed: the ratings, and everything trained on them, are the same in every run.
+    """
     users = [number % len(crowd) for number in range(len(asked))]
+    seeds = [rng.getrandbits(32) for _ in asked]
+
+    def ask(question: Question, user: int, seed: int) -> dict[str, Any]:
+        return service.generate(question.prompt, f"rater-{user}", MAX_TOKENS, seed)
+
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = list(
-            threads.map(lambda q, user: service.generate(q.prompt, f"rater-{user}", MAX_TOKENS), asked, users)
-        )
-    ratings, scores = [], dict[str, list[float]]()
+        answers = list(threads.map(ask, asked, users, seeds))
+    ratings = []
     for question, user, answer in zip(asked, users, answers):
         rating = crowd[user].rate(question, answer["response"], rng)
         ratings.append({"prompt": question.prompt, "response": answer["response"], "score": rating,
                         "runId": answer["runId"]})  # fmt: skip
-        scores.setdefault(answer["version"], []).append(true_score(question, answer["response"]))
     service.rate(ratings)
     mean = np.mean([rating["score"] for rating in ratings])
-    console.print(f"{len(ratings)} ratings of {', '.join(sorted(scores))}: mean {mean:.3f}")
-    return scores
+    versions = sorted({answer["version"] for answer in answers})
+    console.print(f"{len(ratings)} ratings of {', '.join(versions)}: mean {mean:.3f}")
 
 
-def trained(service: FeedbackService, steps: int) -> dict[str, Any]:
+def trained(service: FeedbackService, steps: int, seed: int) -> dict[str, Any]:
     """Train a new version on all ratings so far."""
     stages: list[str] = []
 
@@ -115,7 +118,7 @@ def trained(service: FeedbackService, steps: int) -> dict[str, Any]:
             stages.append(progress["stage"])
             console.print(f"  {progress['stage']}: {progress['total']} steps")
 
-    made = service.train({**SETTINGS, "maxSteps": steps}, show)
+    made = service.train({**SETTINGS, "maxSteps": steps, "seed": seed}, show)
     result = TrainingResult.load(Path(made["modelPath"]).parent)
     report = result.reward_model_report
     assert report is not None
@@ -164,7 +167,7 @@ def loop(args: argparse.Namespace, folder: Path) -> list[tuple[str, Path]]:
             rated(service, crowd, rng.sample(practice, args.raters * args.ratings_each), rng)
             if number:
                 console.print(f"A/B: {service.comparison()['verdict']}")
-            made = trained(service, args.steps)
+            made = trained(service, args.steps, args.seed)
             before = "base" if len(versions) == 1 else versions[-1][0]
             versions.append((made["version"], Path(made["modelPath"])))
             service.deploy({before: 0.5, made["version"]: 0.5})
@@ -200,9 +203,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--raters", type=int, default=200)
     parser.add_argument("--ratings-each", type=int, default=4, help="by each rater in each round (4)")
-    parser.add_argument("--steps", type=int, default=30, help="of PPO in each round (30)")
+    parser.add_argument("--steps", type=int, default=40, help="of PPO in each round (40)")
     parser.add_argument("--setup-steps", type=int, default=300, help="of learning to answer like the clerk (300)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of all that is random: one seed, one result (0)")
     parser.add_argument("--out", type=Path, default=Path("out/feedback_loop"), help="emptied first")
     return parser.parse_args(argv)
 

@@ -28,9 +28,9 @@ class FeedbackService:
     def __init__(self, address: str, agent: str) -> None:
         self._address, self._agent = address, agent
 
-    def generate(self, prompt: str, user: str, max_new_tokens: int) -> dict[str, Any]:
+    def generate(self, prompt: str, user: str, max_new_tokens: int, seed: int) -> dict[str, Any]:
         """Return ``version``, ``response`` and ``runId`` of an answer of the version deployed for this user."""
-        body = {"prompt": prompt, "userId": user, "maxNewTokens": max_new_tokens}
+        body = {"prompt": prompt, "userId": user, "maxNewTokens": max_new_tokens, "seed": seed}
         return self._call("POST", f"{self._agent}/generate", body)
 
     def rate(self, ratings: list[dict[str, Any]]) -> None:

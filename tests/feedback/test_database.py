@@ -13,7 +13,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.database.tables import Table
-from gradwire_feedback.store import rating
+from gradwire_feedback.store import jobs, rating
+from gradwire_feedback.store.problems import ConflictError
 from support.feedback import FeedbackService, scores
 from support.server import Server
 
@@ -72,6 +73,26 @@ def work(service: FeedbackService, database: Database, rater: int) -> int:
         with database.write() as session:
             rating.rate(session, item.id, f"rater {rater}", [0.5], None)
         count += 1
+
+
+def test_of_jobs_at_once_one_is_made_and_the_others_name_it(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade()
+
+    def submit(_: int) -> str:
+        try:
+            with database.write() as session:
+                return jobs.create_job(session, "contested", {}).id
+        except ConflictError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(submit, range(8)))
+    with database.read() as session:
+        (made,) = [job.id for job in jobs.active_jobs(session) if job.agent_id == "contested"]
+    assert told.count(made) == 1
+    assert sum(f"is being trained by job {made}" in each for each in told) == 7
+    database.close()
 
 
 @pytest.fixture

@@ -21,19 +21,25 @@ def create_job(session: Session, agent_id: str, request: dict[str, Any]) -> Job:
     Raises:
         ConflictError: The agent already has an active job; names it.
     """
+    _refuse_second(session, agent_id)
+    job = Job(agent_id=agent_id, active_agent=agent_id, request=request)
+    try:
+        with session.begin_nested():
+            session.add(job)
+    except sa.exc.IntegrityError:  # another transaction made one in between
+        _refuse_second(session, agent_id)
+        raise ConflictError(f"{agent_id} was being trained by another job, which has ended: try again") from None
+    return job
+
+
+def _refuse_second(session: Session, agent_id: str) -> None:
+    """Raise the conflict with the agent's active job, if there is one."""
     running = session.scalar(sa.select(Job).where(Job.active_agent == agent_id))
     if running is not None:
         raise ConflictError(
             f"{agent_id} is being trained by job {running.id} already: wait for it, or cancel it with "
             f"DELETE /api/policies/jobs/{running.id}"
         )
-    job = Job(agent_id=agent_id, active_agent=agent_id, request=request)
-    session.add(job)
-    try:
-        session.flush()
-    except sa.exc.IntegrityError:  # a concurrent transaction created one
-        raise ConflictError(f"{agent_id} is being trained by another job already") from None
-    return job
 
 
 def job_of(session: Session, job_id: str) -> Job:

@@ -23,8 +23,8 @@ sequence is never scored. A per-token field may also have one entry per *scored*
 A batch with `target_tokens` uses Tinker's convention instead: nothing is shifted, and entry t of every field belongs to
 the prediction made after reading `input_ids[..t]`.
 
-Every per-token loss takes `reduction`, which defines how the loss is averaged over the whole accumulation, however it is
-split into calls:
+Every per-token loss takes `reduction`, which defines how the loss is averaged over the whole accumulation, however
+it is split into calls:
 
 | `reduction` | average |
 | --- | --- |

@@ -13,8 +13,6 @@ import pytest
 from support.batches import VOCAB, causal_lm, ppo
 from support.server import Server
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_it_outlives_the_program_and_a_kill_of_the_server(
     tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator

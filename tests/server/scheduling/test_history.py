@@ -10,8 +10,6 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support.front import Client, Start, error_of
 
-pytestmark = pytest.mark.anyio
-
 
 async def record(client: Client, run_id: str = "") -> list[pb.HistoryPoint]:
     pages = client.stub.GetHistory(pb.GetHistoryRequest(run_id=run_id or client.run_id))

@@ -4,9 +4,11 @@
 without an event loop use :mod:`gradwire.sync`.
 """
 
+from importlib.metadata import version as _version
+
 from gradwire import sync
 from gradwire.connection import Connection, connect
-from gradwire.descriptions import LossField, LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
+from gradwire.descriptions import EngineInfo, LossField, LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.errors import (
     AbandonedError,
     AbortedPredecessorError,
@@ -68,6 +70,7 @@ __all__ = [
     "CheckpointCorruptError",
     "Connection",
     "ConnectionLostError",
+    "EngineInfo",
     "EngineUnavailableError",
     "Future",
     "GradwireError",
@@ -125,3 +128,5 @@ __all__ = [
     "gather",
     "sync",
 ]
+
+__version__ = _version("gradwire")

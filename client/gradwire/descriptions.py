@@ -35,6 +35,7 @@ class RunInfo:
         num_labels: Number of classes of a classification head; 0 for any other head.
         dropout: Dropout rate of the model during training.
         kind: ``"rl"`` or ``""``; selects the default learning rate.
+        num_tokens: Tokens that went through the model since the server started.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class RunInfo:
     num_labels: int = 0
     dropout: float = 0.0
     kind: str = ""
+    num_tokens: int = 0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -89,6 +91,42 @@ class RunInfo:
             num_labels=config.num_labels,
             dropout=config.dropout,
             kind=config.kind,
+            num_tokens=run.num_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The engine, the server's process with the models.
+
+    Attributes:
+        restarts: Number of restarts since the server started.
+        heartbeat_age_s: Seconds since the last heartbeat; negative before the first one.
+        busy: Share of the time between the last two heartbeats spent computing, 0 to 1.
+        memory_bytes: Memory of the process.
+        device_memory_used_bytes: Memory in use on the device, by all processes; 0 without a device.
+        device_memory_total_bytes: Memory of the device.
+        device_utilization: Utilization of the device, 0 to 1; None where it is unknown.
+    """
+
+    restarts: int = 0
+    heartbeat_age_s: float = -1.0
+    busy: float = 0.0
+    memory_bytes: int = 0
+    device_memory_used_bytes: int = 0
+    device_memory_total_bytes: int = 0
+    device_utilization: float | None = None
+
+    @staticmethod
+    def from_message(engine: pb.EngineStatus) -> EngineInfo:
+        return EngineInfo(
+            restarts=engine.restarts,
+            heartbeat_age_s=engine.heartbeat_age_s,
+            busy=engine.busy,
+            memory_bytes=engine.memory_bytes,
+            device_memory_used_bytes=engine.device_memory_used_bytes,
+            device_memory_total_bytes=engine.device_memory_total_bytes,
+            device_utilization=engine.device_utilization if engine.HasField("device_utilization") else None,
         )
 
 
@@ -103,6 +141,7 @@ class ServerInfo:
         uptime_s: Seconds since the server started.
         durability: ``"journal"`` (every operation is on disk before it is acknowledged) or ``"checkpoint"``.
         limits: Limits by name, for example ``max_payload_bytes``.
+        engine: State of the engine process.
     """
 
     version: str
@@ -111,11 +150,18 @@ class ServerInfo:
     uptime_s: float
     durability: str
     limits: Mapping[str, int]
+    engine: EngineInfo = EngineInfo()
 
     @staticmethod
     def from_message(info: pb.ServerInfo) -> ServerInfo:
         return ServerInfo(
-            info.version, info.device, info.engine_ready, info.uptime_s, info.durability, dict(info.limits)
+            version=info.version,
+            device=info.device,
+            engine_ready=info.engine_ready,
+            uptime_s=info.uptime_s,
+            durability=info.durability,
+            limits=dict(info.limits),
+            engine=EngineInfo.from_message(info.engine),
         )
 
 

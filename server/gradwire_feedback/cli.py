@@ -10,22 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
+import typer
+from rich.console import Console
+from rich.table import Table
 
-    from gradwire_feedback.database.connection import Database, UnusableDatabaseError
-    from gradwire_feedback.settings import Settings
-    from gradwire_feedback.store import keys as store
-    from gradwire_feedback.store.problems import ProblemError
-except ImportError as missing:
-    raise SystemExit(
-        f"gradwire: the feedback service is not installed ({missing.name} is missing): pip install 'gradwire[feedback]'"
-    ) from None
+from gradwire_feedback.database.connection import Database, UnusableDatabaseError
+from gradwire_feedback.settings import Settings
+from gradwire_feedback.store import keys as store
+from gradwire_feedback.store.problems import ProblemError
 
-app = typer.Typer(help="People's scores in, better policies out.", no_args_is_help=True)
-keys_app = typer.Typer(help="API keys of a feedback service.", no_args_is_help=True)
+app = typer.Typer(help="People's scores in, better policies out.", no_args_is_help=True, add_completion=False)
+keys_app = typer.Typer(help="API keys of a feedback service.", no_args_is_help=True, add_completion=False)
 app.add_typer(keys_app, name="keys")
 console = Console(stderr=True, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""The command ``gradwire``: one file per command.
+"""The commands that need the server: ``gradwire serve`` and ``gradwire keys``, one file each.
 
 May import every folder of the front, and nothing that needs torch.
 """

@@ -1,4 +1,4 @@
-"""Entry point of ``python -m gradwire_server.cli``, which is the command ``gradwire``."""
+"""Entry point of ``python -m gradwire_server.cli``, which starts a server without the client's package."""
 
 from gradwire_server.cli.app import main
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from gradwire_server.access.keys import KeyFile, Quota, Role
 
-app = typer.Typer(help="API keys of a server.", no_args_is_help=True)
+app = typer.Typer(help="API keys of a server.", no_args_is_help=True, add_completion=False)
 console = Console(stderr=True, soft_wrap=True)
 
 StateDir = Annotated[Path, typer.Option(help="Of the server whose keys they are.")]

@@ -20,11 +20,13 @@ from gradwire_server.observability import logs
 if TYPE_CHECKING:
     from gradwire_server.server import Server
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True, soft_wrap=True)
 
 PARENT_CHECK_S = 0.5
 
 
+@app.command()
 @with_settings
 def serve(
     flags: dict[str, Any],

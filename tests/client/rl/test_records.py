@@ -117,7 +117,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         main([str(tmp_path / "metrics.jsonl")])
     assert "line 1 is not a trajectory" in capsys.readouterr().err
     (tmp_path / "empty.jsonl").write_text("")
-    for command in (["gradwire_server.cli", "trajectories", "view"], ["gradwire.rl.viewer"]):
+    for command in (["gradwire.cli", "trajectories", "view"], ["gradwire.rl.viewer"]):
         result = subprocess.run(
             [sys.executable, "-m", *command, tmp_path / "empty.jsonl"], capture_output=True, text=True, timeout=60
         )

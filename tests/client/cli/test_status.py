@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+from typing import Any
 
-import grpc
+import gradwire
 import pytest
+from gradwire.cli import top as top_command
+from gradwire.cli.status_view import Snapshot, draw, rate
+from gradwire.cli.text import duration, plain, size
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.cli import status as status_cli
-from gradwire_server.cli.status_view import Snapshot, draw, duration, plain, rate, size
 from rich.console import Console
 
 
 def snapshot(at: float, *runs: pb.Run, **info: object) -> Snapshot:
-    about = pb.ServerInfo(version="1", device="cuda:0", engine_ready=True, uptime_s=3700, **info)  # type: ignore[arg-type]
-    models = [pb.ModelInfo(name="tiny", num_parameters=12_345)]
-    return Snapshot(at, about, models, {run.run_id: run for run in runs})
+    message = pb.ServerInfo(version="1", device="cuda:0", engine_ready=True, uptime_s=3700, **info)  # type: ignore[arg-type]
+    models = [gradwire.ModelInfo.from_message(pb.ModelInfo(name="tiny", num_parameters=12_345))]
+    found = {run.run_id: gradwire.RunInfo.from_message(run) for run in runs}
+    return Snapshot(at, gradwire.ServerInfo.from_message(message), models, found)
 
 
 def run_of(name: str, accepted: int = 0, applied: int = 0, step: int = 0, tokens: int = 0, made: float = 0) -> pb.Run:
@@ -63,7 +67,7 @@ def test_the_engine_and_its_device() -> None:
     for words in ("busy 50%", "memory 3 GiB", "20 GiB of 80 GiB", "device 93%", "heartbeat 0.4 s ago", "2 restarts"):
         assert words in page
     away = snapshot(0.0)
-    away.info.engine_ready = False
+    away = dataclasses.replace(away, info=dataclasses.replace(away.info, engine_ready=False))
     assert "engine not ready" in shown(away) and "device memory" not in shown(away)
 
 
@@ -82,24 +86,19 @@ def test_durations() -> None:
     assert [duration(seconds) for seconds in (0.9, 61, 86_400)] == ["0 s", "1 min 1 s", "24 h 0 min"]
 
 
-class Flaky:
-    """A server that is away at the second look; at the third, the user has seen enough."""
+def test_top_outlives_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is away at the second look; after the third, the user presses Ctrl-C."""
+    looks = iter([gradwire.ConnectionLostError("no answer"), snapshot(2.0, run_of("back", 3, 1)), KeyboardInterrupt()])
 
-    def __init__(self) -> None:
-        self.looks = 0
+    def look(service: Any) -> Snapshot:
+        found = next(looks)
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
-    def look(self) -> Snapshot:
-        self.looks += 1
-        if self.looks == 1:
-            raise grpc.RpcError("away")
-        if self.looks == 2:
-            return snapshot(2.0, run_of("back", 3, 1))
-        raise KeyboardInterrupt
-
-
-def test_top_outlives_a_server_that_is_away() -> None:
-    out, flaky = io.StringIO(), Flaky()
+    out = io.StringIO()
     console = Console(file=out, width=160, height=40, force_terminal=True)
-    status_cli._watch(console, flaky, snapshot(0.0, run_of("first")), 0.01)  # type: ignore[arg-type]
+    monkeypatch.setattr(top_command, "look", look)
+    top_command._watch(console, None, snapshot(0.0, run_of("first")), 0.01)  # type: ignore[arg-type]
     page = out.getvalue()
     assert page.index("run-first") < page.index("no answer; trying again") < page.index("run-back")

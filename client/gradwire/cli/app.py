@@ -1,0 +1,48 @@
+"""The command ``gradwire``: its own subcommands and those that other packages add through entry points."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from gradwire import __version__
+from gradwire.cli import runs
+from gradwire.cli.doctor import doctor
+from gradwire.cli.plugins import Commands
+from gradwire.cli.status import status
+from gradwire.cli.top import top
+
+app = typer.Typer(
+    cls=Commands,
+    help="gradwire: the gradients on the GPU machine, the training loop wherever you are.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gradwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+app.command()(status)
+app.command()(top)
+app.add_typer(runs.app, name="runs")
+app.command()(doctor)
+
+
+def main() -> None:
+    """Run the command; entry point of the console script."""
+    logging.getLogger("gradwire").addHandler(logging.NullHandler())  # a command says itself what went wrong
+    app(prog_name="gradwire")

@@ -1,0 +1,79 @@
+"""Commands of the entry-point group ``gradwire.commands``, imported only when they run.
+
+An entry point ``NAME = "module:object [extra]"`` becomes ``gradwire NAME``, and ``GROUP.NAME`` becomes ``gradwire GROUP
+NAME``. The object is a ``typer.Typer``, or a function that takes the list of arguments. The extra is the one of
+gradwire that the command needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+GROUP = "gradwire.commands"
+HELP = {
+    "serve": "Hold models and serve training runs.",
+    "keys": "Create, list and revoke the API keys of a server.",
+    "feedback": "Serve people's scores and train on them.",
+    "router": "Train a policy that routes requests.",
+    "trajectories": "Look at recorded trajectories.",
+    "trajectories.view": "Show the trajectories of a file.",
+}
+
+
+class Commands(TyperGroup):
+    """A group of commands to which installed packages add theirs."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for entry_point in sorted(importlib.metadata.entry_points(group=GROUP)):
+            group, _, name = entry_point.name.partition(".")
+            command = _Deferred(entry_point, name or group)
+            if not name:
+                self.commands.setdefault(group, command)
+                continue
+            parent = self.commands.setdefault(group, TyperGroup(name=group, help=HELP.get(group), no_args_is_help=True))
+            if isinstance(parent, TyperGroup):
+                parent.commands.setdefault(name, command)
+
+
+class _Deferred(TyperCommand):
+    """A command whose module is imported when it is parsed or completed, not when it is listed."""
+
+    def __init__(self, entry_point: importlib.metadata.EntryPoint, name: str) -> None:
+        package = entry_point.dist.name if entry_point.dist else entry_point.module
+        super().__init__(name, help=HELP.get(entry_point.name, f"A command of {package}."))
+        self._entry_point = entry_point
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self._load().make_context(info_name, args, parent, **extra)
+
+    def _load(self) -> Any:
+        try:
+            found = self._entry_point.load()
+        except ImportError as missing:
+            typer.secho(f"gradwire: {self._how_to_get_it(missing)}", fg="red", err=True)
+            raise typer.Exit(2) from None
+        return typer.main.get_command(found) if isinstance(found, typer.Typer) else _Function(self.name, found)
+
+    def _how_to_get_it(self, missing: ImportError) -> str:
+        command = f"gradwire {self._entry_point.name.replace('.', ' ')}"
+        need = f"`{command}` needs {missing.name}, which is not installed"
+        extras = ",".join(self._entry_point.extras)
+        return f"{need}: pip install 'gradwire[{extras}]'" if extras else f"{need} ({missing})"
+
+
+class _Function(TyperCommand):
+    """A command that parses its own arguments."""
+
+    def __init__(self, name: str | None, function: Callable[[Sequence[str]], None]) -> None:
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        super().__init__(name, context_settings=settings, add_help_option=False)
+        self._function = function
+
+    def invoke(self, ctx: Any) -> None:
+        self._function(ctx.args)

@@ -1,0 +1,85 @@
+"""``gradwire runs``: list, fork and delete the runs of a server."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.text import plain
+
+app = typer.Typer(help="List, fork and delete the runs of a server.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_runs(
+    address: AddressOption = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """List the runs that your key may read, the newest first."""
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        runs = service.list_runs()
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "name", "model", "step", "created", "owner", "checkpoint"):
+        table.add_column(column, overflow="fold", justify="right" if column == "step" else "left")
+    for run in sorted(runs, key=lambda run: -run.created_at):
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_at))
+        cells = (run.run_id, run.name, run.base_model, str(run.step), created, run.owner, run.latest_checkpoint)
+        table.add_row(*(Text(plain(cell)) for cell in cells))
+    if runs:
+        Console(soft_wrap=not Console().is_terminal).print(table)
+    else:
+        print(f"no runs on {address}")
+
+
+@app.command()
+def fork(
+    checkpoint: Annotated[str, typer.Argument(help="RUN_ID/NAME, as `gradwire runs list` shows it.")],
+    name: Annotated[str, typer.Option(help="Label of the new run.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the new run's random generators.")] = 0,
+    head: Annotated[
+        Literal["value", "reward", "none"] | None,
+        typer.Option(help="A fresh head, or none; the checkpoint's if absent."),
+    ] = None,
+    with_optimizer: Annotated[
+        bool, typer.Option("--with-optimizer", help="Also copy the optimizer's moments and the step count.")
+    ] = False,
+    address: AddressOption = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """Create a run from a checkpoint and print its id."""
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        run = service.fork_run(
+            checkpoint, head="" if head == "none" else head, seed=seed, name=name, with_optimizer=with_optimizer
+        )
+        print(run.run_id)
+
+
+@app.command()
+def delete(
+    run_ids: Annotated[list[str], typer.Argument(help="Ids of the runs.", metavar="RUN_ID...")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    address: AddressOption = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """Delete runs with their checkpoints."""
+    if not yes:
+        typer.confirm(f"Delete {', '.join(run_ids)} with all checkpoints?", abort=True, err=True)
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        for run_id in run_ids:
+            service.delete_run(run_id)
+            print(f"deleted {run_id}")

@@ -1,0 +1,32 @@
+"""``gradwire status``: show once what a server is doing."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.text import Text
+
+from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.status_view import Interval, draw, look
+from gradwire.cli.text import plain
+
+
+def status(
+    address: Address = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+    interval: Interval = 1.0,
+) -> None:
+    """Show what a server holds, what your runs are doing, and its limits."""
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        before, now = None, look(service)
+        if now.working:
+            time.sleep(interval)
+            before, now = now, look(service)
+    out = Console(soft_wrap=not Console().is_terminal)
+    out.print(draw(now, before))
+    limits = ", ".join(f"{name}={value}" for name, value in sorted(now.info.limits.items()))
+    out.print(Text(f"limits: {plain(limits)}"))

@@ -1,0 +1,119 @@
+"""Snapshots of a server, taken through the SDK, and their tables for a terminal."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gradwire import sync
+from gradwire.cli.text import duration, plain, size
+from gradwire.descriptions import ModelInfo, RunInfo, ServerInfo
+
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks, from which the rates are taken.")]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a server at one moment.
+
+    Attributes:
+        at: Monotonic time in seconds.
+        info: Version, status and limits.
+        models: Its models.
+        runs: The runs that the key may read, by run id.
+    """
+
+    at: float
+    info: ServerInfo
+    models: list[ModelInfo]
+    runs: dict[str, RunInfo]
+
+    @property
+    def working(self) -> bool:
+        """Whether a run has operations without a result."""
+        return any(run.accepted_seq > run.applied_seq for run in self.runs.values())
+
+
+def look(service: sync.ServiceClient) -> Snapshot:
+    """Take a snapshot."""
+    info, models, runs = service.server_info(), service.list_models(), service.list_runs()
+    return Snapshot(time.monotonic(), info, models, {run.run_id: run for run in runs})
+
+
+def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> RenderableType:
+    """Render the server, its engine, its models and its runs, those with the most queued operations first.
+
+    Args:
+        before: An earlier snapshot, for the rates.
+        most: Maximum number of runs shown; 0 for all.
+    """
+    info, engine = now.info, now.info.engine
+    state = Text("ready", "green") if info.engine_ready else Text("not ready", "bold red")
+    head = Text.assemble(
+        f"gradwire {plain(info.version)} on {plain(info.device)}, engine ", state,
+        f", up {duration(info.uptime_s)}, durability {plain(info.durability)}",
+    )  # fmt: skip
+    parts = [f"busy {engine.busy:.0%}", f"memory {size(engine.memory_bytes)}"]
+    if engine.device_memory_total_bytes:
+        used, total = engine.device_memory_used_bytes, engine.device_memory_total_bytes
+        parts.append(f"device memory {size(used)} of {size(total)}")
+    if engine.device_utilization is not None:
+        parts.append(f"device {engine.device_utilization:.0%}")
+    parts += [f"heartbeat {engine.heartbeat_age_s:.1f} s ago", f"{engine.restarts} restarts"]
+    queued = sum(waiting(run) for run in now.runs.values())
+    parts += [f"{len(now.runs)} runs", f"{queued} operations queued"]
+    return Group(head, Text(", ".join(parts)), _models(now.models), _runs(now, before, most))
+
+
+def _models(models: list[ModelInfo]) -> Table:
+    table = Table()
+    for column in ("model", "architecture", "parameters", "context", "dtype", "tokenizer"):
+        table.add_column(column, overflow="fold")
+    for model in models:
+        table.add_row(
+            Text(plain(model.name)), Text(plain(model.architecture)), f"{model.num_parameters:,}",
+            str(model.context_length), plain(model.dtype), "yes" if model.has_tokenizer else "no",
+        )  # fmt: skip
+    return table
+
+
+def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
+    runs = sorted(now.runs.values(), key=lambda run: (-waiting(run), -run.created_at))
+    hidden = len(runs) - most if most else 0
+    table = Table(caption=f"and {hidden} more" if hidden > 0 else None)
+    for column in ("run", "name", "model"):
+        table.add_column(column, overflow="fold")
+    for column in ("step", "queue", "done", "ops/s", "steps/s", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("checkpoint", overflow="fold")
+    for run in runs[: most or None]:
+        earlier = before.runs.get(run.run_id) if before is not None else None
+        seconds = now.at - before.at if before is not None else 0.0
+        table.add_row(
+            Text(plain(run.run_id)), Text(plain(run.name)), Text(plain(run.base_model)), str(run.step),
+            str(waiting(run)), str(run.applied_seq),
+            rate(run.applied_seq, earlier.applied_seq if earlier else None, seconds),
+            rate(run.step, earlier.step if earlier else None, seconds),
+            rate(run.num_tokens, earlier.num_tokens if earlier else None, seconds),
+            Text(plain(run.latest_checkpoint.partition("/")[2])),
+        )  # fmt: skip
+    return table
+
+
+def waiting(run: RunInfo) -> int:
+    """Number of operations of a run without a result."""
+    return max(run.accepted_seq - run.applied_seq, 0)
+
+
+def rate(now: int, before: int | None, seconds: float) -> str:
+    """Format the rate per second between two snapshots: "-" without an earlier one, 0 for a count that fell."""
+    if before is None or seconds <= 0:
+        return "-"
+    per_second = max(now - before, 0) / seconds
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"

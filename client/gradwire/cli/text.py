@@ -1,0 +1,25 @@
+"""Text of a terminal: numbers with units, and foreign text without control characters."""
+
+from __future__ import annotations
+
+
+def size(count: int) -> str:
+    """Format a number of bytes with a binary unit."""
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in hours, minutes and seconds."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def plain(text: str) -> str:
+    """Replace the characters of a foreign text that are not printable, such as terminal escapes, with "·"."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path("gradwire_proto/v1")
 
 
-@pytest.mark.timeout(900)  # the first time, make installs the generators into .venv-proto
+@pytest.mark.slow  # the first time, make installs the generators into .venv-proto
+@pytest.mark.timeout(900)
 def test_generated_modules_are_fresh(tmp_path: Path) -> None:
     made = subprocess.run(
         ["make", "proto", f"PROTO_OUT={tmp_path}"],

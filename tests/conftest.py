@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,44 +12,25 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from support.blocking import BlockingDetector
 from support.tiny import tiny_model
 
-BLOCKED_SECONDS = 15.0  # wall time, so a machine that is busy with other things adds to it
-RESPONSIVE = (
-    "tests/client/",
-    "tests/server/core/",
-    "tests/server/scheduling/",
-    "tests/server/journal/",
-    "tests/server/doors/",
-)
+DETECTOR = BlockingDetector()
+DETECTOR.install()
 
 
-class _BlockedLoop(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.reports: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        took = re.search(r"^Executing .* took ([\d.]+) seconds", message, re.DOTALL)
-        if took and float(took[1]) > BLOCKED_SECONDS:
-            self.reports.append(message)
+@pytest.fixture(scope="session")
+def blocking_detector() -> BlockingDetector:
+    return DETECTOR
 
 
 @pytest.fixture(autouse=True)
 def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test of the client or the front whose event loop was held for longer than that."""
-    if not request.node.nodeid.startswith(RESPONSIVE) or not request.node.get_closest_marker("asyncio"):
+    """Fails a test in which a callback held an event loop of this process for longer than the detector's limit."""
+    with DETECTOR.reports() as reports:
         yield
-        return
-    handler, logger = _BlockedLoop(), logging.getLogger("asyncio")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-    if handler.reports:
-        pytest.fail("the event loop was blocked:\n" + "\n".join(handler.reports))
+    if reports and request.node.get_closest_marker("holds_loop") is None:
+        pytest.fail("the event loop was blocked by\n" + "\n".join(reports))
 
 
 @pytest.fixture(scope="session")

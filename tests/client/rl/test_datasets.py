@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ def answered(task: Task, *responses: str) -> list[Trajectory]:
 
 async def scores(grader: Any, trajectories: Sequence[Trajectory]) -> list[float]:
     results = await grader.evaluate(trajectories)
-    grader.close()
+    await asyncio.to_thread(grader.close)  # waits for the processes
     assert not any(result.error for result in results), results
     return [result.score for result in results]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -26,17 +27,17 @@ def command(model: Path, state_dir: Path, *more: str) -> list[str]:
     return [*words, "--model", f"tiny={model}", "--state-dir", str(state_dir), *more]
 
 
-@contextmanager
-def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) -> Iterator[str]:
-    with subprocess.Popen(command(model, state_dir), stdout=subprocess.PIPE, text=True) as process:
+@asynccontextmanager
+async def serving(model: Path, state_dir: Path, end: signal.Signals = signal.SIGTERM) -> AsyncIterator[str]:
+    with subprocess.Popen(command(model, state_dir), stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         try:
             assert process.stdout is not None
-            line = process.stdout.readline()
+            line = await asyncio.to_thread(process.stdout.readline)
             assert line.startswith("gradwire: listening on "), line
             yield line.split()[-1]
         finally:
             process.send_signal(end)
-            assert process.wait(120) == (0 if end == signal.SIGTERM else -end)
+            assert await asyncio.to_thread(process.wait, 120) == (0 if end == signal.SIGTERM else -end)
 
 
 @asynccontextmanager
@@ -74,7 +75,7 @@ def engine_of(server_words: str) -> int:
 
 async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
     lora = pb.LoraSettings(rank=2, dropout=0.1)
-    with serving(tiny_model_path, tmp_path, signal.SIGKILL) as address:
+    async with serving(tiny_model_path, tmp_path, signal.SIGKILL) as address:
         async with connected(address) as calm:
             await calm.begin(seed=5, lora=lora)
             expected = [await train(calm, seq) for seq in (1, 3, 5)]
@@ -91,10 +92,9 @@ async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, t
             found.append(await train(stormy, 3))
             engine = (await stormy.stub.GetServerInfo(pb.GetServerInfoRequest())).engine
             assert (engine.restarts, engine.heartbeat_age_s < 60) == (1, True)
-    with serving(tiny_model_path, tmp_path) as address:
-        async with connected(address) as again:
-            await again.open(stormy.run_id)
-            found.append(await train(again, 5))
+    async with serving(tiny_model_path, tmp_path) as address, connected(address) as again:
+        await again.open(stormy.run_id)
+        found.append(await train(again, 5))
     assert found == expected
 
 

@@ -109,6 +109,7 @@ def peak_mib(server: Hostile) -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
+@pytest.mark.holds_loop("the client serializes messages of hundreds of MiB")
 async def test_an_unauthenticated_flood_costs_nothing(server: Hostile) -> None:
     options = [("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(server.address, options=options) as channel:

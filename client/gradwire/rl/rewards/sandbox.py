@@ -139,6 +139,8 @@ class Sandbox:
         self._threads.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for worker in self._all:
+                worker.ask_to_end()
+            for worker in self._all:
                 worker.end()
 
     def _until_done(self, requests: list[bytes]) -> list[Outcome]:
@@ -193,7 +195,12 @@ class _Worker:
         self._send(request)
         return self.receive(timeout_s)
 
+    def ask_to_end(self) -> None:
+        """Close the process's input, at whose end it exits."""
+        _close_input(self._process)
+
     def end(self) -> None:
+        """Wait for the process to exit, and kill it if it does not."""
         self._finalize()
 
     def _send(self, content: bytes) -> None:
@@ -237,9 +244,13 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
     return passed | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _close_input(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    _close_input(process)
     try:
         # At the end of its input it cleans up and exits.
         process.wait(0.5)

@@ -1,0 +1,128 @@
+"""Find what holds an event loop: which callback, for how long, and where it was.
+
+A callback is measured by its thread's processor time, and by the wall time that the thread did not spend waiting for a
+processor, so that a busy machine adds nothing to either. Where the kernel does not tell that waiting time (it is in
+Linux's ``schedstat``), the load average scales the limit of the wall time instead. Garbage collections do not count:
+they go through the objects of all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+LIMIT_S = 0.25
+_SAMPLE_S = 0.05
+
+
+@dataclass(eq=False)
+class _Callback:
+    """A callback that runs now.
+
+    Attributes:
+        thread: Where it runs.
+        began: Monotonic time in seconds.
+        collecting_s: Processor time of the garbage collections meanwhile.
+        stack: Where it was last seen, formatted, from the callback inwards.
+    """
+
+    thread: int
+    began: float
+    collecting_s: float = 0.0
+    stack: list[str] = field(default_factory=list)
+
+
+class BlockingDetector:
+    """Watches every callback of every asyncio loop of this process from :meth:`install` on."""
+
+    def __init__(self) -> None:
+        self._reports: list[str] = []
+        self._running: dict[int, _Callback] = {}
+        self._local = threading.local()
+
+    def install(self) -> None:
+        original = asyncio.Handle._run
+
+        def run(handle: asyncio.Handle) -> None:
+            callback = _Callback(threading.get_ident(), time.monotonic())
+            waited, used = self._waiting_s(), time.thread_time()
+            outer, self._running[callback.thread] = self._running.get(callback.thread), callback
+            try:
+                original(handle)
+            finally:
+                if outer is None:
+                    del self._running[callback.thread]
+                else:
+                    self._running[callback.thread] = outer
+                wall = time.monotonic() - callback.began
+                if wall > LIMIT_S:
+                    self._judge(handle, callback, wall, self._waiting_s() - waited, time.thread_time() - used)
+
+        asyncio.Handle._run = run  # type: ignore[method-assign]
+        gc.callbacks.append(self._collecting)
+        threading.Thread(target=self._sample, name="blocking-detector", daemon=True).start()
+
+    @contextmanager
+    def reports(self) -> Iterator[list[str]]:
+        """The reports of what blocks within the context."""
+        outer, self._reports = self._reports, []
+        try:
+            yield self._reports
+        finally:
+            self._reports = outer
+
+    def _judge(self, handle: asyncio.Handle, callback: _Callback, wall: float, waited: float, used: float) -> None:
+        limit = (
+            LIMIT_S if self._schedstat() is not None else LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        )
+        used, held = used - callback.collecting_s, wall - waited - callback.collecting_s
+        if used > LIMIT_S or held > limit:
+            owner = getattr(handle._callback, "__self__", handle)  # type: ignore[attr-defined]
+            where = "".join(callback.stack) or "  one call that held the interpreter\n"
+            self._reports.append(f"{owner!r}\nheld the loop for {held:.2f} s ({used:.2f} s of processor), in\n{where}")
+
+    def _collecting(self, phase: str, about: dict[str, int]) -> None:
+        callback = self._running.get(threading.get_ident())
+        if callback is not None:
+            callback.collecting_s += time.thread_time() * (1 if phase == "stop" else -1)
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(_SAMPLE_S)
+            now = time.monotonic()
+            for callback in list(self._running.values()):
+                if now - callback.began < LIMIT_S / 2:
+                    continue
+                frame = sys._current_frames().get(callback.thread)
+                if frame is not None and self._running.get(callback.thread) is callback:
+                    callback.stack = _stack_inside(frame)
+
+    def _waiting_s(self) -> float:
+        """Seconds that this thread has waited for a processor so far; 0 where the kernel does not say."""
+        descriptor = self._schedstat()
+        return 0.0 if descriptor is None else int(os.pread(descriptor, 64, 0).split()[1]) / 1e9
+
+    def _schedstat(self) -> int | None:
+        if not hasattr(self._local, "descriptor"):
+            try:
+                self._local.descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            except OSError:
+                self._local.descriptor = None
+        found: int | None = self._local.descriptor
+        return found
+
+
+def _stack_inside(frame: FrameType) -> list[str]:
+    """The stack from the callback inwards."""
+    entries = traceback.extract_stack(frame)
+    start = max((index for index, entry in enumerate(entries) if entry.filename == __file__), default=-1)
+    return traceback.format_list(entries[start + 2 :])  # without this file and asyncio's Handle._run

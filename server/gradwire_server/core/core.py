@@ -309,8 +309,10 @@ class Core:
         """
         record = self._own(caller, run_id)
         check_length(writer, "max_name_chars", self.config.limits.max_name_chars, "writer")
-        await self.scheduler.open(record, takeover, writer)
-        return record.to_proto()
+        epoch = await self.scheduler.open(record, takeover, writer)
+        run = record.to_proto()
+        run.epoch = epoch  # another writer may have opened the run meanwhile: this one is told at its first operation
+        return run
 
     async def open_session(
         self,

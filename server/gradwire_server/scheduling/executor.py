@@ -197,7 +197,10 @@ class Executor:
         operation.retried = True
         if error.suspect:
             operation.deaths += 1
-            await self._journal.count_death(queue.record.run_id, operation.seq)
+            try:
+                await self._journal.count_death(queue.record.run_id, operation.seq)
+            except ServiceError as full:  # counted in memory: only a restart of the server would forget it
+                log.warning("the engine's death at operation %d is not on disk: %s", operation.seq, full)
         if operation.deaths < DEATHS:
             await self._engine.ready()
             return None

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | test | test-slow | test-faults | bench | lint | docs | proto
+# make setup | demo | feedback-demo | test | test-slow | test-faults | bench | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo feedback-demo test test-slow test-faults parity bench lint docs proto
+.PHONY: setup demo feedback-demo test test-slow test-faults parity bench lint docs proto site
 
 setup: .venv/.installed
 
@@ -28,7 +28,7 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
-# Our losses against TRL, verl and Liger, in an environment of its own: they pin other versions than ours.
+# Losses compared with TRL, verl and Liger, in a separate environment because they pin other versions.
 parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pytest tests/parity -m ""
 
@@ -39,18 +39,18 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
 	touch $@
 
-# What the router's benchmark is held against, in an environment of its own.
+# The environment of the router's benchmark against stable-baselines3.
 .venv-sb3/.installed: pyproject.toml
 	test -x .venv-sb3/bin/python || $(PYTHON) -m venv .venv-sb3
 	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[router,gymnasium]'
 	.venv-sb3/bin/python -m pip install --quiet --constraint constraints.txt stable-baselines3==2.9.0
 	touch $@
 
-# Everything that is broken for real, long and short form, each saying what was tried and what was lost.
+# Real faults, in short and long form; each test prints what it tried and what was lost.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
 
-# The table of docs/performance.md, a quarter of an hour on an idle machine; `make bench ARGS=--write-docs` writes it there.
+# The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -64,6 +64,15 @@ docs: setup
 	$(BIN)/python tools/make_loss_reference.py
 	$(BIN)/python tests/support/access.py
 	$(BIN)/python tools/make_metrics_reference.py
+
+# The documentation site in out/site, in a separate environment.
+site: .venv-site/.installed
+	.venv-site/bin/python tools/build_site.py
+
+.venv-site/.installed: Makefile
+	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.11
+	touch $@
 
 # Generated with an older grpcio-tools on purpose: its output runs with protobuf 6 and 7.
 proto: .venv-proto/.installed

@@ -102,7 +102,8 @@ class RolloutManager:
 
         Args:
             tasks: See :meth:`~gradwire.rl.types.Task.of`.
-            group_size, params: Replace the manager's own.
+            group_size: Replaces the manager's own.
+            params: Replace the manager's own.
             seed: Seed of this collection; by default derived from the manager's seed and the number of earlier
                 collections.
             first_group: Number of the first group; numbers and seeds of groups count from it.

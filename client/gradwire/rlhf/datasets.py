@@ -80,7 +80,8 @@ class FeedbackDataset(Sequence[Feedback]):
 
     Args:
         feedbacks: See :meth:`Feedback.of`.
-        mean, std: Normalisation constants; by default computed from these scores. If all scores are equal, std is 1.
+        mean: Mean of the normalisation; by default that of these scores.
+        std: Standard deviation of the normalisation; by default that of these scores, or 1 if all are equal.
 
     Raises:
         InvalidArgumentError: A rating is invalid, or there are none.

@@ -298,7 +298,7 @@ async def test_only_a_limit_that_is_not_the_tasks_is_bootstrapped(
 async def test_ppo_needs_its_critic(rule_inference: Callable[..., Any]) -> None:
     algorithm = PPOAlgorithm(None, CheckingRun(), ["a"], arrived, config(), inference=rule_inference(walk))
     with pytest.raises(
-        ValueError, match=r'needs a run made with create_run\(..., head="value"\); this one has no head'
+        ValueError, match=r'needs a run made with create_run\(..., head="value"\); this run has no head'
     ):
         await algorithm.train(1, progress_bar=False)
 
@@ -472,7 +472,7 @@ def len_of(response: str) -> int:
     ("changes", "error"),
     [
         ({"tasks": "a"}, "tasks is one str; give a list of prompts"),
-        ({"tasks": [3]}, "a task is a prompt .* this is 3"),
+        ({"tasks": [3]}, "a task is a prompt .* got 3"),
         ({"tasks": []}, "there are no tasks"),
         ({"reward": 3}, "the reward is int; it must be a function, a scorer"),
         ({"reward": lambda answer: 1.0}, "has a parameter 'answer' that is unknown"),
@@ -569,9 +569,9 @@ def test_curricula() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"max_staleness": -1}, "max_staleness must not be negative"),
         ({"save_every": 1}, "save_every needs a checkpoint_dir"),
-        ({"on_failure": "ignore"}, 'on_failure must be "stop" or "warn"; this is .ignore.'),
+        ({"on_failure": "ignore"}, 'on_failure must be "stop" or "warn", got .ignore.'),
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"reference_ema": 2.0}, "from 0 to 1; this is 2.0"),
+        ({"reference_ema": 2.0}, "from 0 to 1; got 2.0"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], error: str) -> None:

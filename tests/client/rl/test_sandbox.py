@@ -85,7 +85,7 @@ def sandbox() -> Iterator[Sandbox]:
         ("big file", "File too large"),
         ("exit", "SystemExit: 3"),
         ("type", "TypeError: object cannot be sent back"),
-        ("big", "bytes; 1048576 are allowed"),
+        ("big", "bytes; at most 1048576 are allowed"),
         ("stdin", "EOFError"),
         ("else", "RuntimeError: no such way: else (line"),
     ],

@@ -242,7 +242,7 @@ def test_a_line_that_is_no_decision_is_named(tmp_path: Path, name: str, text: st
 def test_columns_are_about_tables(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read as JSON Lines"):
         read_log(tmp_path / "x.jsonl", features=["a"])
-    with pytest.raises(ValueError, match="there is no click; there are event"):
+    with pytest.raises(ValueError, match="unknown names click; the names are event"):
         read_log(write_csv(tmp_path / "x.csv", []), columns={"click": "reward"})
 
 

@@ -70,7 +70,7 @@ def test_what_is_written_is_read_back() -> None:
             "f.yaml, line 4: evaluation.seeds.1: input should be a valid integer",
         ),
         ("rllm:\n  enabled: true\nrllm: {}\n", "f.yaml, line 3: 'rllm' is also on line 1; keep one"),
-        ("rllm: [\n", "f.yaml, line 2: this is no YAML"),
+        ("rllm: [\n", "f.yaml, line 2: not valid YAML"),
         ("- rllm\n", "f.yaml, line 1: settings must be a mapping"),
         ("rollout: 3\n", "f.yaml, line 1: rollout: this is a section, with settings of its own, not 3"),
         ("observability:\n  metrics:\n    backend: grafana\n", "f.yaml, line 3: observability.metrics.backend: input"),

@@ -132,7 +132,7 @@ class GiGPOAlgorithm(Algorithm):
         state_hashing_function: Maps a step to a key of its state; by default the environment's ``state_key``.
         default_step_reward: Reward of steps that the reward function does not name; None leaves it to the reward
             computer.
-        args, options: As for :class:`Algorithm`.
+        options: Further arguments of :class:`Algorithm`.
     """
 
     corrects = True

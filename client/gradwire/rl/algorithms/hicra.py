@@ -24,7 +24,7 @@ class HICRAAlgorithm(GRPOAlgorithm):
 
     Args:
         grams: The strategic grams, from :func:`~gradwire.rl.strategic_grams.find_strategic_grams`.
-        service, run, tasks, reward, config, options: As for :class:`~gradwire.rl.algorithms.base.Algorithm`.
+        options: Further arguments of :class:`~gradwire.rl.algorithms.base.Algorithm`.
     """
 
     def __init__(

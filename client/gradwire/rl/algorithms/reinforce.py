@@ -27,7 +27,7 @@ class REINFORCEAlgorithm(Algorithm):
         baseline: The baseline of a reward. ``leave_one_out``: the mean of the others of its group (RLOO).
             ``group_mean``: the group's mean. ``batch``: the batch's mean, divided by its standard deviation
             (REINFORCE++ without KL). ``none``: no baseline.
-        args, options: As for :class:`Algorithm`.
+        options: Further arguments of :class:`Algorithm`.
     """
 
     replays = True

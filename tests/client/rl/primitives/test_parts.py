@@ -235,7 +235,7 @@ def test_pareto(policy: Any) -> None:
     assert trajectories[0].evaluation.metrics == {"accuracy": 2, "efficiency": -2, "safety": 0}
     assert computer.compute_rewards(trajectories, method="absolute") == pytest.approx([0, 0, -1, -2 / 3])
     assert ParetoRewardComputer(objectives=[accuracy_fn, efficiency_fn]).compute_rewards(trajectories) == rewards
-    with pytest.raises(ValueError, match="need 2 different names"):
+    with pytest.raises(ValueError, match="need as many different names"):
         ParetoRewardComputer([accuracy_fn], ["a", "b"])
     with pytest.raises(ValueError, match='method must be "absolute"'):
         computer.compute_rewards(trajectories, method="best")  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ async def test_any_object_with_compute_rewards() -> None:
     assert [each.error.split("; ")[0] for each in results] == [
         "Rewards: the score is nan", "Rewards: returned str"
     ]  # fmt: skip
-    assert "gave 3 rewards for 2" in (await ComputedRewards(Rewards([1, 2, 3])).evaluate(two))[0].error
+    assert "returned 3 rewards for 2" in (await ComputedRewards(Rewards([1, 2, 3])).evaluate(two))[0].error
     assert "KeyError: 'x' (line" in (await ComputedRewards(Rewards(KeyError("x"))).evaluate(two))[1].error
     with pytest.raises(TypeError, match="must have compute_rewards"):
         ComputedRewards(len)

@@ -1,0 +1,26 @@
+"""Build the documentation site into out/site; warnings, broken links and wrong docstrings are errors: ``make site``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCSTRING_WARNING = "griffe:"
+"""Prefix of the warnings about docstrings, which ``--strict`` does not count."""
+
+
+def build() -> int:
+    """Build the site; return the exit status."""
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(built.stdout, end="")
+    warnings = [line for line in built.stdout.splitlines() if line.startswith(DOCSTRING_WARNING)]
+    if warnings:
+        print(f"{len(warnings)} warnings about docstrings are errors", file=sys.stderr)
+    return built.returncode or int(bool(warnings))
+
+
+if __name__ == "__main__":
+    sys.exit(build())

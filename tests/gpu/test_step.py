@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.scoring.memory import MOST, Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -133,10 +136,14 @@ def test_a_batch_that_is_too_large_goes_through_in_pieces(model_path: Path, lora
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + (1 << 30)) / total))
     try:
-        found = evaluated(run, columns, "causal_lm")
+        decisions, budget = Decisions(Memory(torch.device("cuda")), {}), WHOLE
+        while (found := unless_out_of_memory(partial(evaluated, run, columns, "causal_lm", budget))) is None:
+            smaller = decisions.after_out_of_memory(run, columns, budget)
+            assert smaller is not None
+            budget = smaller
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found.out_of_memory and found.num_microbatches > 1
+    assert budget != WHOLE and found.num_microbatches > 1
     assert found.loss == pytest.approx(whole.loss, rel=1e-4)
 
 

@@ -135,8 +135,12 @@ class LocalEngine(Driver):
         from gradwire_server.engine.operations.request import Request
 
         asked = Request(request, columns, None)
-        answer = self._sampled(asked) if asked.samples else self.engine.answer(asked)
+        answer = self._sampled(asked) if asked.samples else self._executed(asked)
         return answer.reply, b"".join(answer.buffers)
+
+    def _executed(self, request: Request) -> Answer:
+        (answer,) = self.engine.execute(self.context.decisions.execute([request]))
+        return answer
 
     def _sampled(self, request: Request) -> Answer:
         """Sample like the engine's loop: token by token, until the answer is complete."""

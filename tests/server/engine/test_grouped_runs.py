@@ -17,8 +17,8 @@ from gradwire_losses.registry import LossConfig, get_loss
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.engine.operations import batches, grouped_runs
-from gradwire_server.engine.operations.grouped_runs import GroupedRuns
+from gradwire_server.engine.operations import batches
+from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.training import grouped_forward_backward as together
 from support.engine import Columns, LocalEngine, Result, token_rows
@@ -60,7 +60,12 @@ class Engines:
     def __init__(self, model: Path, folder: Path) -> None:
         self.alone = LocalEngine({"tiny": model}, folder / "alone")
         self.together = LocalEngine({"tiny": model}, folder / "together")
-        self.groups = GroupedRuns(self.together.context)
+        self.group(self.together)
+
+    def group(self, engine: LocalEngine, tokens: int = GROUP_TOKENS["cpu"]) -> None:
+        """Let this engine answer together."""
+        self.together = engine
+        engine.context.decisions.group_tokens = tokens
 
     def create(self, work: dict[str, Work]) -> None:
         for seed, (run_id, each) in enumerate(work.items()):
@@ -75,10 +80,10 @@ class Engines:
 
     def ask_together(self, work: dict[str, Work]) -> dict[str, Result]:
         requests = [self.request(number, run_id, each) for number, (run_id, each) in enumerate(work.items(), start=1)]
-        chosen = self.groups.choose(requests)
-        assert len(chosen) == len(requests)
+        decision = self.together.context.decisions.execute(requests)
+        assert len(decision.requests) == len(requests)
         names, found = dict(enumerate(work, start=1)), {}
-        for answer in self.groups.answer(chosen):
+        for answer in self.together.engine.execute(decision):
             payload = b"".join(answer.buffers)
             result = answer.reply.result
             found[names[answer.reply.id]] = Result(result, codec.decode(list(result.tensors), payload))
@@ -225,7 +230,7 @@ def test_what_fails_together_is_done_alone(engines: Engines, monkeypatch: pytest
     engines.assert_same_steps(WORK)
 
 
-def test_who_goes_together(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_goes_together(engines: Engines) -> None:
     work = {
         "run-a": WORK["run-sft"],
         "run-full": Work({}, loss_call("causal_lm"), token_rows(ROWS)),
@@ -236,7 +241,11 @@ def test_who_goes_together(engines: Engines, monkeypatch: pytest.MonkeyPatch) ->
     a, full, b, dropout = (engines.request(number, *each) for number, each in enumerate(work.items()))
     step = engines.request(9, "run-full", work["run-full"], optim_step=STEP)
     checkpoint = engines.request(10, "run-full", work["run-full"], save_checkpoint=pb.SaveCheckpoint())
-    choose = engines.groups.choose
+    decisions = engines.together.context.decisions
+
+    def choose(ready: list[Request]) -> list[Request]:
+        return list(decisions.execute(ready).requests)
+
     assert choose([]) == []
     assert choose([a]) == [a]
     assert choose([a, full, b, dropout]) == [a, b]
@@ -244,15 +253,16 @@ def test_who_goes_together(engines: Engines, monkeypatch: pytest.MonkeyPatch) ->
     assert choose([checkpoint, a, b]) == [checkpoint]
     assert choose([a, checkpoint, b]) == [a, b]
     assert choose([a, step, b]) == [step]
-    monkeypatch.setitem(grouped_runs.MOST_TOKENS, "cpu", 16)
-    assert GroupedRuns(engines.together.context).choose([a, b, dropout]) == [a]
+    decisions.group_tokens = 16
+    assert choose([a, b, dropout]) == [a]
+    decisions.group_tokens = 0
+    assert choose([a, b]) == [a]
 
 
 def test_no_more_go_together_than_fit_a_micro_batch(
     engines: Engines, tiny_model_path: Path, tmp_path: Path, trunk_forwards: list[int]
 ) -> None:
-    engines.together = LocalEngine({"tiny": tiny_model_path}, tmp_path / "small", microbatch_tokens=20)
-    engines.groups = GroupedRuns(engines.together.context)
+    engines.group(LocalEngine({"tiny": tiny_model_path}, tmp_path / "small", microbatch_tokens=20))
     work = {f"run-{number}": Work({"lora": 4}, loss_call("causal_lm"), token_rows([[1] * 8])) for number in range(3)}
     work["run-two"] = Work({"lora": 4}, loss_call("causal_lm"), token_rows([[1, 2] * 7] * 2))
     engines.create(work)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.operations.decisions import Decision, Decisions
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.process.loop import Groups, Loop
+from gradwire_server.engine.process.loop import Deciding, Loop
+from gradwire_server.engine.scoring.memory import Memory
 
 
 class Stage:
@@ -27,9 +31,10 @@ class Stage:
 
     # the engine
 
-    def answer(self, request: Request) -> Answer:
-        self.log.append(f"do {request.message.id}")
-        return Answer(engine_pb2.EngineReply(id=request.message.id), [])
+    def execute(self, decision: Decision) -> Iterator[Answer]:
+        for request in decision.requests:
+            self.log.append(f"do {request.message.id}")
+            yield Answer(engine_pb2.EngineReply(id=request.message.id), [])
 
     # its samples
 
@@ -68,30 +73,29 @@ class Stage:
         self.worked_on.append(list(request_ids))
         yield
 
-    def run(self, *requests: Request, groups: Groups | None = None) -> list[str]:
+    def run(self, *requests: Request, decisions: Deciding | None = None) -> list[str]:
         for request in requests:
             self.requests.put(request)
-        Loop(self, self, self.requests, self.told, self.working, groups).run()
+        Loop(decisions or First(), self, self, self.requests, self.told, self.working).run()
         return self.log
 
     def told(self, answer: Answer) -> None:
         self.log.append(f"told {answer.reply.id}")
 
 
-class Pairs:
-    """Steps of two runs go together, answered last first."""
+class First(Decisions):
+    """The first ready request is executed."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+    def __init__(self) -> None:
+        super().__init__(Memory(torch.device("cpu")), {})
 
-    def choose(self, ready: Sequence[Request]) -> Sequence[Request]:
+
+class Pairs(First):
+    """Steps of two runs go together, the last first."""
+
+    def execute(self, ready: Sequence[Request]) -> Decision:
         steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
-        return steps[:2] or ready[:1]
-
-    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        self.stage.log.append("together")
-        for request in reversed(requests):
-            yield self.stage.answer(request)
+        return replace(super().execute(ready), requests=steps[1::-1]) if steps else super().execute(ready)
 
 
 def ask(number: int, **kind: Any) -> Request:
@@ -159,8 +163,8 @@ def test_runs_are_made_and_dropped_in_their_order() -> None:
 
 def test_those_that_go_together_are_told_each_as_it_is_done() -> None:
     stage = Stage()
-    log = stage.run(step(1, "a"), step(2, "a"), step(3, "b"), sample(4, "b", tokens=1), END, groups=Pairs(stage))
-    assert log[:5] == ["together", "do 3", "told 3", "do 1", "told 1"]
-    assert log.index("do 2") > 4 and "begin 4" in log
-    assert [1, 3] in stage.worked_on
+    log = stage.run(step(1, "a"), step(2, "a"), step(3, "b"), sample(4, "b", tokens=1), END, decisions=Pairs())
+    assert log[:4] == ["do 3", "told 3", "do 1", "told 1"]
+    assert log.index("do 2") > 3 and "begin 4" in log
+    assert [3, 1] in stage.worked_on
     assert log[-2:] == ["do 99", "told 99"]

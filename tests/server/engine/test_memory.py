@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gradwire_losses import registry
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.scoring.memory import (
     MOST,
     ActivationMeter,
@@ -20,6 +22,7 @@ from gradwire_server.engine.scoring.memory import (
     machine_memory,
     token_bytes,
 )
+from gradwire_server.engine.scoring.planner import Budget
 from support.engine import LocalEngine, token_rows
 
 ROWS = token_rows([[1, 20, 30, 40, 50], [1, 9, 8, 7, 6, 5, 4], [1, 60, 61], [1, 2, 3, 4]])
@@ -106,7 +109,7 @@ class OnceFull:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["streams", "whole-batch"])
-def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
+def test_a_forward_out_of_memory_is_repeated_within_smaller_limits(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     rows = token_rows([[1, *range(20, 20 + length)] for length in (9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7)])
@@ -117,18 +120,48 @@ def test_a_forward_out_of_memory_is_divided_and_what_was_computed_stays(
     engine.create("run-a", seed=3)
     engine.create("run-b", seed=3)
     plain = engine.do("run-a", rows, forward_backward=CAUSAL)
-    engine.op("run-b", token_rows([[1, 2]]), forward=pb.LossCall(outputs=["logprobs"]))
     full = OnceFull(monkeypatch, 2)  # the second of three micro-batches
     found = engine.do("run-b", rows, forward_backward=CAUSAL)
-    # Where graphs were kept, they are given up: that is memory, too. The forward without a graph then fits.
-    pieces, again = (3, 12) if together else (5, 4)
-    assert (plain.proto.loss.num_microbatches, found.proto.loss.num_microbatches) == (3, pieces)
-    assert full.sequences == 12 + again and found.proto.loss.recomputed
+    assert (plain.proto.loss.num_microbatches, found.proto.loss.num_microbatches) == (3, 6)
+    # No graph is kept any more: that is memory, too. A streaming loss needs none but the one in use.
+    assert (full.sequences, found.proto.loss.recomputed) == (4 + 12 * (1 + together), together)
     assert found.proto.loss.loss == pytest.approx(plain.proto.loss.loss, rel=1e-6)
     np.testing.assert_allclose(found.columns["logprobs"].values, plain.columns["logprobs"].values, atol=1e-5)
     theirs = engine.context.runs["run-a"].accumulator.state_tensors()
     for name, gradient in engine.context.runs["run-b"].accumulator.state_tensors().items():
         torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_decision_is_complete(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its execution asks nothing that another process would have to be told."""
+    engine.create("run-a", seed=3)
+    engine.create("run-b", seed=3)
+    found = []
+    for run_id in ("run-a", "run-b"):
+        asked = engine_pb2.EngineOperation(run_id=run_id, seq=1, operation=pb.Operation(forward_backward=CAUSAL))
+        request = Request(engine_pb2.EngineRequest(id=1, operation=asked), ROWS, None)
+        decision = engine.context.decisions.execute([request])
+        assert list(decision.budgets) == [engine.context.memory.budget(engine.context.runs[run_id])]
+        if run_id == "run-b":
+            monkeypatch.setattr(Memory, "budget", lambda *args: pytest.fail("decided again"))
+        (answer,) = engine.engine.execute(replace(decision, budgets=[Budget(12)]))
+        found.append(answer.reply.result.loss)
+    assert found[0].num_microbatches == found[1].num_microbatches == 2
+    assert found[0].loss == found[1].loss
+
+
+def test_limits_get_smaller_until_nothing_is_left_to_give_up(engine: LocalEngine) -> None:
+    engine.create("run-a")
+    run, decisions = engine.context.runs["run-a"], engine.context.decisions
+    tokens, budget = [], Budget()
+    while (smaller := decisions.after_out_of_memory(run, ROWS, budget)) is not None:
+        budget = smaller
+        tokens.append(budget.microbatch_tokens)
+        assert budget.activation_bytes == 0
+    assert tokens == [14, 7]  # of 4 rows of at most 7 tokens; one row at a time is the end
+    graphs_given_up = decisions.after_out_of_memory(run, ROWS, Budget(7))
+    assert graphs_given_up is not None and graphs_given_up.activation_bytes == 0
+    assert decisions.after_out_of_memory(run, token_rows([[1, 2, 3]]), Budget()) is None
 
 
 class FullInBackward:

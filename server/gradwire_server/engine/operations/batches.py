@@ -61,7 +61,7 @@ def forward_backward(
 ) -> Outcome:
     """Compute a loss and add its gradient to the run's accumulation."""
     training = prepare(context, run, call, columns)
-    return trained(context, run, call, training, lambda: training_pass.forward_backward(training))
+    return trained(run, call, training, lambda: training_pass.forward_backward(training))
 
 
 def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
@@ -88,7 +88,6 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
 
 
 def trained(
-    context: EngineContext,
     run: EngineRun,
     call: training_pb2.LossCall,
     training: Training,
@@ -107,7 +106,7 @@ def trained(
         return _left_out(run, training.loss, training.batch, error)
     loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
-    return _evaluated(context, run, replace(found, warnings=[*found.warnings, *hints]))
+    return _evaluated(replace(found, warnings=[*found.warnings, *hints]))
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -139,7 +138,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
         temperature=_temperature(call.temperature),
         budget=context.budget,
     )
-    return _evaluated(context, run, found)
+    return _evaluated(found)
 
 
 def kept_forward(
@@ -154,7 +153,7 @@ def kept_forward(
         budget=context.budget,
         dropout_seed=run.dropout_seed,
     )
-    return _evaluated(context, run, found)
+    return _evaluated(found)
 
 
 def backward(
@@ -192,9 +191,7 @@ def backward(
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def _evaluated(context: EngineContext, run: EngineRun, found: LossEvaluation) -> Outcome:
-    if found.out_of_memory:
-        context.memory.ran_out(run)
+def _evaluated(found: LossEvaluation) -> Outcome:
     result = training_pb2.LossResult(
         metrics=found.metrics,
         num_sequences=found.num_sequences,

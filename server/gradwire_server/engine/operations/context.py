@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, load_tokenizer
+from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.sampling.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
 from gradwire_server.engine.scoring.planner import Budget
@@ -32,6 +35,7 @@ class EngineContext:
         tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
         runs: Every run in the engine, by id.
         crash_marks: Marks of begun requests, in memory that outlives the process; None without a front process.
+        decisions: Makes the decisions that depend on memory and on what has arrived.
         budget: Budget of the operation being executed.
     """
 
@@ -44,10 +48,21 @@ class EngineContext:
     tokenizer_files: dict[str, Path]
     runs: dict[str, EngineRun] = field(default_factory=dict)
     crash_marks: CrashMarks | None = None
+    decisions: Decisions = field(init=False)
     budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
+        self.decisions = Decisions(self.memory, self.runs)
         self.budget = self.memory.most
+
+    @contextmanager
+    def within(self, budget: Budget) -> Iterator[None]:
+        """Execute the body within these limits."""
+        before, self.budget = self.budget, budget
+        try:
+            yield
+        finally:
+            self.budget = before
 
     def tokenizer(self, model: str) -> TextTokenizer | None:
         """The tokenizer of a model; None if it has none."""

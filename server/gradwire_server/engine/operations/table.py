@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.errors import invalid
+from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.operations import batches, checkpoints, steps
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.lifecycle import Answer, Execution
 from gradwire_server.engine.operations.request import Columns, Outcome
-from gradwire_server.engine.operations.smaller_pieces import in_smaller_pieces
+from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.operation_kinds import kind_of
 
@@ -34,8 +37,12 @@ HANDLERS: Mapping[str, Handler] = {
 """Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
 
 
-def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns: Columns) -> Answer:
+def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns: Columns, budget: Budget) -> Answer:
     """Execute a begun operation of a run. One that raises leaves the run's state unchanged.
+
+    Args:
+        budget: Memory limits of a divisible operation. If memory runs out all the same, it is repeated within the
+            limits decided then.
 
     Raises:
         OperationError: The engine does not hold the run.
@@ -44,13 +51,15 @@ def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns
     execution = Execution(context, asked)
     try:
         with execution.span():
-            outcome = _handled(context, execution.run, asked, columns)
+            outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result
         return execution.failed(error)
     return execution.succeeded(outcome)
 
 
-def _handled(context: EngineContext, run: EngineRun, asked: engine_pb2.EngineOperation, columns: Columns) -> Outcome:
+def _handled(
+    context: EngineContext, run: EngineRun, asked: engine_pb2.EngineOperation, columns: Columns, budget: Budget
+) -> Outcome:
     operation = asked.operation
     kind = kind_of(operation)
     if kind.name not in HANDLERS:
@@ -59,8 +68,15 @@ def _handled(context: EngineContext, run: EngineRun, asked: engine_pb2.EngineOpe
     if kind.swaps_generators:
         return handler(context, run, asked.seq, call, columns)
 
-    def attempt() -> Outcome:
-        with run.rng():
+    def attempt(budget: Budget) -> Outcome:
+        with context.within(budget), run.rng():
             return handler(context, run, asked.seq, call, columns)
 
-    return in_smaller_pieces(context, run, columns, attempt) if kind.divisible else attempt()
+    if not kind.divisible:
+        return attempt(budget)
+    while (outcome := unless_out_of_memory(partial(attempt, budget))) is None:
+        smaller = context.decisions.after_out_of_memory(run, columns, budget)
+        if smaller is None:
+            raise torch.OutOfMemoryError("the longest row does not fit into memory")
+        budget = smaller
+    return outcome

@@ -24,7 +24,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.failures import to_error
 from gradwire_server.engine.model.pool import Dtype
-from gradwire_server.engine.operations.grouped_runs import GroupedRuns
+from gradwire_server.engine.operations.decisions import GROUP_TOKENS
 from gradwire_server.engine.operations.request import Columns, Request
 from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
 from gradwire_server.engine.process.engine import Engine
@@ -74,13 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send)
         heartbeat.start()
+        if _groups_runs(settings.group_runs, context.pool.device):
+            context.decisions.group_tokens = GROUP_TOKENS[context.pool.device.type]
         Loop(
+            context.decisions,
             engine,
             SamplesInProgress(context),
             requests,
             lambda answer: link.send(answer.reply, answer.buffers),
             lambda request_ids: heartbeat.working(),
-            GroupedRuns(context) if _groups_runs(settings.group_runs, context.pool.device) else None,
         ).run()
     except LinkClosed:
         logger.info("the front is gone")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.model.pool import Dtype, ModelPool
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.decisions import Decision
+from gradwire_server.engine.operations.grouped_runs import GroupedRuns
 from gradwire_server.engine.operations.lifecycle import Answer, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.sampling.choice import make_sampler
 from gradwire_server.engine.sampling.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
+from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
@@ -81,12 +84,13 @@ class Engine:
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},
         )
         self._models = list(models)
-        self._handlers: Mapping[str, Callable[[Request], Answer]] = {
+        self._groups = GroupedRuns(self.context)
+        self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
             "operation": self._operation,
             "verify_checkpoint": self._verify_checkpoint,
-            "shutdown": lambda request: plain_answer(empty=training_pb2.Empty()),
+            "shutdown": lambda request, budget: plain_answer(empty=training_pb2.Empty()),
         }
 
     def hello(self) -> engine_pb2.EngineHello:
@@ -106,7 +110,19 @@ class Engine:
             tokenizer_files={name: str(file) for name, file in self.context.tokenizer_files.items()},
         )
 
-    def answer(self, request: Request) -> Answer:
+    def execute(self, decision: Decision) -> Iterator[Answer]:
+        """Execute a decision's requests. Errors become part of the answers.
+
+        Raises:
+            torch.AcceleratorError: The device is lost, and the process with it.
+        """
+        if len(decision.requests) > 1:
+            yield from self._groups.answer(decision)
+            return
+        for request, budget in zip(decision.requests, decision.budgets, strict=True):
+            yield self._answer(request, budget)
+
+    def _answer(self, request: Request, budget: Budget) -> Answer:
         """Execute a request. Errors become part of the answer.
 
         Raises:
@@ -123,7 +139,7 @@ class Engine:
                 answer = failure(self.context, message.operation, request.error)
             else:
                 with logs.about(message.operation.run_id, message.operation.seq):
-                    answer = self._handlers[kind](request)
+                    answer = self._handlers[kind](request, budget)
         except Exception as error:  # the boundary: the engine goes on and the caller receives the error
             if is_fatal(error):
                 raise
@@ -133,10 +149,10 @@ class Engine:
 
     # -------------------------------------------------------------- requests
 
-    def _operation(self, request: Request) -> Answer:
-        return carry_out(self.context, request.message.operation, request.columns)
+    def _operation(self, request: Request, budget: Budget) -> Answer:
+        return carry_out(self.context, request.message.operation, request.columns, budget)
 
-    def _create_run(self, request: Request) -> Answer:
+    def _create_run(self, request: Request, budget: Budget) -> Answer:
         create, context = request.message.create_run, self.context
         self._drop(create.run_id)
         run = EngineRun(context.pool, create.run_id, create.config)
@@ -149,6 +165,7 @@ class Engine:
                     weights_only=create.weights_only,
                     fresh_head=create.fresh_head,
                 )
+            context.memory.measure(run)
         except Exception:  # whatever the error, give back what the run holds of the shared model
             run.close()
             raise
@@ -159,7 +176,7 @@ class Engine:
             )
         )
 
-    def _drop_run(self, request: Request) -> Answer:
+    def _drop_run(self, request: Request, budget: Budget) -> Answer:
         self._drop(request.message.drop_run.run_id)
         return plain_answer(empty=training_pb2.Empty())
 
@@ -169,7 +186,7 @@ class Engine:
             run.close()
             self.context.references.keep_model(run.config.base_model)
 
-    def _verify_checkpoint(self, request: Request) -> Answer:
+    def _verify_checkpoint(self, request: Request, budget: Budget) -> Answer:
         manifest = self.context.store.verify(request.message.verify_checkpoint.checkpoint)
         return plain_answer(result=training_pb2.OperationResult(checkpoint=manifest.to_proto()))
 

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer
 from gradwire_server.engine.operations.request import Request
 
 
 class Answering(Protocol):
-    """The part of :class:`.engine.Engine` that answers a request at once."""
+    """The part of :class:`.engine.Engine` that executes decisions."""
 
-    def answer(self, request: Request) -> Answer: ...
+    def execute(self, decision: Decision) -> Iterator[Answer]: ...
 
 
 class InProgress(Protocol):
@@ -39,59 +40,65 @@ class InProgress(Protocol):
     def finished(self) -> list[Answer]: ...
 
 
-class Groups(Protocol):
-    """Interface of :class:`gradwire_server.engine.operations.grouped_runs.GroupedRuns`."""
+class Deciding(Protocol):
+    """The part of :class:`gradwire_server.engine.operations.decisions.Decisions` that chooses requests."""
 
-    def choose(self, ready: Sequence[Request]) -> Sequence[Request]: ...
+    def sample(self, ready: Sequence[Request], in_progress: bool) -> Decision: ...
 
-    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]: ...
+    def execute(self, ready: Sequence[Request]) -> Decision: ...
 
 
 class Loop:
-    """Execute requests until a shutdown request.
+    """Decide and execute until a shutdown request.
 
     Args:
-        engine: Answers all requests except samples.
+        decisions: Chooses among ready requests.
+        engine: Executes all requests except samples.
         samples: The samples in progress.
         requests: Queue of received requests, in order of arrival.
         send: Called with each answer.
         working: Context manager around each piece of work, called with the ids of its requests.
-        groups: Executes requests of several runs at once; None executes each alone.
     """
 
     def __init__(
         self,
+        decisions: Deciding,
         engine: Answering,
         samples: InProgress,
         requests: queue.Queue[Request],
         send: Callable[[Answer], None],
         working: Callable[[Sequence[int]], AbstractContextManager[None]],
-        groups: Groups | None = None,
     ) -> None:
-        self._engine, self._samples = engine, samples
-        self._requests, self._send, self._working, self._groups = requests, send, working, groups
+        self._decisions, self._engine, self._samples = decisions, engine, samples
+        self._requests, self._send, self._working = requests, send, working
         self._waiting: deque[Request] = deque()
 
     def run(self) -> None:
         """Return once a shutdown is answered; all requests before it are answered first."""
         while True:
             self._take()
-            for request in self._ready():
-                if request.samples:
-                    self._waiting.remove(request)
-                    with self._working([request.message.id]):
-                        self._samples.begin(request)
-            if len(self._samples):
-                with self._working(self._samples.turn()):
-                    self._samples.step()
-                    answers = self._samples.finished()
-                for answer in answers:
+            self._execute(self._decisions.sample(self._ready(), len(self._samples) > 0))
+            decision = self._decisions.execute(self._ready())
+            self._execute(decision)
+            if any(request.ends for request in decision.requests):
+                return
+
+    def _execute(self, decision: Decision) -> None:
+        for request in (*decision.samples, *decision.requests):
+            self._waiting.remove(request)
+        for request in decision.samples:
+            with self._working([request.message.id]):
+                self._samples.begin(request)
+        if decision.steps_samples:
+            with self._working(self._samples.turn()):
+                self._samples.step()
+                answers = self._samples.finished()
+            for answer in answers:
+                self._send(answer)
+        if decision.requests:
+            with self._working([request.message.id for request in decision.requests]):
+                for answer in self._engine.execute(decision):
                     self._send(answer)
-            chosen = self._choose([request for request in self._ready() if not request.samples])
-            if chosen:
-                self._answer(chosen)
-                if chosen[0].ends:
-                    return
 
     def _take(self) -> None:
         """Move received requests to the waiting list; block if there is nothing else to do."""
@@ -120,20 +127,3 @@ class Loop:
             if run_id and not request.samples:
                 waits.add(run_id)
         return ready
-
-    def _choose(self, ready: Sequence[Request]) -> Sequence[Request]:
-        """Requests to execute now: the first ready one, or several of different runs at once."""
-        return ready[:1] if self._groups is None else self._groups.choose(ready)
-
-    def _answer(self, chosen: Sequence[Request]) -> None:
-        for request in chosen:
-            self._waiting.remove(request)
-        if self._groups is not None and len(chosen) > 1:
-            with self._working([request.message.id for request in chosen]):
-                for answer in self._groups.answer(chosen):
-                    self._send(answer)
-            return
-        for request in chosen:
-            with self._working([request.message.id]):
-                answer = self._engine.answer(request)
-            self._send(answer)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
-from gradwire_server.engine.failures import unless_out_of_memory
-from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.divergence import score_divergence
-from gradwire_server.engine.scoring.planner import Budget, MicroBatch, divided, split
+from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.score_types import (
     HEAD_OF_SCORE,
     OWN_SCORES,
@@ -32,8 +28,6 @@ from gradwire_server.engine.scoring.score_types import (
 )
 from gradwire_server.engine.scoring.token_scores import score_tokens
 from gradwire_server.engine.threads import suited_threads
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -63,40 +57,7 @@ def score_batch(
         with torch.no_grad():
             return Reading(policy, micro.batch, names, temperature, teacher, budget).alone(training=False)
 
-    found = list(in_pieces(micros, compute, policy.packing()))
-    return assemble(policy, batch, [micro for micro, _ in found], [scores for _, scores in found], names)
-
-
-def in_pieces(
-    micros: Sequence[MicroBatch],
-    compute: Callable[[MicroBatch], T],
-    packing: Packing,
-    make_room: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[MicroBatch, T]]:
-    """Compute micro-batches one by one; when memory runs out, divide the current one and all that follow.
-
-    Results computed before are kept.
-
-    Args:
-        compute: Computes a micro-batch; it must leave everything unchanged if it raises.
-        make_room: Frees memory after it has run out, and returns whether there was any to free.
-
-    Yields:
-        Each computed micro-batch and its result.
-    """
-    waiting = deque(micros)
-    while waiting:
-        micro = waiting.popleft()
-        found = unless_out_of_memory(partial(compute, micro), alone=len(micro.examples) == 1)
-        if found is not None:
-            yield micro, found
-            del found  # so that make_room can free a graph that the caller gives up
-        elif make_room():
-            waiting.appendleft(micro)
-        else:
-            tokens = micro.computed_tokens // 2
-            logger.warning("out of memory: going on with micro-batches of %d tokens", tokens)
-            waiting = deque(part for each in (micro, *waiting) for part in divided(each, tokens, packing))
+    return assemble(policy, batch, micros, [compute(micro) for micro in micros], names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Memory limits of operations, chosen by the available memory, and the reaction when it runs out.
+"""Memory limits of operations, chosen by the available memory.
 
 The bytes that a token of a run takes are measured by counting what autograd saves in a small forward. The bytes
 available depend on the device:
@@ -9,9 +9,9 @@ available depend on the device:
   and the batch, so a replay of the journal reproduces the same bits. Above 2,048 tokens a larger micro-batch is hardly
   faster on a CPU, so only a model that is large for its machine gets less.
 
-Memory can run out all the same. A forward that does not fit is divided and continues with half the budget
-(:func:`.forward.in_pieces`); an operation that fails while adding up gradients is repeated. On a GPU the next
-operations of such runs then get less. On a CPU they do not, because results would depend on a chance event.
+Memory can run out all the same. The operation is then repeated within smaller limits (:mod:`.operations.decisions`).
+On a GPU the next operations of such runs get less, too. On a CPU they do not, because results would depend on a chance
+event.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class Memory:
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         room = self._room(run) * self._shares.get(kind, 1.0) / 3
         if tokens is None:
-            if kind not in self._token_bytes:
-                self._token_bytes[kind] = token_bytes(run.policy)
+            self.measure(run)
             tokens = max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens))
         return Budget(
             tokens,
@@ -113,6 +112,12 @@ class Memory:
             max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
             min(int(room / 4 / KEPT_BYTES), most.kept_logits),
         )
+
+    def measure(self, run: MemoryUser) -> None:
+        """Measure, by a forward, what a token of such runs takes, unless that is known or the limit is configured."""
+        kind = _kind(run)
+        if self._microbatch_tokens is None and kind not in self._token_bytes:
+            self._token_bytes[kind] = token_bytes(run.policy)
 
     def ran_out(self, run: MemoryUser) -> None:
         """Record that an operation ran out of memory: on a GPU, the next ones of such runs get half as much."""

@@ -7,7 +7,7 @@ The plan depends only on the batch, the budget and that form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
@@ -88,21 +88,6 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroB
         return [_whole(batch, computed[0])]
     return [
         _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
-    ]
-
-
-def divided(micro: MicroBatch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
-    """Split a micro-batch into smaller ones; unchanged if it is small enough or has one example."""
-    if micro.computed_tokens <= microbatch_tokens or len(micro.examples) == 1:
-        return [micro]
-    return [
-        replace(
-            part,
-            examples=micro.examples[part.examples],
-            sequences=micro.sequences[part.sequences],
-            tokens=micro.tokens[part.tokens],
-        )
-        for part in split(micro.batch, microbatch_tokens, packing)
     ]
 
 

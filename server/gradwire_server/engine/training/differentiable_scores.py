@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
 from gradwire_server.engine.model.dropout import seed_generators
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.forward import Reading, assemble, in_pieces
+from gradwire_server.engine.scoring.forward import Reading, assemble
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.score_types import Teacher, check_candidates, check_scores, entries_of
@@ -40,7 +40,6 @@ class DifferentiableScores:
     Attributes:
         by_name: Score name -> ``[T]`` or ``[S]``, detached.
         recomputed: Whether any micro-batch is computed twice.
-        ran_out: Whether memory ran out, so that micro-batches were divided.
     """
 
     def __init__(
@@ -66,30 +65,22 @@ class DifferentiableScores:
         self._teacher = teacher
         self._budget = budget
         self._dropout_seed, self._rows = dropout_seed, rows
-        planned = micros or training_micros(policy, batch, budget)
-        self._micros: list[MicroBatch] = []
+        self._micros = micros or training_micros(policy, batch, budget)
         self._graphs: list[dict[str, Tensor] | None] = []
         self._rng: list[dict[str, Tensor]] = []
-        parts = self._forward(planned, unmeasured=keep_single and len(planned) == 1)
+        parts = self._forward(unmeasured=keep_single and len(self._micros) == 1)
         self.by_name = assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
-        self.ran_out = len(self._micros) > len(planned)
 
     @property
     def num_microbatches(self) -> int:
         return len(self._micros)
 
-    @property
-    def largest_microbatch(self) -> int:
-        """Computed tokens of the largest micro-batch."""
-        return max(micro.computed_tokens for micro in self._micros)
-
-    def _forward(self, planned: Sequence[MicroBatch], *, unmeasured: bool) -> list[dict[str, Tensor]]:
+    def _forward(self, *, unmeasured: bool) -> list[dict[str, Tensor]]:
         budget, kept_bytes, bytes_per_token = self._budget.activation_bytes, 0, 0.0
-
-        def compute(micro: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-            nonlocal kept_bytes, bytes_per_token
-            states = generator_states()
+        parts = []
+        for micro in self._micros:
+            self._rng.append(generator_states())
             keep = unmeasured or kept_bytes + bytes_per_token * micro.computed_tokens <= budget
             if unmeasured:
                 scores = self._score(micro)
@@ -103,23 +94,9 @@ class DifferentiableScores:
             else:
                 with torch.no_grad():
                     scores = self._score(micro)
-            return states, scores, keep
-
-        def give_graphs_up() -> bool:
-            nonlocal budget, unmeasured
-            held, budget, unmeasured = any(graph is not None for graph in self._graphs), -1, False
-            self._graphs = [None] * len(self._graphs)
-            return held
-
-        parts = []
-        for micro, (states, scores, keep) in in_pieces(
-            planned, compute, self.policy.packing(training=True), give_graphs_up
-        ):
-            self._micros.append(micro)
-            self._rng.append(states)
             self._graphs.append(scores if keep else None)
             parts.append({name: values.detach() for name, values in scores.items()})
-            del scores
+            del scores  # with its graph, before the next forward
         return parts
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:

@@ -10,7 +10,6 @@ are transferred at once, including the checks for non-finite values. The row at 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.planner import Budget, divided
+from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, training_micros
@@ -136,7 +135,7 @@ class Training:
             )
         self._accumulator.merge(collector.by_key, sums.counts)
         found = reported(self.batch, self._output_scores, self._outputs, num_microbatches, sums)
-        return replace(found, recomputed=recomputed, out_of_memory=num_microbatches > len(self.micros))
+        return replace(found, recomputed=recomputed)
 
 
 def forward_backward(training: Training) -> LossEvaluation:
@@ -145,14 +144,11 @@ def forward_backward(training: Training) -> LossEvaluation:
     Raises:
         OperationError: INVALID_BATCH, or NON_FINITE with the row at fault.
     """
-    policy, packing = training.policy, training.policy.packing(training=True)
-    waiting = deque(training.parts())
     recomputed, num_microbatches = False, 0
-    with GradientCollector(policy.trainable_parameters()) as collector:
-        while waiting:
-            part = waiting.popleft()
+    with GradientCollector(training.policy.trainable_parameters()) as collector:
+        for part in training.parts():
             kept = DifferentiableScores(
-                policy,
+                training.policy,
                 part.batch,
                 training.names,
                 temperature=training.temperature,
@@ -166,11 +162,4 @@ def forward_backward(training: Training) -> LossEvaluation:
             kept.backward(collector, training.evaluate(part, kept.by_name))
             recomputed |= kept.recomputed
             num_microbatches += kept.num_microbatches
-            if waiting and kept.num_microbatches > 1:  # memory ran out, so divide the remaining parts as well
-                left = [
-                    micro
-                    for each in waiting
-                    for micro in divided(each.whole or each.micros[0], kept.largest_microbatch, packing)
-                ]
-                waiting = deque(part_of(training.batch, micro) for micro in left)
     return training.end(collector, num_microbatches, recomputed)

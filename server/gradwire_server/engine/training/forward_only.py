@@ -87,7 +87,7 @@ def kept_forward(
     """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
     kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
     evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
-    return kept, replace(evaluation, recomputed=kept.recomputed, out_of_memory=kept.ran_out)
+    return kept, replace(evaluation, recomputed=kept.recomputed)
 
 
 def custom_backward(

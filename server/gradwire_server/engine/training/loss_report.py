@@ -33,7 +33,6 @@ class LossEvaluation:
         num_loss_tokens: Number of scored tokens.
         num_microbatches: Number of forwards of the trunk, without recomputed ones.
         recomputed: Whether the activation budget was exceeded, so that part was computed twice.
-        out_of_memory: Whether memory ran out, so that micro-batches were divided.
         warnings: Sentences for a person.
     """
 
@@ -46,7 +45,6 @@ class LossEvaluation:
     num_loss_tokens: int
     num_microbatches: int
     recomputed: bool = False
-    out_of_memory: bool = False
     warnings: list[str] = field(default_factory=list)
 
 

@@ -1,0 +1,135 @@
+"""Decisions: which requests are executed next, and within which limits.
+
+What depends on free memory, on the clock, or on which requests have arrived is decided here. Executing a decision
+depends on none of them: the plan of micro-batches follows from a batch and its budget, and whether batches fit into one
+group from the batches and the decision. So one process may decide, and others execute the same. The exception is a
+sampler that runs out of memory, which restarts its samples with half as many at a time by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.operations.request import Columns, Request
+from gradwire_server.engine.scoring.memory import Memory
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training.grouped_forward_backward import can_go_together
+from gradwire_server.operation_kinds import kind_of
+
+logger = logging.getLogger(__name__)
+
+GROUP_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
+"""Maximum tokens of a group by device type; above it, grouping is not faster."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the engine executes next.
+
+    Attributes:
+        samples: Requests for samples that begin.
+        steps_samples: Whether the samples in progress then advance by a token.
+        requests: Other requests to execute; several may share one forward.
+        budgets: Memory limits of each of ``requests``.
+        group_tokens: Maximum tokens of a shared forward.
+    """
+
+    samples: Sequence[Request] = ()
+    steps_samples: bool = False
+    requests: Sequence[Request] = ()
+    budgets: Sequence[Budget] = ()
+    group_tokens: int = 0
+
+
+class Decisions:
+    """Make decisions.
+
+    Args:
+        memory: Memory limits of operations, by the memory available.
+        runs: Every run in the engine, by id.
+
+    Attributes:
+        group_tokens: Maximum tokens of operations of several runs in one forward; 0 executes each alone.
+    """
+
+    def __init__(self, memory: Memory, runs: Mapping[str, EngineRun]) -> None:
+        self._memory, self._runs = memory, runs
+        self.group_tokens = 0
+
+    def sample(self, ready: Sequence[Request], in_progress: bool) -> Decision:
+        """Decide to begin all ready requests for samples, and to advance all samples in progress by a token."""
+        samples = [request for request in ready if request.samples]
+        return Decision(samples=samples, steps_samples=in_progress or bool(samples))
+
+    def execute(self, ready: Sequence[Request]) -> Decision:
+        """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.
+
+        If the first one could be grouped, a ready step goes before it, because the next ``forward_backward`` of the
+        step's run may then join the group.
+        """
+        ready = [request for request in ready if not request.samples]
+        requests = self._grouped(ready) if self.group_tokens else ready[:1]
+        return Decision(
+            requests=requests, budgets=[self._budget(request) for request in requests], group_tokens=self.group_tokens
+        )
+
+    def after_out_of_memory(self, run: EngineRun, columns: Columns, budget: Budget) -> Budget | None:
+        """Decide the limits within which to repeat an operation that ran out of memory: half as many tokens at a time.
+
+        Returns:
+            The limits, or None if the operation fails, because its micro-batches were as small as its longest row and
+            no graphs were kept.
+        """
+        lengths = [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
+        longest = max((int(each.max()) for each in lengths), default=0)
+        total = max((int(each.max()) * len(each) for each in lengths), default=0)
+        tokens = min(budget.microbatch_tokens, total)
+        if tokens <= longest and (tokens == total or not budget.activation_bytes):
+            return None
+        self._memory.ran_out(run)
+        logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
+        return replace(
+            budget,
+            microbatch_tokens=max(tokens // 2, 1),
+            activation_bytes=0,
+            logits_elements=max(budget.logits_elements // 2, 1),
+            kept_logits=budget.kept_logits // 2,
+        )
+
+    def _budget(self, request: Request) -> Budget:
+        operation = request.message.operation
+        run = self._runs.get(operation.run_id)
+        divisible = run is not None and kind_of(operation.operation).divisible
+        return self._memory.budget(run) if run is not None and divisible else self._memory.most
+
+    def _grouped(self, ready: Sequence[Request]) -> Sequence[Request]:
+        first = self._trained(ready[0]) if ready else None
+        if first is None:
+            return ready[:1]
+        steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
+        if steps:
+            return steps[:1]
+        chosen, tokens = [ready[0]], _least_tokens(ready[0])
+        for request in ready[1:]:
+            other, more = self._trained(request), _least_tokens(request)
+            if other is not None and tokens + more <= self.group_tokens and can_go_together(first, other):
+                chosen.append(request)
+                tokens += more
+        return chosen
+
+    def _trained(self, request: Request) -> LoraPolicy | None:
+        """The policy of a request that may be grouped; None for any other request."""
+        asked = request.message.operation
+        run = self._runs.get(asked.run_id)
+        if run is None or request.error is not None or not asked.operation.HasField("forward_backward"):
+            return None
+        return run.policy if isinstance(run.policy, LoraPolicy) else None
+
+
+def _least_tokens(request: Request) -> int:
+    """A lower bound of the tokens in a batch: the length of its longest column."""
+    return max((len(column.values) for column in request.columns.values()), default=0)

@@ -17,7 +17,6 @@ from gradwire_server.engine import model
 from gradwire_server.engine.model.placement import Placement, whole, whole_tensors
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.local import LocalSampler
 from gradwire_server.engine.sampling.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
@@ -26,6 +25,7 @@ from gradwire_server.engine.state.exports import export_run
 from gradwire_server.engine.state.snapshot import capture, restore
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
+from support.sampling import samples_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -218,7 +218,7 @@ def test_scores_and_samples_of_a_sharded_model(model_path: Path) -> None:
     expected, found = (each.accumulator.normalised()[0] for each in (plain, sharded))
     assert_same(found, expected)
     drawn = [
-        LocalSampler().sample(each.policy, [[1, 2, 3], [4]], SamplingParams(max_tokens=8, seed=5, n=2))
+        samples_of(each.policy, [[1, 2, 3], [4]], SamplingParams(max_tokens=8, seed=5, n=2))
         for each in (plain, sharded)
     ]
     assert drawn[0].token_ids.tolist() == drawn[1].token_ids.tolist()

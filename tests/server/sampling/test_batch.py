@@ -19,6 +19,7 @@ from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.key_values import Slots, fits_slots
 from gradwire_server.engine.sampling.local import LocalSampler
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from support.sampling import samples_of
 
 MakePolicy = Callable[..., Policy]
 
@@ -46,7 +47,7 @@ def run(sampler: LocalSampler, policy: Policy, gap: int = 3) -> list[Samples]:
 
 def check_alone(policy: Policy, found: list[Samples]) -> None:
     for (prompts, settings), samples in zip(REQUESTS, found, strict=True):
-        alone = LocalSampler().sample(policy, prompts, SamplingParams(**settings))
+        alone = samples_of(policy, prompts, SamplingParams(**settings))
         assert samples.token_ids.tolist() == alone.token_ids.tolist()
         assert samples.lengths.tolist() == alone.lengths.tolist()
         assert samples.stop_reasons == alone.stop_reasons
@@ -100,10 +101,10 @@ def test_a_sample_that_never_fits_fails_its_request(policy: Policy, monkeypatch:
         raise MemoryError
 
     sampler = LocalSampler()
-    sampler.sample(policy, [[1, 2]], SamplingParams(max_tokens=3, seed=0))
+    samples_of(policy, [[1, 2]], SamplingParams(max_tokens=3, seed=0), sampler=sampler)
     monkeypatch.setattr(Slots, "prefill", never)
     with pytest.raises(MemoryError):
-        sampler.sample(policy, [[1, 2], [3, 4]], SamplingParams(max_tokens=3, seed=0))
+        samples_of(policy, [[1, 2], [3, 4]], SamplingParams(max_tokens=3, seed=0), sampler=sampler)
 
 
 def test_a_cancelled_request_leaves_the_others(policy: Policy) -> None:
@@ -115,7 +116,7 @@ def test_a_cancelled_request_leaves_the_others(policy: Policy) -> None:
     while sampler.turn():
         sampler.step()
     assert not first.done and not sampler.uses(policy)
-    alone = LocalSampler().sample(policy, [[1, 8, 9]], params)
+    alone = samples_of(policy, [[1, 8, 9]], params)
     assert second.samples().token_ids.tolist() == alone.token_ids.tolist()
 
 
@@ -139,7 +140,7 @@ def test_adapters_of_one_base_take_turns(tiny_model_path: Path) -> None:
                 master.normal_(std=0.5, generator=torch.Generator().manual_seed(number))
     params = SamplingParams(max_tokens=10, seed=1)
     everyone: list[Policy] = [*policies, Policy(split_model)]
-    alone = [LocalSampler().sample(policy, [[1, 2, 3]], params).token_ids.tolist() for policy in everyone]
+    alone = [samples_of(policy, [[1, 2, 3]], params).token_ids.tolist() for policy in everyone]
     sampler = LocalSampler()
     jobs = [sampler.begin(policy, [[1, 2, 3]], params) for policy in everyone]
     while sampler.turn():
@@ -151,7 +152,7 @@ def test_adapters_of_one_base_take_turns(tiny_model_path: Path) -> None:
 
 def test_stop_strings_are_each_requests_own(policy: Policy, tokenizer: TextTokenizer) -> None:
     params = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
-    (text,) = LocalSampler().sample(policy, [[1, 40]], params, tokenizer).texts or ()
+    (text,) = samples_of(policy, [[1, 40]], params, tokenizer).texts or ()
     stopping = SamplingParams(max_tokens=40, seed=4, ignore_eos=True, stop=(text[8:11],))
     sampler = LocalSampler()
     jobs = [sampler.begin(policy, [[1, 40]], each, tokenizer) for each in (params, stopping)]

@@ -18,13 +18,14 @@ from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.draw import draw
 from gradwire_server.engine.sampling.local import LocalSampler
 from gradwire_server.engine.sampling.sampler import Sample, SamplingParams
+from support.sampling import samples_of
 
 FullLogprobs = Callable[..., torch.Tensor]
 MakePolicy = Callable[..., Policy]
 
 
 def draw_samples(*args: Any, sampler: LocalSampler | None = None) -> list[list[Sample]]:
-    return (sampler or LocalSampler()).sample(*args).by_prompt()
+    return samples_of(*args, sampler=sampler).by_prompt()
 
 
 PROMPTS = [[1, 40, 41, 42], [1, 5], [1, 90, 17, 33, 64, 21, 8], [1, 40, 41]]

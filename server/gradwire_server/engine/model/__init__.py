@@ -1,4 +1,4 @@
-"""Models and their parts: loading, trunk and output head, other heads, adapters, packing, attention, tokenizers.
+"""Models and their parts: loading, where tensors live, trunk and heads, adapters, packing, attention, tokenizers.
 
 May import: ``errors`` and the other single files of ``engine``.
 """

@@ -12,7 +12,7 @@ from gradwire_server.engine.sampling.batch import Batch
 from gradwire_server.engine.sampling.draw import Uniforms
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.key_values import fits_slots
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from gradwire_server.engine.sampling.sampler import SamplingParams
 
 
 class LocalSampler:
@@ -71,19 +71,6 @@ class LocalSampler:
         batch.step()
         if batch.jobs:
             self._batches[key] = batch
-
-    def sample(
-        self,
-        policy: Policy,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        tokenizer: TextTokenizer | None = None,
-    ) -> Samples:
-        """Generate ``params.n`` samples of each prompt and wait for them; see :meth:`.sampler.Sampler.begin`."""
-        job = self.begin(policy, prompts, params, tokenizer, alone=True)
-        while not job.done:
-            self.step()
-        return job.samples()
 
     def _fits_slots(self, policy: Policy) -> bool:
         if policy.split_model not in self._slots:

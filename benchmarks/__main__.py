@@ -29,7 +29,7 @@ DOCS = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-- figures: end -->"
 ROWS = (
     "overhead", "in_process", "padded_loop", "against_trl", "memory", "second_epoch", "lora_runs", "growth",
-    "sampling", "rl_rollouts", "router",
+    "sampling", "rl_rollouts", "router", "shortcuts",
 )  # fmt: skip
 LIMIT_S = 900.0
 

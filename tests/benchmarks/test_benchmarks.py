@@ -53,6 +53,14 @@ def test_the_table_is_one_command(tmp_path: Path) -> None:
     assert report["machine"]["torch"] in said
 
 
+def test_what_parts_that_exist_for_speed_bring_is_measured() -> None:
+    figures = importlib.import_module("benchmarks.shortcuts").measure(
+        Size(1, smoke=True, only=("crash marks", "slots"))
+    )
+    assert [figure.name for figure in figures] == ["marking a request as begun", "joining between two tokens"]
+    assert figures[0].value > 1  # a message costs more than a mark, even on a busy machine
+
+
 def test_the_routers_throughput_is_counted() -> None:
     (figure,) = importlib.import_module("benchmarks.router").measure(Size(1, smoke=True, only=("throughput",)))
     assert figure.value > 0

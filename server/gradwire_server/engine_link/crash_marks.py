@@ -8,7 +8,9 @@ and whose answers the front has not read, then the ids of those that the front h
 withdrawn, never both: each side checks the other's half and writes its own under one file lock, which the system
 releases if its holder dies.
 
-This module needs no torch, because the front imports it too.
+A mark costs both ends 5 microseconds of processor time; a message that a request begins would cost 80, and two
+switches between the processes (``benchmarks/shortcuts.py``). This module needs no torch, because the front imports it
+too.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Looped(LocalEngine):
         self._given.put(Request(engine_pb2.EngineRequest(id=1, shutdown={}), {}, None))
         answers: dict[int, Answer] = {}
         Loop(
+            self.context.decisions,
             self.engine,
             SamplesInProgress(self.context),
             self._given,

@@ -3,6 +3,7 @@
 Legend: ``R`` samples (rows), ``P`` prompts, ``H`` hidden size. :class:`Slots` are preallocated, and rows may join and
 leave at any time; they need a model whose layers all attend to everything before. :class:`Together` uses any cache of
 transformers, for rows that begin at the same time.
+While requests keep arriving, slots sample 1.4 times as many tokens a second (``benchmarks/shortcuts.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of a run: what each of its operations measured, as the server kept it."""
+"""The record of a run: the metrics of each operation, as kept by the server."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ PANELS_ACROSS = 3
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The operations of a run that succeeded, in the order in which they were carried out, as columns of one length.
+    """The successful operations of a run in order of execution, as columns of equal length.
 
-    A fork's begin with those of the run it was forked from, up to the checkpoint. The server keeps 100,000 operations a
-    run (``--limit max_history_points=N``); of a longer one it keeps evenly spaced operations of each kind.
-    ``history["name"]`` is the column of this name, a metric's too.
+    A fork's history begins with that of its source, up to the checkpoint. The server keeps 100,000 operations per
+    run (``--limit max_history_points=N``); of a longer run it keeps evenly spaced operations of each kind.
+    ``history["name"]`` is the column of this name, including metrics.
 
     Attributes:
-        step: optimizer steps taken when the operation was done, its own included.
+        step: Number of optimizer steps after the operation, including its own.
         operation: ``"forward_backward"``, ``"optim_step"``, ``"sample"`` and so on.
-        loss: float64; NaN where there is none.
-        metrics: by name a column, float64; NaN where the operation has no such metric.
-        learning_rate: of an ``optim_step``, else NaN.
-        grad_norm: of an ``optim_step``, before clipping, else NaN.
-        tokens: that went through the model or were sampled.
-        seconds: that the server computed.
-        loss_fn: the loss of a ``forward_backward`` or ``forward``, else ``""``.
-        time: Unix time at which the operation was done.
-        run_id: the run that carried it out.
-        seq: its number in that run.
+        loss: float64; NaN if there is none.
+        metrics: One column per metric, float64; NaN if the operation has no such metric.
+        learning_rate: Of an ``optim_step``, else NaN.
+        grad_norm: Of an ``optim_step``, before clipping, else NaN.
+        tokens: Tokens that went through the model or were sampled.
+        seconds: Compute time on the server.
+        loss_fn: The loss of a ``forward_backward`` or ``forward``, else ``""``.
+        time: Unix time of the end of the operation.
+        run_id: The run that executed it.
+        seq: Its number in that run.
     """
 
     step: Array
@@ -89,9 +89,9 @@ class History:
 
     @property
     def columns(self) -> dict[str, Array]:
-        """Every column by name; a metric that is named as another column is ``"metrics.NAME"``.
+        """Every column by name; a metric with the name of another column is ``"metrics.NAME"``.
 
-        ``pandas.DataFrame(history.columns)`` and ``polars.DataFrame(history.columns)`` take it as it is.
+        ``pandas.DataFrame(history.columns)`` and ``polars.DataFrame(history.columns)`` accept it directly.
         """
         own = {name: getattr(self, name) for name in FIRST}
         last = {name: getattr(self, name) for name in LAST}
@@ -113,13 +113,13 @@ class History:
         return len(self.step)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The operations one by one, as Python's own numbers and strings; None where a column has no value."""
+        """Yield the operations as dictionaries of Python numbers and strings; None where a column has no value."""
         columns = [(name, values.tolist()) for name, values in self.columns.items()]
         for index in range(len(self)):
             yield {name: _value(values[index]) for name, values in columns}
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes a CSV file with a line of headings; what has no value is empty.
+        """Write a CSV file with a header line; missing values are empty.
 
         Returns:
             The file's path.
@@ -132,7 +132,7 @@ class History:
         return path
 
     def to_jsonl(self, path: str | Path) -> Path:
-        """Writes a JSON object a line, with the metrics of the operation as an object in it.
+        """Write one JSON object per line, with the metrics of the operation as a nested object.
 
         Returns:
             The file's path.
@@ -150,17 +150,17 @@ class History:
         return path
 
     def plot(self, *names: str, path: str | Path | None = None) -> Any:
-        """Draws columns over the optimizer steps, a panel each. Needs matplotlib (``gradwire[plot]``).
+        """Plot columns over the optimizer steps, one panel each. Needs matplotlib (``gradwire[plot]``).
 
         Args:
-            names: the columns; by default the loss, the gradient's norm, the learning rate and every metric.
-            path: the file to write, its ending naming the format.
+            names: The columns; by default the loss, the gradient norm, the learning rate and every metric.
+            path: File to write; its ending selects the format.
 
         Returns:
             The ``matplotlib`` figure, which a notebook shows.
 
         Raises:
-            InvalidArgumentError: for a column that is not there or holds no numbers.
+            InvalidArgumentError: A column does not exist or has no numbers.
         """
         columns = self.columns
         for name in names:
@@ -196,7 +196,7 @@ class History:
         return figure
 
     def _series(self, values: Array) -> dict[str, tuple[Array, Array]]:
-        """Label -> steps and values, for each operation and loss that has some."""
+        """Label -> steps and values, for each operation and loss that has any."""
         found: dict[str, tuple[Array, Array]] = {}
         there, steps = np.isfinite(values.astype(np.float64)), self._steps()
         for operation, loss_fn in dict.fromkeys(zip(self.operation.tolist(), self.loss_fn.tolist())):
@@ -207,7 +207,7 @@ class History:
         return found
 
     def _steps(self) -> Array:
-        """Steps that go on counting where a fork began to count anew."""
+        """Steps that continue to count where a fork restarted its count."""
         steps, before, last = self.step.copy(), 0, 0
         for run_id in dict.fromkeys(self.run_id.tolist()):
             own = self.run_id == run_id

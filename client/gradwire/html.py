@@ -1,4 +1,4 @@
-"""Small HTML tables, by which notebooks show results."""
+"""Small HTML tables for showing results in notebooks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LEFT = 'style="text-align:left"'
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[Any]], *, caption: str = "", notes: Iterable[str] = ()
 ) -> str:
-    """A table of cells.
+    """Build a table of cells.
 
     Args:
-        caption: above it.
-        notes: below it, a line each.
+        caption: Text above it.
+        notes: Lines below it.
     """
     head = "".join(f"<th {LEFT}>{html.escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td {LEFT}>{cell(each)}</td>' for each in row)}</tr>" for row in rows)
@@ -27,7 +27,7 @@ def table(
 
 
 def cell(value: Any) -> str:
-    """A value for a person: six digits of a float, nothing for None and NaN."""
+    """Format a value: six digits for a float, empty for None and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))

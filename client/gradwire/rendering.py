@@ -1,4 +1,4 @@
-"""Conversations as the server renders them: what travels, and what comes back."""
+"""Rendering of conversations by the server: requests and rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire.errors import InvalidArgumentError
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages with ``role`` and ``content`` and whatever else the model's template reads: ``tool_calls``,
+"""Messages with ``role`` and ``content`` and any other keys that the model's template reads: ``tool_calls``,
 ``reasoning_content``. An assistant's message may have ``token_ids``, the tokens that were sampled for it."""
 TrainOn = Literal["assistant", "last", "all"] | Callable[[Mapping[str, Any]], bool]
 """``"assistant"``: what the assistant writes, its end token included. ``"last"``: the last of its messages. ``"all"``:
 every token. A function: the messages for which it is true."""
 
 CHUNK_CHARS = 1 << 20
-"""Conversations travel together up to this many characters."""
+"""Conversations are sent in one request up to this many characters."""
 TRAIN_ON = {"assistant": pb.TRAIN_ON_ASSISTANT, "last": pb.TRAIN_ON_LAST, "all": pb.TRAIN_ON_ALL}
 
 
@@ -37,7 +37,7 @@ class Rendered(TypedDict):
 
 
 def is_one(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:
-    """Whether this is one conversation and not a list of them."""
+    """Return whether this is one conversation rather than a list of conversations."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidArgumentError(
             f"messages is a list of messages, or a list of such lists; this is {messages!r:.100}",
@@ -56,15 +56,17 @@ def requests(
     template_kwargs: Mapping[str, Any],
     most: int,
 ) -> Iterator[pb.RenderRequest]:
-    """The requests for these conversations, in order.
+    """Yield the requests for these conversations, in order.
 
     Args:
-        train_on: None: no mask is wanted.
-        most: conversations that a request may have.
+        train_on: None: no mask is requested.
+        most: Maximum number of conversations per request.
     """
     for name in ("messages", "tools", "conversation"):
         if name in template_kwargs:
-            raise InvalidArgumentError(f"{name} is no variable of a template", field=name, rule="a template's variable")
+            raise InvalidArgumentError(
+                f"{name} cannot be a variable of the template", field=name, rule="a template's variable"
+            )
     if train_on is not None and not callable(train_on) and train_on not in TRAIN_ON:
         raise InvalidArgumentError(
             f'train_on is "assistant", "last", "all" or a function of a message; this is {train_on!r}',
@@ -101,7 +103,7 @@ def requests(
 
 
 def row_of(rendered: pb.RenderedConversation) -> Rendered:
-    """A row from the server's answer."""
+    """Convert the server's answer to a row."""
     return {
         "input_ids": np.array(rendered.ids, np.int64),
         "loss_mask": np.frombuffer(rendered.loss_mask, np.uint8).astype(np.int64),

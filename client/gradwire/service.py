@@ -203,7 +203,7 @@ class ServiceClient:
         return list((await self._transport.unary(lambda stub: stub.Decode, request)).texts)
 
     async def tokenizer_info(self, model: str = "") -> TokenizerInfo:
-        """A model's vocabulary size, special tokens and chat template; of the only model where none is named."""
+        """Fetch a model's vocabulary size, special tokens and chat template; by default of the server's only model."""
         request = message(pb.GetTokenizerInfoRequest, model=model)
         return TokenizerInfo.from_message(await self._transport.unary(lambda stub: stub.GetTokenizerInfo, request))
 
@@ -241,26 +241,26 @@ class ServiceClient:
         model: str = "",
         **template_kwargs: Any,
     ) -> Rendered | list[Rendered]:
-        """Conversations as token ids with a loss mask, by the model's own chat template; rows for ``causal_lm``.
+        """Convert conversations to token ids and a loss mask with the model's own chat template, for ``causal_lm``.
 
-        The ids are those of ``apply_chat_template``. Trained on is what the model writes: from behind the generation
-        prompt to the token that ends its turn. A token that reaches over the border counts as the model's. Where a
-        template does not show which tokens are a message's, UnsupportedError says so; ``{% generation %}`` in the
-        template settles it.
+        The ids equal those of ``apply_chat_template``. The mask selects the model's output: from the end of the
+        generation prompt to the token that ends its turn; a token across the border counts as output. If the
+        template does not show which tokens belong to a message, UnsupportedError is raised; ``{% generation %}`` in
+        the template defines them.
 
         Args:
-            messages: one conversation, or a list of them. An assistant's message may have ``token_ids``: the tokens
-                that were sampled for it, which then stand in its place as far as the template keeps its text.
+            messages: One conversation, or a list of them. An assistant's message may have ``token_ids``: its sampled
+                tokens, which then replace its text where the template keeps the text.
             tools: JSON schemas, or :class:`gradwire.rl.Tool`.
-            train_on: ``"assistant"``, ``"last"`` (of its messages), ``"all"``, or a function of a message; of messages
-                by others, their content and its end token. None: no mask.
-            add_generation_prompt: ends with the opening of the assistant's turn.
-            model: of the server's; may be left out where it has one.
-            template_kwargs: further variables of the template, as ``enable_thinking=False``.
+            train_on: ``"assistant"``, ``"last"`` (the assistant's last message), ``"all"``, or a function of a
+                message; for other roles, the mask covers content and end token. None: no mask.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            model: A model of the server; may be omitted if it has only one.
+            template_kwargs: Further variables of the template, such as ``enable_thinking=False``.
 
         Raises:
-            UnsupportedError: for a model without a template.
-            InvalidArgumentError: for what is no conversation, or what the template refuses.
+            UnsupportedError: The model has no template, or the template does not show the tokens of a message.
+            InvalidArgumentError: The conversation is malformed, or the template refuses it.
         """
         one = is_one(messages)
         asked = requests(

@@ -59,12 +59,12 @@ def aim(figure: Figure) -> str:
 
 
 def verdict(figure: Figure) -> str:
-    return {None: "told", True: "reached", False: "missed"}[figure.reached]
+    return {None: "reported", True: "reached", False: "missed"}[figure.reached]
 
 
 def rich_table(figures: list[Figure], failures: dict[str, str], words: str) -> Table:
     table = Table(title="gradwire", caption=words, show_lines=True)
-    for name in ("figure", "measured", "to reach", "", "from"):
+    for name in ("figure", "measured", "target", "", "details"):
         table.add_column(name)
     for figure in figures:
         style = "red" if figure.reached is False else ""
@@ -78,7 +78,7 @@ def rich_table(figures: list[Figure], failures: dict[str, str], words: str) -> T
 def markdown(figures: list[Figure], failures: dict[str, str], words: str, repeats: int) -> str:
     """The table, for the page."""
     lines = [f"{words}. Medians of {repeats} turns.", ""]
-    lines += ["| figure | measured | to reach | | from |", "| --- | --- | --- | --- | --- |"]
+    lines += ["| figure | measured | target | | details |", "| --- | --- | --- | --- | --- |"]
     lines += [
         f"| {figure.name} | {show(figure.value)} {figure.unit} | {aim(figure)} | {verdict(figure)} | {figure.detail} |"
         for figure in figures

@@ -1,4 +1,4 @@
-"""Training on a GPU: tokens a second and model-FLOPs utilisation, against a padded loop, TRL, and TRL with Liger.
+"""Training on a GPU: tokens per second and model-FLOPs utilisation, against a padded loop, TRL, and TRL with Liger.
 
     python -m benchmarks.gpu [--only 0.6B:lora …] [--minutes 9.5] [--results out/gpu.json] [--fresh] [--smoke]
 

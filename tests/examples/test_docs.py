@@ -29,6 +29,7 @@ def test_there_is_something_to_run() -> None:
     assert sum(1 for page in PAGES for _ in blocks(page)) >= 8
 
 
+@pytest.mark.holds_loop("pages show code of scripts without a loop, too")
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=lambda page: page.name)
 async def test_the_code_of_a_page_runs(
     page: Path, example_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""Makes an archive of a state folder as the present version writes it: 
+"""Makes an archive of a state folder as the present version writes it:
+
 ``PYTHONPATH=tests:examples python tests/support/make_state_folder.py OUT.tar.xz``
 
 The server is killed in the middle of its work, so the folder holds what a crash leaves: a write-ahead log, results that

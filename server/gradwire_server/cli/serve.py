@@ -73,11 +73,13 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
         loop.add_signal_handler(name, stop.set)
     watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
     server = Server(config)
-    starting, stopped = loop.create_task(server.start()), loop.create_task(stop.wait())
+    starting, stopped = loop.create_task(_start(server)), loop.create_task(stop.wait())
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            starting.result()
+            if refusal := starting.result():
+                console.print(refusal, style="red", markup=False)
+                return 1
             _announce(server, ready_file)
             await stopped
         else:
@@ -96,6 +98,15 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
             f"gradwire: stopped; {count} acknowledged operations of {run_id} go on at the next start", markup=False
         )
     return 0
+
+
+async def _start(server: Server) -> str:
+    """Start a server; returns the reason if it must not: a SystemExit may not leave a task."""
+    try:
+        await server.start()
+    except SystemExit as error:
+        return str(error.code)
+    return ""
 
 
 async def _watch_parent(parent: int, stop: asyncio.Event) -> None:

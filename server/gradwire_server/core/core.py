@@ -7,7 +7,6 @@ caller takes a :class:`.keys.Caller` first and accesses only what that caller ma
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import sqlite3
@@ -28,8 +27,10 @@ from gradwire_server.core.tokenizing import Tokenizers
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
+from gradwire_server.journal import state_folder
 from gradwire_server.journal.journal import Journal, StoredResult
 from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.state_folder import StateFolderError
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import check_rows, check_sample_request
@@ -86,8 +87,9 @@ class Core:
         """
         config = self.config
         make_folder(config.state_dir, 0o700)
-        self._lock_state()
         try:
+            self._lock = state_folder.lock(config.state_dir)
+            await asyncio.to_thread(state_folder.check, config.state_dir)
             self._journal = journal = Journal(
                 config.state_dir,
                 keep_payloads=config.durability == "journal",
@@ -95,10 +97,12 @@ class Core:
             )
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()
+        except StateFolderError as error:
+            raise SystemExit(f"gradwire: {error}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
             raise SystemExit(
-                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); put a copy of the folder in"
-                " its place. Checkpoints below runs/ are files of their own, and may be whole"
+                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); restore a backup, or build it"
+                f" again from what the folder holds: gradwire repair --state-dir {config.state_dir}"
             ) from error
         if self._given_engine is None:
             self._own_engine = EngineProcess(config, self._on_engine_ready)
@@ -463,17 +467,3 @@ class Core:
                 self._tracing = Tracing.to(self.config.traces, "gradwire-front")
         except RuntimeError as error:
             raise SystemExit(f"gradwire: {error}") from error
-
-    def _lock_state(self) -> None:
-        lock = os.open(self.config.state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 20, 0).decode() or "another process"
-            os.close(lock)
-            raise SystemExit(
-                f"gradwire: the state folder {self.config.state_dir} is in use by process {holder}"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        self._lock = lock

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import queue
 import sqlite3
 import threading
@@ -23,92 +22,12 @@ from typing import Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal import history
+from gradwire_server.journal.schema import connect, migrate
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
-
-RUN = (
-    "digest(run_id, owner, config, created_at, idempotency_key, request, ready, epoch, writer, accepted_seq,"
-    " applied_seq, released_seq, trimmed_seq, step, failure_seq, failure, rewound_to_seq, rewound_epoch,"
-    " num_trainable_parameters, forked_from, origin)"
-)
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS runs (
-    run_id TEXT PRIMARY KEY,
-    owner TEXT NOT NULL,
-    config BLOB NOT NULL,
-    created_at REAL NOT NULL,
-    idempotency_key TEXT NOT NULL,
-    request BLOB NOT NULL,
-    ready INTEGER NOT NULL DEFAULT 0,
-    epoch INTEGER NOT NULL DEFAULT 0,
-    writer TEXT NOT NULL DEFAULT '',
-    accepted_seq INTEGER NOT NULL DEFAULT 0,
-    applied_seq INTEGER NOT NULL DEFAULT 0,
-    released_seq INTEGER NOT NULL DEFAULT 0,
-    trimmed_seq INTEGER NOT NULL DEFAULT 0,
-    step INTEGER NOT NULL DEFAULT 0,
-    failure_seq INTEGER NOT NULL DEFAULT 0,
-    failure TEXT NOT NULL DEFAULT '',
-    rewound_to_seq INTEGER NOT NULL DEFAULT 0,
-    rewound_epoch INTEGER NOT NULL DEFAULT 0,
-    num_trainable_parameters INTEGER NOT NULL DEFAULT 0,
-    forked_from TEXT NOT NULL DEFAULT '',
-    origin BLOB,
-    digest BLOB
-);
-CREATE TRIGGER IF NOT EXISTS run_inserted AFTER INSERT ON runs
-BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
-CREATE TRIGGER IF NOT EXISTS run_updated AFTER UPDATE ON runs
-BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END;
-CREATE UNIQUE INDEX IF NOT EXISTS runs_by_key ON runs (owner, idempotency_key) WHERE idempotency_key != '';
-CREATE TABLE IF NOT EXISTS operations (
-    run_id TEXT NOT NULL,
-    seq INTEGER NOT NULL,
-    identity BLOB NOT NULL,
-    header BLOB NOT NULL,
-    accepted_at REAL NOT NULL,
-    status INTEGER NOT NULL DEFAULT 0,
-    deaths INTEGER NOT NULL DEFAULT 0,
-    segment INTEGER,
-    offset INTEGER,
-    digest BLOB,
-    PRIMARY KEY (run_id, seq)
-);
-CREATE INDEX IF NOT EXISTS operations_without_result ON operations (run_id, seq) WHERE status = 0;
-CREATE INDEX IF NOT EXISTS operations_by_segment ON operations (segment);
-CREATE TABLE IF NOT EXISTS results (
-    run_id TEXT NOT NULL,
-    seq INTEGER NOT NULL,
-    header BLOB NOT NULL,
-    stored_at REAL NOT NULL,
-    segment INTEGER,
-    offset INTEGER,
-    digest BLOB,
-    PRIMARY KEY (run_id, seq)
-);
-CREATE INDEX IF NOT EXISTS results_by_segment ON results (segment);
-CREATE TABLE IF NOT EXISTS uses (
-    checkpoint TEXT NOT NULL,
-    run_id TEXT NOT NULL,
-    seq INTEGER NOT NULL,
-    PRIMARY KEY (checkpoint, run_id, seq)
-);
-CREATE TABLE IF NOT EXISTS readers (
-    run_id TEXT NOT NULL,
-    reader TEXT NOT NULL,
-    PRIMARY KEY (run_id, reader)
-);
-CREATE TABLE IF NOT EXISTS checkpoints (
-    run_id TEXT NOT NULL,
-    name TEXT NOT NULL,
-    checkpoint BLOB NOT NULL,
-    PRIMARY KEY (run_id, name)
-);
-"""
 
 
 @dataclass(frozen=True)
@@ -126,6 +45,7 @@ class Database:
         on_failed_group: Called in the writer thread when a whole group has failed.
 
     Attributes:
+        commit: Number of the present commit; set in the writer thread before each group.
         on_commit: Called in the writer thread after each group with the number of writes, the duration in seconds, and
             whether the group was committed.
     """
@@ -135,10 +55,11 @@ class Database:
     ) -> None:
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
+        self.commit = 0
         self._loop = asyncio.get_running_loop()
-        connection = self._connect()
+        connection = connect(self._path)
+        migrate(connection)
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(SCHEMA.replace("{RUN}", RUN) + history.TABLES)
         connection.close()
         self._asked: list[_Item] = []
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
@@ -164,7 +85,7 @@ class Database:
 
         def run() -> T:
             if self._reading is None:
-                self._reading = self._connect()
+                self._reading = connect(self._path)
             return query(self._reading)
 
         return await self._loop.run_in_executor(self._reader, run)
@@ -178,15 +99,8 @@ class Database:
             await self.read(lambda connection: connection.close())
         self._reader.shutdown()
 
-    def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, timeout=30, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
-        connection.create_function("digest", -1, row_digest, deterministic=True)
-        return connection
-
     def _write(self) -> None:
-        connection = self._connect()
+        connection = connect(self._path)
         ending = False
         while not ending:
             items: list[_Item] = []
@@ -206,6 +120,7 @@ class Database:
         began = time.perf_counter()
         try:
             connection.execute("BEGIN IMMEDIATE")
+            [(self.commit,)] = connection.execute("UPDATE state SET commits = commits + 1 RETURNING commits").fetchall()
             for item in items:
                 connection.execute("SAVEPOINT item")
                 try:
@@ -224,11 +139,6 @@ class Database:
             return [(None, _storage_error(error))] * len(items)
         self.on_commit(len(items), time.perf_counter() - began, True)
         return outcomes
-
-
-def row_digest(*columns: str | bytes | int | float | None) -> bytes:
-    """Digest of a row, compared when the row is read, because SQLite does not detect bits that changed on disk."""
-    return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()
 
 
 def _deliver(items: list[_Item], outcomes: list[Any]) -> None:

@@ -17,8 +17,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 PAGE_POINTS = 512
 """Points read at a time."""
 
-TABLES = """
-CREATE TABLE IF NOT EXISTS history (
+TABLES = (
+    """CREATE TABLE IF NOT EXISTS history (
     position INTEGER PRIMARY KEY AUTOINCREMENT,
     run_id TEXT NOT NULL,
     made_by TEXT NOT NULL,
@@ -27,17 +27,17 @@ CREATE TABLE IF NOT EXISTS history (
     number INTEGER NOT NULL,
     point BLOB NOT NULL,
     digest BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS history_by_run ON history (run_id, operation);
-CREATE TABLE IF NOT EXISTS history_kinds (
+)""",
+    "CREATE INDEX IF NOT EXISTS history_by_run ON history (run_id, operation)",
+    """CREATE TABLE IF NOT EXISTS history_kinds (
     run_id TEXT NOT NULL,
     operation TEXT NOT NULL,
     seen INTEGER NOT NULL,
     kept INTEGER NOT NULL,
     every INTEGER NOT NULL,
     PRIMARY KEY (run_id, operation)
-);
-"""
+)""",
+)
 """Of ``history``, ``run_id`` has the point in its record, ``made_by`` carried the operation out (they differ for
 what a fork took over), and ``number`` counts the record's operations of that kind. ``history_kinds`` holds how many
 operations of a kind a record has seen, how many points it keeps of them, and the spacing of these."""

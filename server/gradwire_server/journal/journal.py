@@ -1,6 +1,9 @@
 """The journal: operations on disk before they are acknowledged, results on disk before they are delivered.
 
-Operations and results are rows of the database; their payloads are records in segment files beside it. The scheduler
+Operations and results are rows of the database, and records in segment files beside it, which hold their payloads and
+all that is needed to make the rows again (:mod:`.repair`). In an operation's row, ``segment`` names the file that is
+kept for its record, and ``offset`` is NULL where that has no payload; a result's record is kept for its payload only,
+and that of a failure for as long as the operation's row. The scheduler
 decides the order of operations; the journal only enforces it: an operation is appended only if the previous number is
 the last one in the journal.
 """
@@ -17,19 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.journal import history
-from gradwire_server.journal.database import Database, row_digest
+from gradwire_server.journal.database import Database
+from gradwire_server.journal.schema import OPERATION, RESULT, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 
 READ_BYTES = 8 << 20
 """Approximate number of bytes of result payloads that are read at a time."""
-
-
-OPERATION = "digest(run_id, seq, identity, header, accepted_at, status, segment, offset)"
-RESULT = "digest(run_id, seq, header, segment, offset)"
 
 
 def uses(operation: pb.Operation) -> list[str]:
@@ -141,10 +142,15 @@ class Journal:
             moved = connection.execute("UPDATE runs SET accepted_seq = ? WHERE run_id = ? AND accepted_seq = ?", row)
             if moved.rowcount != 1:
                 raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
-            location = self.segments.append(payload) if payload and self.keep_payloads else None
+            location = None
+            if self.keep_payloads:
+                record = journal_pb2.JournalRecord(run_id=header.run_id, seq=header.seq, at=accepted_at)
+                record.operation.CopyFrom(header)
+                location = self._record(record, payload)
+            place = _columns(location, payload)
             columns = (
                 header.run_id, header.seq, content, header.SerializeToString(), accepted_at, pb.STATUS_UNSPECIFIED,
-                *_columns(location),
+                *place,
             )  # fmt: skip
             connection.execute(
                 "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest)"
@@ -155,7 +161,7 @@ class Journal:
                 path = name if "/" in name else f"{header.run_id}/{name}"
                 connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
             crash_point("operation.before_commit")
-            return location
+            return _location(*place)
 
         return self.store.write(work)
 
@@ -217,25 +223,33 @@ class Journal:
         A result that is already stored is not replaced.
 
         Args:
-            repeatable: Whether a recovery replays the operation; if not, the reference to its payload is dropped.
+            repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
         """
 
         def work(connection: sqlite3.Connection) -> None:
-            location = self.segments.append(payload) if any(map(len, payload)) else None
+            at, location = time.time(), None
+            if self.keep_payloads or any(map(len, payload)):
+                record = journal_pb2.JournalRecord(run_id=run_id, seq=result.seq, at=at, result=result)
+                record.step, record.failure_seq, record.failure = marks.step, marks.failure_seq, marks.failure
+                if result.status != pb.STATUS_SUCCEEDED:
+                    record.operation.MergeFromString(_header_of(connection, run_id, result.seq))
+                location = self._record(record, payload)
             header = result.SerializeToString()
-            digest = row_digest(run_id, result.seq, header, *_columns(location))
+            place = _columns(location, payload) if any(map(len, payload)) else (None, None)
+            digest = row_digest(run_id, result.seq, header, *place)
             stored = connection.execute(
                 "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (run_id, result.seq, header, time.time(), *_columns(location), digest),
+                (run_id, result.seq, header, at, *place, digest),
             )
             if point is not None and stored.rowcount:
                 history.add(connection, run_id, point, self._history_points)
-            place = "segment, offset" if repeatable else "NULL, NULL"
+            kept = "segment, offset" if repeatable else "NULL, NULL"
+            outcome = location.segment if location and result.status != pb.STATUS_SUCCEEDED else None
             connection.execute(
-                f"UPDATE operations SET status = ?, (segment, offset) = ({place}),"
-                f" digest = {OPERATION.replace('status, segment, offset', f'?, {place}')} WHERE run_id = ? AND seq = ?",
-                (result.status, result.status, run_id, result.seq),
+                f"UPDATE operations SET status = ?, (segment, offset) = ({kept}), outcome_segment = ?,"
+                f" digest = {OPERATION.replace('status, segment, offset', f'?, {kept}')} WHERE run_id = ? AND seq = ?",
+                (result.status, outcome, result.status, run_id, result.seq),
             )
             change, values = "", tuple[int | str, ...]()
             if result.status != pb.STATUS_CANCELLED and not _is_late(connection, run_id, result.seq):
@@ -315,9 +329,9 @@ class Journal:
                 (run_id, up_to_seq, run_id),
             )
             connection.execute(
-                "UPDATE operations SET segment = NULL, offset = NULL,"
+                "UPDATE operations SET segment = NULL, offset = NULL, outcome_segment = NULL,"
                 f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
-                " WHERE run_id = ? AND seq <= ? AND segment IS NOT NULL",
+                " WHERE run_id = ? AND seq <= ? AND (segment IS NOT NULL OR outcome_segment IS NOT NULL)",
                 (run_id, up_to_seq),
             )
             connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
@@ -359,7 +373,10 @@ class Journal:
         """Delete the segments to which no row refers."""
 
         def work(connection: sqlite3.Connection) -> set[int]:
-            query = "SELECT segment FROM operations UNION SELECT segment FROM results"
+            query = (
+                "SELECT segment FROM operations UNION SELECT segment FROM results"
+                " UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
+            )
             return self.segments.closed() - {segment for (segment,) in connection.execute(query)}
 
         superfluous = await self.store.write(work)  # once committed, no deleted row can come back after a crash
@@ -381,6 +398,9 @@ class Journal:
 
         return self.store.write(work)
 
+    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer]) -> Location:
+        return self.segments.append(payload, record.SerializeToString(), self.store.commit)
+
     async def close(self) -> None:
         """Finish the requested writes and close the files."""
         await self.store.close()
@@ -398,8 +418,16 @@ def _is_late(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
     return connection.execute(query, (run_id, seq, pb.STATUS_CANCELLED)).fetchone() is not None
 
 
-def _columns(location: Location | None) -> tuple[int | None, int | None]:
-    return (None, None) if location is None else (location.segment, location.offset)
+def _header_of(connection: sqlite3.Connection, run_id: str, seq: int) -> bytes:
+    query = "SELECT header FROM operations WHERE run_id = ? AND seq = ?"
+    row = connection.execute(query, (run_id, seq)).fetchone()
+    return row[0] if row else b""
+
+
+def _columns(location: Location | None, payload: Sequence[Buffer]) -> tuple[int | None, int | None]:
+    if location is None:
+        return None, None
+    return location.segment, location.offset if any(map(len, payload)) else None
 
 
 def _location(segment: int | None, offset: int | None) -> Location | None:

@@ -15,14 +15,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.errors import ServiceError, unknown_checkpoint, unknown_run
 from gradwire_server.journal import history
-from gradwire_server.journal.database import RUN, Database
+from gradwire_server.journal.database import Database
+from gradwire_server.journal.run_files import RUN_FILE, write_description
+from gradwire_server.journal.schema import RUN
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,21 @@ class RunRecord:
         """The checkpoint that contains the most operations; None if there is none."""
         return max(self.checkpoints.values(), key=lambda checkpoint: checkpoint.seq, default=None)
 
+    def description(self) -> journal_pb2.RunDescription:
+        """What of the row does not follow from the run's operations."""
+        return journal_pb2.RunDescription(
+            run_id=self.run_id,
+            owner=self.owner,
+            config=self.config,
+            created_at=self.created_at,
+            origin=self.origin,
+            forked_from=self.forked_from,
+            idempotency_key=self.idempotency_key,
+            request=self.request,
+            num_trainable_parameters=self.num_trainable_parameters,
+            readers=sorted(self.readers),
+        )
+
     def to_proto(self) -> pb.Run:
         """The run as clients see it."""
         newest = self.newest_checkpoint
@@ -174,7 +191,15 @@ class RunRecords:
         for run_id, reader in shared:
             if run_id in self._records:
                 self._records[run_id].readers.add(reader)
+        for record in self._records.values():
+            await asyncio.to_thread(self._describe, record, keep=True)
         return list(self._records.values())
+
+    def _describe(self, record: RunRecord, keep: bool = False) -> None:
+        """Write the file that describes a run, unless there is one to ``keep``."""
+        folder = self._folder / record.run_id
+        if not (keep and (folder / RUN_FILE).exists()):
+            write_description(folder, record.description())
 
     def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
         """Return a run that a caller may read, or with ``write``, change.
@@ -209,6 +234,7 @@ class RunRecords:
         values = (record.run_id, reader)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         (record.readers.discard if revoke else record.readers.add)(reader)
+        await asyncio.to_thread(self._describe, record)
 
     @property
     def count(self) -> int:
@@ -266,8 +292,10 @@ class RunRecords:
         """Mark a run as created; it is durable and visible from then on."""
         query = "UPDATE runs SET ready = 1, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
         values = (num_trainable_parameters, step, record.run_id)
+        record.num_trainable_parameters, record.step = num_trainable_parameters, step
+        await asyncio.to_thread(self._describe, record)
         await self._store.write(lambda connection: connection.execute(query, values).close())
-        record.num_trainable_parameters, record.step, record.ready = num_trainable_parameters, step, True
+        record.ready = True
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
         """Make a writer the run's only one and return its epoch; durable when it returns.
@@ -297,6 +325,8 @@ class RunRecords:
     async def delete(self, record: RunRecord) -> None:
         """Delete a run with its operations, results, checkpoints and files."""
         self._records.pop(record.run_id, None)
+        # A description without a row would look like a database from before the run.
+        await asyncio.to_thread((self._folder / record.run_id / RUN_FILE).unlink, missing_ok=True)
 
         def work(connection: sqlite3.Connection) -> None:
             for table in ("operations", "results", "uses", "readers", "checkpoints", "runs"):

@@ -1,7 +1,10 @@
-"""Append-only files for payloads, beside the database that refers to them.
+"""Append-only files of records, beside the database that refers to them.
 
-A record is a magic word, the length, the BLAKE2b-128 digest, and the bytes. It is valid once a committed row refers to
-it. A record torn by a crash has no row, and nothing is appended after it: each opening of the folder starts a new file.
+A record is a header, a description and a payload; the BLAKE2b-128 digest in the header is of everything else. It is
+valid once a committed row refers to it. A record torn by a crash has no row, and nothing is appended after it: each
+opening of the folder starts a new file.
+
+Records of version 1 of the state folder have another magic word, no commit and no description.
 """
 
 from __future__ import annotations
@@ -9,14 +12,18 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire_server.durable_files import make_folder, sync
 
-_HEADER = struct.Struct("<4sQ16s")
-_MAGIC = b"gwr1"
+_HEADER = struct.Struct("<4s16sQIQ")
+"""Magic word, digest, commit, lengths of description and payload."""
+_MAGIC = b"gwr2"
+_FIRST_HEADER = struct.Struct("<4sQ16s")
+_FIRST_MAGIC = b"gwr1"
 SEGMENT_BYTES = 64 << 20
 
 Buffer = bytes | bytearray | memoryview
@@ -32,6 +39,25 @@ class Location:
 
     segment: int
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as found in a segment, without its payload.
+
+    Attributes:
+        location: Its position.
+        commit: Number of the commit that it was written for; 0 in version 1.
+        description: What it is; empty in version 1.
+        payload_bytes: Size of its payload.
+        end: Offset of the byte after it.
+    """
+
+    location: Location
+    commit: int
+    description: bytes
+    payload_bytes: int
+    end: int
 
 
 class Segments:
@@ -52,18 +78,18 @@ class Segments:
         """Numbers of the existing segments, oldest first."""
         return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
 
-    def append(self, buffers: Sequence[Buffer]) -> Location:
+    def append(self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0) -> Location:
         """Write a record; durable after the next :meth:`sync`."""
         if self._fd < 0 or os.fstat(self._fd).st_size >= self._segment_bytes:
             self._roll()
-        length, digest = 0, hashlib.blake2b(digest_size=16)
-        for buffer in buffers:
-            length += len(buffer)
+        header = _HEADER.pack(_MAGIC, bytes(16), commit, len(description), sum(map(len, payload)))
+        digest = hashlib.blake2b(header[20:], digest_size=16)
+        for buffer in (description, *payload):
             digest.update(buffer)
         offset = os.fstat(self._fd).st_size
         self._dirty = True
         try:
-            for buffer in (_HEADER.pack(_MAGIC, length, digest.digest()), *buffers):
+            for buffer in (header[:4] + digest.digest() + header[20:] + description, *payload):
                 view = memoryview(buffer)
                 while view:
                     view = view[os.write(self._fd, view) :]
@@ -85,19 +111,37 @@ class Segments:
         self._fd, self._dirty = -1, False
 
     def read(self, location: Location) -> bytearray:
-        """Read the bytes of a record.
+        """Read the payload of a record.
 
         Raises:
-            CorruptRecord: They are not those that were written.
+            CorruptRecord: The bytes are not those that were written.
         """
-        try:
-            fd = os.open(self._path(location.segment), os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise CorruptRecord(f"segment {location.segment} is gone") from error
-        try:
-            return _read(fd, location.offset)
-        finally:
-            os.close(fd)
+        with self._opened(location.segment) as fd:
+            return _read(fd, location)[1]
+
+    def records(self, number: int) -> Iterator[Record]:
+        """The records of a segment, checked byte by byte, up to its end or to one that is cut short.
+
+        Raises:
+            CorruptRecord: A record's bytes are not those that were written, or it is cut short.
+        """
+        with self._opened(number) as fd:
+            offset, size = 0, os.fstat(fd).st_size
+            while offset < size:
+                record, _ = _read(fd, Location(number, offset))
+                yield record
+                offset = record.end
+
+    def last_commit(self) -> int:
+        """Number of the newest commit for which a whole record was written; 0 if there is none."""
+        for number in reversed(self.numbers()):
+            newest = offset = 0
+            with self._opened(number) as fd:
+                while (header := _header(fd, Location(number, offset))) is not None:
+                    newest, offset = max(newest, header.commit), header.end
+            if newest:
+                return newest
+        return 0
 
     def closed(self) -> set[int]:
         """Numbers of the segments to which nothing will be appended."""
@@ -113,6 +157,17 @@ class Segments:
         self.sync()
         self.abandon()
 
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[int]:
+        try:
+            fd = os.open(self._path(number), os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CorruptRecord(f"segment {number} is gone") from error
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.segment"
 
@@ -126,20 +181,46 @@ class Segments:
         sync(self._folder)
 
 
-def _read(fd: int, offset: int) -> bytearray:
-    header = os.pread(fd, _HEADER.size, offset)
-    if len(header) < _HEADER.size:
+def _header(fd: int, location: Location) -> Record | None:
+    """The record at a position, without its description; None if it is cut short or there is none."""
+    offset = location.offset
+    raw = os.pread(fd, _HEADER.size, offset)
+    commit = description_bytes = 0
+    if raw[:4] == _FIRST_MAGIC and len(raw) >= _FIRST_HEADER.size:
+        start = offset + _FIRST_HEADER.size
+        _, payload_bytes, _ = _FIRST_HEADER.unpack(raw[: _FIRST_HEADER.size])
+    elif raw[:4] == _MAGIC and len(raw) == _HEADER.size:
+        start = offset + _HEADER.size
+        _, _, commit, description_bytes, payload_bytes = _HEADER.unpack(raw)
+    else:
+        return None
+    end = start + description_bytes + payload_bytes
+    return Record(location, commit, b"", payload_bytes, end) if end <= os.fstat(fd).st_size else None
+
+
+def _read(fd: int, location: Location) -> tuple[Record, bytearray]:
+    """Read a record and its payload.
+
+    Raises:
+        CorruptRecord: The bytes are not those that were written, or it is cut short.
+    """
+    record = _header(fd, location)
+    if record is None:
         raise CorruptRecord("a record is cut short")
-    magic, length, digest = _HEADER.unpack(header)
-    if magic != _MAGIC or offset + _HEADER.size + length > os.fstat(fd).st_size:
-        raise CorruptRecord("a record is cut short")
-    data = bytearray(length)
-    view, position = memoryview(data), offset + _HEADER.size
+    first = os.pread(fd, 4, location.offset) == _FIRST_MAGIC
+    size = (_FIRST_HEADER if first else _HEADER).size
+    raw = os.pread(fd, record.end - record.payload_bytes - location.offset, location.offset)
+    header, description = raw[:size], raw[size:]
+    data = bytearray(record.payload_bytes)
+    view, position = memoryview(data), record.end - record.payload_bytes
     while view:
         count = os.preadv(fd, [view], position)
         if not count:
             raise CorruptRecord("a record is cut short")
         view, position = view[count:], position + count
-    if hashlib.blake2b(data, digest_size=16).digest() != digest:
+    digest = hashlib.blake2b(b"" if first else header[20:], digest_size=16)
+    digest.update(description)
+    digest.update(data)
+    if digest.digest() != (header[12:28] if first else header[4:20]):
         raise CorruptRecord("a record's bytes do not match its checksum")
-    return data
+    return replace(record, description=description), data

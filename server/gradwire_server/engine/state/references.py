@@ -19,6 +19,7 @@ from gradwire_losses.batch import Batch, segment_ids
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.checkpoint_files import Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import Head, make_head
 from gradwire_server.engine.model.placement import assign
@@ -28,7 +29,7 @@ from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
 from gradwire_server.engine.scoring.planner import Budget
-from gradwire_server.engine.state.checkpoints import CheckpointStore, Manifest
+from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.snapshot import WEIGHTS
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.checkpoint_files import Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import HEAD_PREFIX
-from gradwire_server.engine.state.checkpoints import CheckpointStore, Manifest
+from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 
 WEIGHTS = "weights.safetensors"

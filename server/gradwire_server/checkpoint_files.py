@@ -1,0 +1,152 @@
+"""The manifest of a checkpoint: what its folder holds, and the checks that it still does.
+
+The manifest holds each file's size and BLAKE2b-256, the run's configuration, and its progress.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+from gradwire_proto.v1 import training_pb2
+
+MANIFEST = "manifest.json"
+_BLOCK = 8 << 20
+
+
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint is missing, torn or changed; says which, and how."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and BLAKE2b-256 (hex) of a checkpoint's file."""
+
+    size: int
+    blake2b: str
+
+    @classmethod
+    def of(cls, file: Path) -> StoredFile:
+        """Read a file."""
+        state, size = hashlib.blake2b(digest_size=32), 0
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                state.update(block)
+                size += len(block)
+        return cls(size, state.hexdigest())
+
+    def check(self, file: Path) -> None:
+        """Compare a file with what was stored, byte by byte.
+
+        Raises:
+            DamagedCheckpoint: It differs.
+        """
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{file.name} is missing") from None
+        if size != self.size:
+            raise DamagedCheckpoint(f"{file.name} has {size} bytes and had {self.size} when it was saved")
+        if StoredFile.of(file) != self:
+            raise DamagedCheckpoint(f"{file.name} has changed since it was saved: its checksum does not match")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a checkpoint.
+
+    Attributes:
+        run_id: The run that saved it.
+        name: Its name within the run.
+        step: Optimizer steps taken.
+        seq: Newest operation that it includes, which is the save itself.
+        created_at: Unix time in seconds.
+        note: The user's note.
+        config: The run's configuration.
+        versions: Versions of the code that wrote it.
+        files: Stored files by name.
+    """
+
+    run_id: str
+    name: str
+    step: int
+    seq: int
+    created_at: float
+    note: str
+    config: training_pb2.RunConfig
+    versions: Mapping[str, str]
+    files: Mapping[str, StoredFile]
+
+    @property
+    def path(self) -> str:
+        return f"{self.run_id}/{self.name}"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def to_proto(self) -> training_pb2.Checkpoint:
+        return training_pb2.Checkpoint(
+            path=self.path,
+            name=self.name,
+            step=self.step,
+            seq=self.seq,
+            size_bytes=self.size_bytes,
+            created_at=self.created_at,
+            note=self.note,
+        )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint's folder.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        DamagedCheckpoint: The manifest is missing or cannot be read.
+    """
+    file = folder / MANIFEST
+    try:
+        content = read_sealed(file)
+        return Manifest(
+            run_id=content["run_id"],
+            name=content["name"],
+            step=content["step"],
+            seq=content["seq"],
+            created_at=content["created_at"],
+            note=content["note"],
+            config=json_format.ParseDict(content["config"], training_pb2.RunConfig()),
+            versions=content["versions"],
+            files={name: StoredFile(**stored) for name, stored in content["files"].items()},
+        )
+    except FileNotFoundError:
+        if folder.exists():
+            raise DamagedCheckpoint(f"{MANIFEST} is missing") from None
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, json_format.ParseError) as error:
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
+
+
+def sealed(content: Any) -> str:
+    """JSON of a content with its digest, as :func:`read_sealed` reads it."""
+    return json.dumps({"content": content, "blake2b": _digest(content)}, indent=1)
+
+
+def read_sealed(file: Path) -> Any:
+    """The content of a file that was written with :func:`sealed`.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is not what was written.
+    """
+    raw = json.loads(file.read_bytes())
+    if raw["blake2b"] != _digest(raw["content"]):
+        raise ValueError("its checksum does not match")
+    return raw["content"]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()

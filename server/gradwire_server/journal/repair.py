@@ -1,0 +1,333 @@
+"""Building the database again from what the state folder holds beside it.
+
+The segments have every operation that a recovery needs and every result that waits to be fetched; the runs' folders
+have their descriptions and checkpoints. The rebuilt database leads to the same runs in the same state. Results that had
+been fetched are gone, as they were before; a run's record of what was measured begins with the results found.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire_proto.v1 import engine_pb2, journal_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.checkpoint_files import DamagedCheckpoint, Manifest, read_manifest
+from gradwire_server.durable_files import sync
+from gradwire_server.journal import history
+from gradwire_server.journal.journal import identity, uses
+from gradwire_server.journal.run_files import read_description, write_description
+from gradwire_server.journal.run_records import NAME, ORIGIN
+from gradwire_server.journal.schema import connect, migrate, row_digest
+from gradwire_server.journal.segments import CorruptRecord, Record, Segments
+from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, locked
+
+EPOCHS = 1 << 20
+"""How far the epoch of a rebuilt run is ahead of the newest one that is known: above any that was given out since."""
+
+HISTORY_POINTS = 100_000
+"""Points of a run's record; a server with another limit thins it further."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A record, and where it is."""
+
+    record: journal_pb2.JournalRecord
+    place: Record
+
+    @property
+    def columns(self) -> tuple[int, int | None]:
+        """Segment and offset, as rows hold them."""
+        location = self.place.location
+        return location.segment, location.offset if self.place.payload_bytes else None
+
+
+@dataclass
+class _Log:
+    """What the segments hold, by run and number.
+
+    Attributes:
+        operations: The newest record of each: a number that was refused may have been used again.
+        results: The first record of each: a result that is stored is not replaced.
+        commits: The newest commit.
+        cut: What is wrong with segments that could not be read to their end.
+        old: Number of records of version 1, which do not say what they are.
+    """
+
+    operations: dict[str, dict[int, _Found]] = field(default_factory=dict)
+    results: dict[str, dict[int, _Found]] = field(default_factory=dict)
+    commits: int = 0
+    cut: list[str] = field(default_factory=list)
+    old: int = 0
+
+
+@dataclass(frozen=True)
+class RepairedRun:
+    """What was found of a run.
+
+    Attributes:
+        run_id: The run.
+        owner: Name of the key that owns it.
+        checkpoints: Number of checkpoints.
+        accepted_seq: Its last operation.
+        num_waiting: Operations that are carried out at the next start.
+        complete: Whether every operation after the checkpoint from which it goes on was found.
+    """
+
+    run_id: str
+    owner: str
+    checkpoints: int
+    accepted_seq: int
+    num_waiting: int
+    complete: bool
+
+
+def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool) -> list[RepairedRun]:
+    """Build the database again; the one that is there is kept beside it under another name.
+
+    Args:
+        state_dir: The state folder of a server that does not run.
+        owner: Name of the key that gets the runs whose folders do not say whose they are.
+        say: Called with a sentence for each thing that could not be used.
+
+    Raises:
+        StateFolderError: A server runs on the folder.
+    """
+    with locked(state_dir):
+        log = _read_log(Segments(state_dir / SEGMENTS))
+        for sentence in log.cut:
+            say(sentence)
+        if log.old:
+            say(
+                f"{log.old} records of version 1 hold batches without their operations; the runs that they belong to go"
+                " on from their newest checkpoints"
+            )
+        new = state_dir / f"{DATABASE}.new"
+        _remove(new)
+        repaired = []
+        with closing(connect(new)) as connection:
+            migrate(connection)
+            connection.execute("BEGIN IMMEDIATE")
+            for folder in sorted((state_dir / RUNS).glob("*")):
+                description = _description(folder, owner, say)
+                if description is not None:
+                    repaired.append(_enter(connection, folder, description, log, say))
+            connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
+            connection.execute("COMMIT")
+        _put_aside(state_dir / DATABASE, say)
+        new.rename(state_dir / DATABASE)
+        sync(state_dir)
+    return repaired
+
+
+def _read_log(segments: Segments) -> _Log:
+    log = _Log()
+    for number in segments.numbers():
+        try:
+            for place in segments.records(number):
+                log.commits = max(log.commits, place.commit)
+                if not place.description:
+                    log.old += 1
+                    continue
+                record = journal_pb2.JournalRecord.FromString(place.description)
+                found = _Found(record, place)
+                if record.HasField("result"):
+                    log.results.setdefault(record.run_id, {}).setdefault(record.seq, found)
+                else:
+                    log.operations.setdefault(record.run_id, {})[record.seq] = found
+        except CorruptRecord as error:
+            log.cut.append(f"segment {number:08d} was read up to a record that is torn or damaged: {error}")
+    return log
+
+
+def _description(folder: Path, owner: str, say: Callable[[str], object]) -> journal_pb2.RunDescription | None:
+    """The description of a run, from its file or else from its checkpoints."""
+    if not NAME.fullmatch(folder.name) or not folder.is_dir():
+        return None
+    found = read_description(folder)
+    if found is not None:
+        return found
+    manifests = _manifests(folder, lambda sentence: None)
+    if not manifests:
+        say(f"{folder.name}: its folder has neither a description nor a checkpoint; it is left as it is")
+        return None
+    newest = max(manifests, key=lambda manifest: manifest.seq)
+    origin = engine_pb2.EngineCreateRun(run_id=folder.name, config=newest.config)
+    found = journal_pb2.RunDescription(
+        run_id=folder.name, owner=owner, config=newest.config, created_at=newest.created_at, origin=origin
+    )
+    say(f"{folder.name}: its folder does not say whose it is; it belongs to {owner!r} now (--owner)")
+    write_description(folder, found)
+    return found
+
+
+def _manifests(folder: Path, say: Callable[[str], object]) -> list[Manifest]:
+    """The checkpoints of a run whose files are as they were saved."""
+    found = []
+    for place in sorted((folder / "checkpoints").glob("*")):
+        if place.name == ORIGIN or not NAME.fullmatch(place.name):
+            continue
+        try:
+            manifest = read_manifest(place)
+            for name, stored in manifest.files.items():
+                stored.check(place / name)
+            found.append(manifest)
+        except DamagedCheckpoint as error:
+            say(f"{folder.name}/{place.name}: left out, because it is damaged: {error}")
+    return found
+
+
+def _enter(
+    connection: sqlite3.Connection,
+    folder: Path,
+    about: journal_pb2.RunDescription,
+    log: _Log,
+    say: Callable[[str], object],
+) -> RepairedRun:
+    """Enter a run with its checkpoints, operations and results."""
+    run_id = about.run_id
+    manifests = sorted(_manifests(folder, say), key=lambda manifest: manifest.seq)
+    operations, results = log.operations.get(run_id, {}), log.results.get(run_id, {})
+    operations = operations | {
+        seq: found for seq, found in results.items() if seq not in operations and found.record.HasField("operation")
+    }
+    base, newest, last = _reach(manifests, operations, results, bool(log.cut))
+    kept = {seq: found for seq, found in results.items() if seq <= last}
+    decided = [seq for seq, found in kept.items() if found.record.result.status != pb.STATUS_CANCELLED]
+    carried_out = max([newest, *decided])
+    waiting = [seq for seq in range(carried_out + 1, last + 1) if seq not in kept]
+    released = min([*kept, *waiting], default=last + 1) - 1
+    for seq in range(min(base, released) + 1, last + 1):
+        done = pb.STATUS_SUCCEEDED if seq <= carried_out else pb.STATUS_UNSPECIFIED
+        status = kept[seq].record.result.status if seq in kept else done
+        _enter_operation(connection, run_id, seq, operations.get(seq), status, kept.get(seq), trimmed=seq <= base)
+    for seq, found in sorted(kept.items()):
+        _enter_result(connection, run_id, seq, found)
+        if seq in operations:
+            operation, result = operations[seq].record.operation.operation, found.record.result
+            point = history.history_point(run_id, operation, result, found.record.step)
+            if point is not None:
+                point.time = found.record.at
+                history.add(connection, run_id, point, HISTORY_POINTS)
+    for manifest in manifests:
+        saved = manifest.to_proto()
+        saved.path, saved.name = f"{run_id}/{manifest.name}", manifest.name
+        connection.execute(
+            "INSERT INTO checkpoints VALUES (?, ?, ?)", (run_id, manifest.name, saved.SerializeToString())
+        )
+    for reader in about.readers:
+        connection.execute("INSERT INTO readers VALUES (?, ?)", (run_id, reader))
+    epoch = max([found.record.operation.epoch for found in operations.values()], default=0)
+    marks = kept[max(decided)].record if decided and max(decided) >= newest else None
+    step = manifests[-1].step if manifests else _origin_step(folder, about)
+    if marks is not None:
+        step = marks.step
+    values = {
+        "run_id": run_id, "owner": about.owner, "config": about.config.SerializeToString(),
+        "created_at": about.created_at, "idempotency_key": about.idempotency_key, "request": about.request,
+        "ready": 1, "epoch": epoch + EPOCHS, "accepted_seq": last,
+        "applied_seq": min(waiting, default=last + 1) - 1, "released_seq": released, "trimmed_seq": base, "step": step,
+        "failure_seq": marks.failure_seq if marks is not None else 0,
+        "failure": marks.failure if marks is not None else "",
+        "num_trainable_parameters": about.num_trainable_parameters, "forked_from": about.forked_from,
+        "origin": about.origin.SerializeToString(),
+    }  # fmt: skip
+    names = ", ".join(values)
+    connection.execute(f"INSERT INTO runs ({names}) VALUES ({', '.join('?' * len(values))})", tuple(values.values()))
+    found_to = max([*operations, *results, newest], default=0)
+    complete = found_to == last and not (log.old and not operations)
+    if found_to > last:
+        say(f"{run_id}: operations {last + 1} to {found_to} were left out, because one before them could not be read")
+    return RepairedRun(run_id, about.owner, len(manifests), last, len(waiting), complete)
+
+
+def _reach(
+    manifests: list[Manifest], operations: dict[int, _Found], results: dict[int, _Found], damaged: bool
+) -> tuple[int, int, int]:
+    """Where a recovery may start, and how far the operations reach.
+
+    An operation between others that no segment holds was a read whose result had been stored: the segments of all
+    others are kept. With damaged segments that cannot be told, and nothing behind such a gap is used.
+
+    Returns:
+        The oldest state (0 for the origin) behind which every operation is there, the newest checkpoint, and the last
+        operation.
+    """
+    newest = manifests[-1].seq if manifests else 0
+    last = max([*operations, *results, newest], default=0)
+    if damaged:
+        last = next((seq - 1 for seq in range(newest + 1, last + 1) if seq not in operations), last)
+    for base in sorted({0, *(manifest.seq for manifest in manifests)}):
+        if all(seq in operations for seq in range(base + 1, last + 1)):
+            return base, newest, last
+    return newest, newest, last
+
+
+def _enter_operation(
+    connection: sqlite3.Connection,
+    run_id: str,
+    seq: int,
+    found: _Found | None,
+    status: pb.Status.ValueType,
+    result: _Found | None,
+    *,
+    trimmed: bool,
+) -> None:
+    read = pb.Operation(forward=pb.LossCall())
+    header = found.record.operation if found else pb.OperationHeader(run_id=run_id, seq=seq, operation=read)
+    is_operation = found is not None and not found.record.HasField("result")
+    place = found.columns if found is not None and is_operation and not trimmed else (None, None)
+    at = found.record.at if found else time.time()
+    columns = (run_id, seq, identity(header), header.SerializeToString(), at, int(status), *place)
+    failed = result is not None and status != pb.STATUS_SUCCEEDED and not trimmed
+    outcome = result.columns[0] if result is not None and failed else None
+    connection.execute(
+        "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest,"
+        " outcome_segment) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*columns, row_digest(*columns), outcome),
+    )
+    if not trimmed:
+        for name in uses(header.operation):
+            path = name if "/" in name else f"{run_id}/{name}"
+            connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, run_id, seq))
+
+
+def _enter_result(connection: sqlite3.Connection, run_id: str, seq: int, found: _Found) -> None:
+    header = found.record.result.SerializeToString()
+    place = found.columns if found.place.payload_bytes else (None, None)
+    connection.execute(
+        "INSERT INTO results (run_id, seq, header, stored_at, segment, offset, digest) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (run_id, seq, header, found.record.at, *place, row_digest(run_id, seq, header, *place)),
+    )
+
+
+def _origin_step(folder: Path, about: journal_pb2.RunDescription) -> int:
+    """Optimizer steps of the state in which a run was created."""
+    if not about.origin.checkpoint or about.origin.weights_only:
+        return 0
+    try:
+        return read_manifest(folder / "checkpoints" / ORIGIN).step
+    except (DamagedCheckpoint, FileNotFoundError):
+        return 0
+
+
+def _put_aside(database: Path, say: Callable[[str], object]) -> None:
+    aside = database.with_name(f"{database.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")
+    for suffix in ("-wal", ""):  # the log first: a crash in between leaves a database that is known to be old
+        part = database.with_name(database.name + suffix)
+        if part.exists():
+            part.rename(aside.with_name(aside.name + suffix))
+    database.with_name(database.name + "-shm").unlink(missing_ok=True)
+    if aside.exists():
+        say(f"the database that was there is {aside.name} now; delete it when all is well")
+
+
+def _remove(database: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""The tables of ``gradwire.db``, and the numbered steps that bring an older database up to them.
+
+The number of the newest step is the version of a state folder; SQLite keeps it as ``PRAGMA user_version``. Each step is
+one transaction. Plain SQL in a list, and no migration library: there is one database with one writer, whose tables are
+small and are never changed by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from pathlib import Path
+
+from gradwire_server.journal import history
+
+RUN = (
+    "digest(run_id, owner, config, created_at, idempotency_key, request, ready, epoch, writer, accepted_seq,"
+    " applied_seq, released_seq, trimmed_seq, step, failure_seq, failure, rewound_to_seq, rewound_epoch,"
+    " num_trainable_parameters, forked_from, origin)"
+)
+OPERATION = "digest(run_id, seq, identity, header, accepted_at, status, segment, offset)"
+RESULT = "digest(run_id, seq, header, segment, offset)"
+
+_FIRST = (
+    """CREATE TABLE IF NOT EXISTS runs (
+    run_id TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    config BLOB NOT NULL,
+    created_at REAL NOT NULL,
+    idempotency_key TEXT NOT NULL,
+    request BLOB NOT NULL,
+    ready INTEGER NOT NULL DEFAULT 0,
+    epoch INTEGER NOT NULL DEFAULT 0,
+    writer TEXT NOT NULL DEFAULT '',
+    accepted_seq INTEGER NOT NULL DEFAULT 0,
+    applied_seq INTEGER NOT NULL DEFAULT 0,
+    released_seq INTEGER NOT NULL DEFAULT 0,
+    trimmed_seq INTEGER NOT NULL DEFAULT 0,
+    step INTEGER NOT NULL DEFAULT 0,
+    failure_seq INTEGER NOT NULL DEFAULT 0,
+    failure TEXT NOT NULL DEFAULT '',
+    rewound_to_seq INTEGER NOT NULL DEFAULT 0,
+    rewound_epoch INTEGER NOT NULL DEFAULT 0,
+    num_trainable_parameters INTEGER NOT NULL DEFAULT 0,
+    forked_from TEXT NOT NULL DEFAULT '',
+    origin BLOB,
+    digest BLOB
+)""",
+    f"""CREATE TRIGGER IF NOT EXISTS run_inserted AFTER INSERT ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END""",
+    f"""CREATE TRIGGER IF NOT EXISTS run_updated AFTER UPDATE ON runs
+BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END""",
+    "CREATE UNIQUE INDEX IF NOT EXISTS runs_by_key ON runs (owner, idempotency_key) WHERE idempotency_key != ''",
+    """CREATE TABLE IF NOT EXISTS operations (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    identity BLOB NOT NULL,
+    header BLOB NOT NULL,
+    accepted_at REAL NOT NULL,
+    status INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
+    segment INTEGER,
+    offset INTEGER,
+    digest BLOB,
+    PRIMARY KEY (run_id, seq)
+)""",
+    "CREATE INDEX IF NOT EXISTS operations_without_result ON operations (run_id, seq) WHERE status = 0",
+    "CREATE INDEX IF NOT EXISTS operations_by_segment ON operations (segment)",
+    """CREATE TABLE IF NOT EXISTS results (
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    header BLOB NOT NULL,
+    stored_at REAL NOT NULL,
+    segment INTEGER,
+    offset INTEGER,
+    digest BLOB,
+    PRIMARY KEY (run_id, seq)
+)""",
+    "CREATE INDEX IF NOT EXISTS results_by_segment ON results (segment)",
+    """CREATE TABLE IF NOT EXISTS uses (
+    checkpoint TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    PRIMARY KEY (checkpoint, run_id, seq)
+)""",
+    "CREATE TABLE IF NOT EXISTS readers (run_id TEXT NOT NULL, reader TEXT NOT NULL, PRIMARY KEY (run_id, reader))",
+    """CREATE TABLE IF NOT EXISTS checkpoints (
+    run_id TEXT NOT NULL,
+    name TEXT NOT NULL,
+    checkpoint BLOB NOT NULL,
+    PRIMARY KEY (run_id, name)
+)""",
+)
+"""Version 1. Databases that were made before versions were counted have these tables already."""
+
+_SECOND = (
+    # The number of the newest commit, which every record of a segment carries too: a database that was put back from
+    # an older copy is known by it.
+    "CREATE TABLE state (commits INTEGER NOT NULL)",
+    "INSERT INTO state VALUES (0)",
+    # Where the outcome of an operation that did not succeed is recorded, which is kept for as long as its row.
+    "ALTER TABLE operations ADD COLUMN outcome_segment INTEGER",
+    "CREATE INDEX operations_by_outcome ON operations (outcome_segment) WHERE outcome_segment IS NOT NULL",
+    *history.TABLES,
+)
+"""Version 2: segments record operations and results whole, so that the database can be built again from them; every
+run has a record of what was measured."""
+
+MIGRATIONS = (_FIRST, _SECOND)
+VERSION = len(MIGRATIONS)
+
+
+class NewerDatabase(Exception):
+    """A newer version of gradwire wrote the database."""
+
+
+def version_of(connection: sqlite3.Connection) -> int:
+    """The version of a database; 0 for an empty one, and for one from before versions were counted."""
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a database; a commit returns once it is on disk."""
+    connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
+    connection.create_function("digest", -1, row_digest, deterministic=True)
+    return connection
+
+
+def check_version(connection: sqlite3.Connection) -> int:
+    """Return the version of a database that this program can read.
+
+    Raises:
+        NewerDatabase: It cannot.
+    """
+    version = version_of(connection)
+    if version > VERSION:
+        raise NewerDatabase(
+            f"a newer gradwire wrote it (version {version} of the state folder; this one knows up to {VERSION})"
+        )
+    return version
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a database to the present version.
+
+    Raises:
+        NewerDatabase: It has a newer version already.
+    """
+    version = check_version(connection)
+    for statements in MIGRATIONS[version:]:
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in statements:
+            connection.execute(statement)
+        version += 1
+        connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute("COMMIT")
+
+
+def row_digest(*columns: str | bytes | int | float | None) -> bytes:
+    """Digest of a row, compared when the row is read, because SQLite does not detect bits that changed on disk."""
+    return hashlib.blake2b(repr(columns).encode(), digest_size=16).digest()

@@ -1,0 +1,212 @@
+"""State folders whose database is gone, old, or of another version: nothing is lost by starting a server on them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from support.server import Server
+from support.stage import Stage, kill, wait_for
+
+from tests.faults.conftest import COUNT, SETTINGS, Calm
+
+STATES = Path(__file__).parent / "states"
+DATABASE = ("gradwire.db", "gradwire.db-wal", "gradwire.db-shm")
+
+
+def gradwire_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradwire_server.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def refusal(model: Path, state: Path) -> str:
+    """What a server says that does not start on a folder, which it leaves as it was."""
+    before = files(state)
+    ended = gradwire_command("serve", "--model", f"tiny={model}", "--state-dir", state, "--address", "127.0.0.1:0")
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert files(state) == before
+    return ended.stderr
+
+
+def files(state: Path) -> dict[str, int]:
+    """Every file that matters and its size."""
+    passing = ("gradwire.db-wal", "gradwire.db-shm", "lock")
+    return {
+        str(path.relative_to(state)): path.stat().st_size
+        for path in state.rglob("*")
+        if path.is_file() and path.name not in passing
+    }
+
+
+def killed_at_work(
+    stage: Stage, rng: random.Random, left_alone: Callable[[int, int], Calm], flags: dict[str, Any]
+) -> tuple[str, Calm]:
+    """A run whose server was killed somewhere in it, with its client still waiting."""
+    calm = left_alone(5, COUNT)
+    run_id = stage.create(**flags)
+    stage.run_client(run_id, 5, COUNT)
+    somewhere = rng.randrange(10, 90)
+    wait_for(f"operation {somewhere}", lambda: stage.got_to(run_id, somewhere))
+    return run_id, calm
+
+
+def goes_on(stage: Stage, run_id: str, calm: Calm) -> None:
+    """The client gets its results, and the state becomes what it becomes when nothing happens."""
+    stage.restart_server()
+    wait_for("the rest of the loop", stage.finished)
+    assert stage.results() == calm.results
+    assert stage.state_of(run_id) == calm.state
+
+
+@pytest.fixture
+def own_stage(tiny_model_path: Path, tmp_path: Path) -> Any:
+    stage = Stage(tiny_model_path, tmp_path / "stage").start()
+    yield stage
+    stage.close()
+
+
+def test_a_missing_database_is_refused_and_rebuilt_bit_for_bit(
+    own_stage: Stage, tiny_model_path: Path, rng: random.Random, left_alone: Callable[[int, int], Calm]
+) -> None:
+    stage, state = own_stage, own_stage.folder / "state"
+    run_id, calm = killed_at_work(stage, rng, left_alone, SETTINGS)
+    kill(stage.server.process.pid)
+    stage.server.process.wait()
+    for name in DATABASE:
+        (state / name).unlink(missing_ok=True)
+    said = refusal(tiny_model_path, state)
+    assert "gradwire.db is missing" in said and "segments of a journal and the folders of 1 runs" in said
+    assert "gradwire repair --state-dir" in said
+    done = gradwire_command("repair", "--state-dir", state)
+    assert done.returncode == 0 and run_id in done.stderr and "rebuilt with 1 runs" in done.stderr
+    goes_on(stage, run_id, calm)
+
+
+def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
+    own_stage: Stage,
+    tiny_model_path: Path,
+    tmp_path: Path,
+    rng: random.Random,
+    left_alone: Callable[[int, int], Calm],
+) -> None:
+    stage, state = own_stage, own_stage.folder / "state"
+    run_id, calm = killed_at_work(stage, rng, left_alone, SETTINGS)
+    with (
+        closing(sqlite3.connect(state / "gradwire.db")) as live,
+        closing(sqlite3.connect(tmp_path / "copy.db")) as copy,
+    ):
+        live.backup(copy)
+    reached = stage.applied(run_id)
+    wait_for("a few more operations", lambda: stage.got_to(run_id, min(reached + 5, COUNT)))
+    kill(stage.server.process.pid)
+    stage.server.process.wait()
+    for name in DATABASE:
+        (state / name).unlink(missing_ok=True)
+    shutil.copy(tmp_path / "copy.db", state / "gradwire.db")
+    said = refusal(tiny_model_path, state)
+    assert "is an older copy: it ends at commit" in said and "gradwire repair" in said
+    done = gradwire_command("repair", "--state-dir", state)
+    assert done.returncode == 0 and "the database that was there is gradwire.db.before-" in done.stderr
+    goes_on(stage, run_id, calm)
+
+
+def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    server = Server(tiny_model_path, state).start()
+    assert server.end() == 0
+    shutil.copy(state / "gradwire.db", tmp_path / "copy.db")
+    server.start()
+    with gradwire.sync.connect(server.address) as service:
+        run_id = service.create_run("tiny", lora=2).run_id
+    assert server.end() == 0
+    for name in DATABASE:
+        (state / name).unlink(missing_ok=True)
+    shutil.copy(tmp_path / "copy.db", state / "gradwire.db")
+    assert run_id in refusal(tiny_model_path, state)
+
+
+def test_a_rebuilt_database_knows_what_failed_and_who_may_read(tiny_model_path: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    server = Server(tiny_model_path, state).start()
+    row = {"input_ids": [[5, 9, 23, 7]]}
+    with gradwire.sync.connect(server.address) as service:
+        run = service.create_run("tiny", lora=2, name="mine", tags={"a": "b"})
+        run.forward_backward(row, "causal_lm").result()
+        scored = run.forward(row, outputs=["logprobs"]).result()
+        with pytest.raises(gradwire.GradwireError):
+            run.load_checkpoint("none").result()
+        step = run.optim_step(learning_rate=1e-2).result()
+        later = run.forward(row, outputs=["logprobs"]).result()
+        assert later.outputs["logprobs"][0].tolist() != scored.outputs["logprobs"][0].tolist()
+    assert server.end() == 0
+    for name in DATABASE:
+        (state / name).unlink(missing_ok=True)
+    assert gradwire_command("repair", "--state-dir", state).returncode == 0
+    server.start()
+    with gradwire.sync.connect(server.address) as service:
+        [info] = service.list_runs()
+        assert (info.run_id, info.name, dict(info.tags), info.step) == (run.run_id, "mine", {"a": "b"}, step.step)
+        again = service.get_training_client(run.run_id)
+        last = again.forward(row, outputs=["logprobs"]).result()
+        assert last.outputs["logprobs"][0].tolist() == later.outputs["logprobs"][0].tolist()
+    assert server.end() == 0
+
+
+def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path) -> None:
+    """Made by the first released version: see ``support/make_state_folder.py``."""
+    with tarfile.open(STATES / "1.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    expected = json.loads((tmp_path / "expected.json").read_text())
+    server = Server(tiny_model_path, tmp_path / "state", "--threads", "1").start()
+    with gradwire.sync.connect(server.address) as service:
+        runs = {info.run_id: info for info in service.list_runs()}
+        assert set(runs) == {expected["run_id"], expected["other_run_id"]}
+        assert runs[expected["run_id"]].step == expected["step"]
+        run = service.get_training_client(expected["run_id"])
+        loss = run.forward_backward({"input_ids": [[5, 9, 23, 7, 40, 11]]}, "causal_lm").result().loss
+        assert 0 < loss < expected["losses"][-1]
+        assert run.optim_step().result().step == expected["step"] + 1
+        assert [each.name for each in run.list_checkpoints()] == ["three"]
+    assert server.end() == 0
+    with closing(sqlite3.connect(tmp_path / "state" / "gradwire.db")) as database:
+        assert database.execute("PRAGMA user_version").fetchone()[0] >= 2
+
+
+def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
+    tiny_model_path: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(STATES / "1.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for name in DATABASE:
+        (tmp_path / "state" / name).unlink()
+    assert "gradwire.db is missing" in refusal(tiny_model_path, tmp_path / "state")
+    done = gradwire_command("repair", "--state-dir", tmp_path / "state")
+    assert done.returncode == 0 and "records of version 1" in done.stderr and "as far as is known" in done.stderr
+    run_id = json.loads((tmp_path / "expected.json").read_text())["run_id"]
+    server = Server(tiny_model_path, tmp_path / "state").start()
+    with gradwire.sync.connect(server.address) as service:
+        run = service.get_training_client(run_id)
+        assert run.info().step == 3
+        run.forward_backward({"input_ids": [[5, 9, 23, 7]]}, "causal_lm").result()
+        assert run.optim_step().result().step == 4
+    assert server.end() == 0
+
+
+def test_a_newer_folder_is_refused_in_a_sentence(tiny_model_path: Path, tmp_path: Path) -> None:
+    server = Server(tiny_model_path, tmp_path / "state").start()
+    assert server.end() == 0
+    with closing(sqlite3.connect(tmp_path / "state" / "gradwire.db")) as database:
+        database.execute("PRAGMA user_version = 1000")
+    said = refusal(tiny_model_path, tmp_path / "state")
+    assert "a newer gradwire wrote it (version 1000 of the state folder" in said

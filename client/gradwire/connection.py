@@ -61,7 +61,8 @@ def connect(
     Args:
         address: ``HOST:PORT``, or ``https://HOST:PORT`` for TLS. None starts an embedded server on this machine that
             serves ``models`` and stops when the service is closed.
-        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``.
+        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for a server started here, to a random key
+            that only this service knows.
         models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
         state_dir: Embedded server only: folder for runs and checkpoints; None uses a temporary folder.
         server_args: Embedded server only: further arguments of ``gradwire serve``.
@@ -120,7 +121,7 @@ async def open_service(
             address = await embedded.listening(start_timeout)
         transport = Transport(
             address or "",
-            api_key=api_key or os.environ.get("GRADWIRE_API_KEY"),
+            api_key=api_key or (embedded.key if embedded else os.environ.get("GRADWIRE_API_KEY")),
             tls=tls,
             patience_s=reconnect_timeout,
             check_alive=embedded.check_alive if embedded else lambda: None,

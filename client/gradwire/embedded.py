@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,9 @@ class EmbeddedServer:
         models: Names or paths of models, at least one.
         state_dir: Folder for the server's state; None uses a temporary folder that is removed with the server.
         server_args: Further arguments of `gradwire serve`.
+
+    Attributes:
+        key: Random API key of this server, so that no other user of the machine can call it.
     """
 
     def __init__(self, models: Sequence[str], state_dir: Path | None, server_args: Sequence[str]) -> None:
@@ -32,7 +37,7 @@ class EmbeddedServer:
         logs = Path(self._folder.name)
         self._stdout, self._stderr = logs / "stdout", logs / "stderr"
         command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
-        command += ["--state-dir", str(state_dir or logs / "state"), "--die-with-parent"]
+        command += ["--state-dir", str(state_dir or logs / "state"), "--die-with-parent", "--key-on-stdin"]
         for model in models:
             command += ["--model", model]
         # Not in a worker thread: the child is killed when the thread that started it ends. It gets its own process
@@ -41,12 +46,16 @@ class EmbeddedServer:
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [*command, *server_args],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
                 process_group=0,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
+        self.key = secrets.token_urlsafe(32)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # it may have ended already
+            stdin.write(f"{self.key}\n".encode())
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
 
     async def listening(self, timeout_s: float) -> str:

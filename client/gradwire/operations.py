@@ -323,8 +323,8 @@ class Operations:
 
         return self._queue.submit("save_checkpoint", build, Checkpoint.from_wire)
 
-    def load_checkpoint(self, checkpoint: str | Checkpoint, weights_only: bool = False) -> Future[None]:
-        """Restore a checkpoint: ``"NAME"`` of this run, or ``"RUN_ID/NAME"``.
+    def load_checkpoint(self, checkpoint: str | Checkpoint, weights_only: bool = False) -> Future[Checkpoint]:
+        """Restore a checkpoint, ``"NAME"`` of this run or ``"RUN_ID/NAME"``; the future gives its description.
 
         Args:
             checkpoint: The checkpoint to restore.
@@ -335,7 +335,7 @@ class Operations:
             load = message(pb.LoadCheckpoint, checkpoint=model_path(checkpoint), weights_only=weights_only)
             return Request.of(pb.Operation(load_checkpoint=load))
 
-        return self._queue.submit("load_checkpoint", build, _no_result)
+        return self._queue.submit("load_checkpoint", build, Checkpoint.from_wire)
 
     def export(
         self, path: str | os.PathLike[str], format: Literal["auto", "hf", "peft", "merged"] = "auto"

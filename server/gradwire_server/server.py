@@ -23,6 +23,7 @@ class Server:
         config: The settings.
         engine: An engine to use instead of the child process that the settings describe; the caller stops it.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
+        own_key: Key that callers must present; see :class:`.keys.Keys`.
 
     Attributes:
         core: The core, which executes every call.
@@ -30,10 +31,20 @@ class Server:
     """
 
     def __init__(
-        self, config: ServerConfig, engine: EngineClient | None = None, tracing: Tracing | None = None
+        self,
+        config: ServerConfig,
+        engine: EngineClient | None = None,
+        tracing: Tracing | None = None,
+        own_key: str = "",
     ) -> None:
         self.config = config
-        self.core = Core(config, engine, tracing, on_engine_ready=lambda ready: self.door.engine_changed(ready))
+        self.core = Core(
+            config,
+            engine,
+            tracing,
+            on_engine_ready=lambda ready: self.door.engine_changed(ready),
+            own_key=own_key,
+        )
         self.door = GrpcDoor(self.core)
         self._exposition: Exposition | None = None
 

@@ -67,3 +67,18 @@ async def test_its_death_is_not_waited_out(tiny_model_path: Path) -> None:
         os.kill(service._embedded._process.pid, signal.SIGKILL)
         with pytest.raises(gradwire.ConnectionLostError, match="embedded server ended with exit code -9"):
             await run.optim_step()
+
+
+async def test_nobody_else_on_the_machine_gets_in(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_API_KEY", "of-another-server")
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        run = await service.create_run("tiny", lora=2)
+        for key in (None, "a-guess"):
+            with pytest.raises(gradwire.UnauthenticatedError):
+                await gradwire.connect(service.address, api_key=key)
+        assert (await run.save_checkpoint("mine")).name == "mine"
+        loaded = await run.load_checkpoint("mine")
+        assert (loaded.name, loaded.path) == ("mine", f"{run.run_id}/mine")
+        assert service._embedded is not None
+        async with gradwire.connect(service.address, api_key=service._embedded.key) as other:
+            assert [each.run_id for each in await other.list_runs()] == [run.run_id]

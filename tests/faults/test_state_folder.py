@@ -9,7 +9,8 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ def goes_on(stage: Stage, run_id: str, calm: Calm) -> None:
     assert stage.state_of(run_id) == calm.state
 
 
+Begin = Callable[[Server], Server]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts a server that is ended with the test, whatever becomes of it."""
+    begun: list[Server] = []
+
+    def start(server: Server) -> Server:
+        begun.append(server)
+        return server.start()
+
+    yield start
+    for server in begun:
+        if server.process.poll() is None:
+            server.end()
+
+
 @pytest.fixture
 def own_stage(tiny_model_path: Path, tmp_path: Path) -> Any:
     stage = Stage(tiny_model_path, tmp_path / "stage").start()
@@ -121,9 +140,9 @@ def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
     goes_on(stage, run_id, calm)
 
 
-def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
     state = tmp_path / "state"
-    server = Server(tiny_model_path, state).start()
+    server = begin(Server(tiny_model_path, state))
     assert server.end() == 0
     shutil.copy(state / "gradwire.db", tmp_path / "copy.db")
     server.start()
@@ -136,9 +155,11 @@ def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path
     assert run_id in refusal(tiny_model_path, state)
 
 
-def test_a_rebuilt_database_knows_what_failed_and_who_may_read(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_rebuilt_database_knows_what_failed_and_who_may_read(
+    tiny_model_path: Path, tmp_path: Path, begin: Begin
+) -> None:
     state = tmp_path / "state"
-    server = Server(tiny_model_path, state).start()
+    server = begin(Server(tiny_model_path, state))
     row = {"input_ids": [[5, 9, 23, 7]]}
     with gradwire.sync.connect(server.address) as service:
         run = service.create_run("tiny", lora=2, name="mine", tags={"a": "b"})
@@ -163,12 +184,12 @@ def test_a_rebuilt_database_knows_what_failed_and_who_may_read(tiny_model_path: 
     assert server.end() == 0
 
 
-def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
     """Made by the first released version: see ``support/make_state_folder.py``."""
     with tarfile.open(STATES / "1.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     expected = json.loads((tmp_path / "expected.json").read_text())
-    server = Server(tiny_model_path, tmp_path / "state", "--threads", "1").start()
+    server = begin(Server(tiny_model_path, tmp_path / "state", "--threads", "1"))
     with gradwire.sync.connect(server.address) as service:
         runs = {info.run_id: info for info in service.list_runs()}
         assert set(runs) == {expected["run_id"], expected["other_run_id"]}
@@ -184,7 +205,7 @@ def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path) ->
 
 
 def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
-    tiny_model_path: Path, tmp_path: Path
+    tiny_model_path: Path, tmp_path: Path, begin: Begin
 ) -> None:
     with tarfile.open(STATES / "1.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -194,7 +215,7 @@ def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
     done = gradwire_command("repair", "--state-dir", tmp_path / "state")
     assert done.returncode == 0 and "records of version 1" in done.stderr and "as far as is known" in done.stderr
     run_id = json.loads((tmp_path / "expected.json").read_text())["run_id"]
-    server = Server(tiny_model_path, tmp_path / "state").start()
+    server = begin(Server(tiny_model_path, tmp_path / "state"))
     with gradwire.sync.connect(server.address) as service:
         run = service.get_training_client(run_id)
         assert run.info().step == 3
@@ -203,10 +224,64 @@ def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
     assert server.end() == 0
 
 
-def test_a_newer_folder_is_refused_in_a_sentence(tiny_model_path: Path, tmp_path: Path) -> None:
-    server = Server(tiny_model_path, tmp_path / "state").start()
+def test_a_newer_folder_is_refused_in_a_sentence(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
+    server = begin(Server(tiny_model_path, tmp_path / "state"))
     assert server.end() == 0
     with closing(sqlite3.connect(tmp_path / "state" / "gradwire.db")) as database:
         database.execute("PRAGMA user_version = 1000")
     said = refusal(tiny_model_path, tmp_path / "state")
     assert "a newer gradwire wrote it (version 1000 of the state folder" in said
+
+
+SUBMIT_AND_DIE = """
+import asyncio, os, sys
+import gradwire
+
+async def main():
+    service = await gradwire.connect(sys.argv[1])
+    run = await service.get_training_client(sys.argv[2])
+    run.forward_backward({"input_ids": [[5, 9, 23, 7]]}, "causal_lm")
+    while (await run.info()).accepted_seq < 1:
+        await asyncio.sleep(0.01)
+    os._exit(9)
+
+asyncio.run(main())
+"""
+JUMPED = """
+import sys
+import time
+from pathlib import Path
+
+real, jump = time.time, Path(sys.argv.pop(1))
+time.time = lambda: real() + (float(jump.read_text()) if jump.exists() else 0.0)
+
+from gradwire_server.scheduling import scheduler
+from gradwire_server.cli.app import main
+
+scheduler.COLLECT_EVERY_S = 0.1
+main()
+"""
+
+
+class JumpingServer(Server):
+    """A server whose wall clock is ahead by what a file says, and which looks for old results all the time."""
+
+    def __init__(self, model: Path, state_dir: Path, jump: Path, *args: str) -> None:
+        super().__init__(model, state_dir, *args)
+        self._command[1:3] = ["-c", JUMPED, str(jump)]
+
+
+def test_a_wall_clock_that_jumps_by_weeks_keeps_results(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
+    jump = tmp_path / "jump"
+    server = begin(JumpingServer(tiny_model_path, tmp_path / "state", jump))
+    with gradwire.sync.connect(server.address) as service:
+        run_id = service.create_run("tiny", lora=2).run_id
+    loop = [sys.executable, "-c", SUBMIT_AND_DIE, server.address, run_id]
+    assert subprocess.run(loop, timeout=60).returncode == 9
+    jump.write_text(str(3 * 7 * 86400))
+    with gradwire.sync.connect(server.address) as service:
+        wait_for("the result", lambda: service.get_training_client(run_id).info().applied_seq == 1)
+        time.sleep(1.0)  # ten looks for old results
+        [(seq, future)] = service.get_training_client(run_id).earlier_operations().items()
+        assert seq == 1 and future.result().num_loss_tokens == 3
+    assert server.end() == 0

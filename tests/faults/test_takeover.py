@@ -39,12 +39,15 @@ class SlowNetwork:
 
     Attributes:
         operations, results, acknowledgements: the events.
+        cuts_acknowledgements: whether the stream of operations breaks, and stays so, at the next acknowledgement.
+        lost: acknowledgements that did not arrive because of that.
         waiting: set once an acknowledgement has come here.
         answered: set once one has been answered.
     """
 
     def __init__(self, service: gradwire.ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.operations, self.results, self.acknowledgements = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.cuts_acknowledgements, self.lost = False, 0
         for event in (self.operations, self.results, self.acknowledgements):
             event.set()
         self.waiting, self.answered = asyncio.Event(), asyncio.Event()
@@ -73,6 +76,20 @@ class SlowNetwork:
             await send(operations)
 
         stream.send = held  # type: ignore[method-assign]
+        if not self.operations.is_set():
+            return stream
+        acknowledgements = stream.acknowledgements
+
+        async def cut() -> AsyncIterator[pb.SubmitAck]:
+            async with aclosing(acknowledgements()) as acks:
+                async for ack in acks:
+                    if self.cuts_acknowledgements:
+                        self.operations.clear()
+                        self.lost += 1
+                        raise gradwire.ConnectionLostError("the connection broke before the acknowledgement came")
+                    yield ack
+
+        stream.acknowledgements = cut  # type: ignore[method-assign]
         return stream
 
     async def _held_results(self, run_id: str, from_seq: int) -> AsyncIterator[Any]:
@@ -187,4 +204,26 @@ async def test_a_number_that_both_writers_used_is_answered_to_the_newer_one(
     network.operations.set()
     with pytest.raises(gradwire.StaleEpochError, match="another"):
         await ours
+    assert (await new.optim_step()).step == 1
+
+
+async def test_an_operation_whose_acknowledgement_was_lost_before_a_takeover_is_known_to_be_accepted(
+    services: list[gradwire.ServiceClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = SlowNetwork(services[0], monkeypatch)
+    network.results.clear()
+    network.acknowledgements.clear()
+    old = await services[0].create_run("tiny", lora=2)
+    network.cuts_acknowledgements = True
+    accepted = old.forward_backward(BATCH, "causal_lm")
+    await until(lambda: network.lost == 1)
+    behind = old.optim_step()
+    new = await services[1].get_training_client(old.run_id)
+    again = await new.earlier_operations()
+    assert list(again) == [1]
+    network.operations.set()
+    network.results.set()
+    assert (await accepted).loss == (await again[1]).loss
+    with pytest.raises(gradwire.StaleEpochError, match="another"):
+        await behind
     assert (await new.optim_step()).step == 1

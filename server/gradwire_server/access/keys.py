@@ -159,11 +159,14 @@ class Keys:
     Args:
         state_dir: Folder of ``keys.json``.
         open_door: Whether calls need no key as long as no key was ever created.
+        own_key: Secret of the program that started the server, which nobody else knows and no file holds: its caller
+            has the name of the callers of a server without keys. Empty for none.
     """
 
-    def __init__(self, state_dir: Path, *, open_door: bool) -> None:
+    def __init__(self, state_dir: Path, *, open_door: bool, own_key: str = "") -> None:
         self._path, self._file = state_dir / "keys.json", KeyFile(state_dir)
-        self._open = open_door
+        self._own = Caller("", sha256=_digest(own_key)) if own_key else None
+        self._open = open_door and self._own is None
         self._seen: tuple[int, int, int] | None = None
         self._refreshed = float("-inf")
         self._live: dict[str, Key] = {}
@@ -190,6 +193,8 @@ class Keys:
         if not self.required:
             return ANYONE
         digest = _digest(secret)
+        if self._own is not None and hmac.compare_digest(self._own.sha256, digest):
+            return self._own
         found = [key for key in self._live.values() if hmac.compare_digest(key.sha256, digest)]
         if not found:
             raise _unauthenticated()
@@ -218,6 +223,8 @@ class Keys:
         return self._live[name].quota if name in self._live else Quota()
 
     def _of(self, name: str) -> Caller | None:
+        if self._own is not None and name == self._own.name:
+            return self._own
         key = self._live.get(name)
         return Caller(key.name, key.role, key.sha256) if key else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,10 @@ def serve(
     die_with_parent: Annotated[
         bool, typer.Option(help="Stop when the process that started this one ends.", rich_help_panel="Process")
     ] = False,
+    key_on_stdin: Annotated[
+        bool,
+        typer.Option(help="Ask every caller for the key in the first line of stdin.", rich_help_panel="Process"),
+    ] = False,
     parent_pid: Annotated[
         int | None, typer.Option(help="Stop when this is no longer the parent process.", rich_help_panel="Process")
     ] = None,
@@ -61,10 +66,11 @@ def serve(
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
     parent = parent_pid or (os.getppid() if die_with_parent else None)
-    raise typer.Exit(asyncio.run(_serve(settings, ready_file, parent)))
+    own_key = sys.stdin.readline().strip() if key_on_stdin else ""
+    raise typer.Exit(asyncio.run(_serve(settings, ready_file, parent, own_key)))
 
 
-async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None) -> int:
+async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None, own_key: str) -> int:
     from gradwire_server.errors import ServiceError
     from gradwire_server.server import Server, start_failure
 
@@ -72,7 +78,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
-    server = Server(config)
+    server = Server(config, own_key=own_key)
     starting, stopped = loop.create_task(_start(server)), loop.create_task(stop.wait())
     try:
         await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -51,6 +51,7 @@ class Core:
         engine: An engine to use instead of the child process that the settings describe; the caller stops it.
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
         on_engine_ready: Called with True when an engine is ready, with False when it is lost.
+        own_key: Key that callers must present; see :class:`.keys.Keys`.
 
     Attributes:
         keys: The API keys.
@@ -64,9 +65,10 @@ class Core:
         engine: EngineClient | None = None,
         tracing: Tracing | None = None,
         on_engine_ready: Callable[[bool], None] = lambda ready: None,
+        own_key: str = "",
     ) -> None:
         self.config = config
-        self.keys = Keys(config.state_dir, open_door=config.loopback or config.insecure_bind)
+        self.keys = Keys(config.state_dir, open_door=config.loopback or config.insecure_bind, own_key=own_key)
         self.metrics = Metrics(per_run=config.metrics_runs)
         self.left: dict[str, int] = {}
         self._given_engine, self._on_engine_ready = engine, on_engine_ready

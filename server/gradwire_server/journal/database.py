@@ -55,11 +55,12 @@ class Database:
     ) -> None:
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
-        self.commit = 0
+        self.commit, self._began = 0, time.monotonic()
         self._loop = asyncio.get_running_loop()
         connection = connect(self._path)
         migrate(connection)
         connection.execute("PRAGMA journal_mode = WAL")
+        [(self._ran_before_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
         connection.close()
         self._asked: list[_Item] = []
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
@@ -79,6 +80,10 @@ class Database:
     def _hand_over(self) -> None:
         asked, self._asked = self._asked, []
         self._queue.put(asked)
+
+    def ran_s(self) -> float:
+        """Seconds for which servers have run on this database, this one included."""
+        return float(self._ran_before_s) + time.monotonic() - self._began
 
     async def read(self, query: Work[T]) -> T:
         """Run a query in the reader thread; it sees the state that was committed when it started."""
@@ -120,7 +125,8 @@ class Database:
         began = time.perf_counter()
         try:
             connection.execute("BEGIN IMMEDIATE")
-            [(self.commit,)] = connection.execute("UPDATE state SET commits = commits + 1 RETURNING commits").fetchall()
+            update = "UPDATE state SET commits = commits + 1, ran_s = ? RETURNING commits"
+            [(self.commit,)] = connection.execute(update, (self.ran_s(),)).fetchall()
             for item in items:
                 connection.execute("SAVEPOINT item")
                 try:

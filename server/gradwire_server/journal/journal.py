@@ -240,7 +240,7 @@ class Journal:
             stored = connection.execute(
                 "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (run_id, result.seq, header, at, *place, digest),
+                (run_id, result.seq, header, self.store.ran_s(), *place, digest),
             )
             if point is not None and stored.rowcount:
                 history.add(connection, run_id, point, self._history_points)
@@ -363,10 +363,12 @@ class Journal:
         )
         return found
 
-    async def expired(self, before: float) -> dict[str, int]:
-        """The highest number of a result stored before a Unix time, by run id."""
+    async def expired(self, after_s: float) -> dict[str, int]:
+        """The highest number of a result that was stored more than ``after_s`` seconds of a server ago, by run id."""
         query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
-        rows = await self.store.read(lambda connection: connection.execute(query, (before,)).fetchall())
+        rows = await self.store.read(
+            lambda connection: connection.execute(query, (self.store.ran_s() - after_s,)).fetchall()
+        )
         return dict(rows)
 
     async def collect(self) -> None:

@@ -303,7 +303,7 @@ def _enter_result(connection: sqlite3.Connection, run_id: str, seq: int, found: 
     place = found.columns if found.place.payload_bytes else (None, None)
     connection.execute(
         "INSERT INTO results (run_id, seq, header, stored_at, segment, offset, digest) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (run_id, seq, header, found.record.at, *place, row_digest(run_id, seq, header, *place)),
+        (run_id, seq, header, 0.0, *place, row_digest(run_id, seq, header, *place)),
     )
 
 

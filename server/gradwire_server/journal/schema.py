@@ -96,8 +96,11 @@ BEGIN UPDATE runs SET digest = {RUN} WHERE run_id = NEW.run_id; END""",
 _SECOND = (
     # The number of the newest commit, which every record of a segment carries too: a database that was put back from
     # an older copy is known by it.
-    "CREATE TABLE state (commits INTEGER NOT NULL)",
-    "INSERT INTO state VALUES (0)",
+    # And for how many seconds servers have run on the folder, which decides how long results are kept: a wall clock
+    # may jump.
+    "CREATE TABLE state (commits INTEGER NOT NULL, ran_s REAL NOT NULL)",
+    "INSERT INTO state VALUES (0, 0)",
+    "UPDATE results SET stored_at = 0",
     # Where the outcome of an operation that did not succeed is recorded, which is kept for as long as its row.
     "ALTER TABLE operations ADD COLUMN outcome_segment INTEGER",
     "CREATE INDEX operations_by_outcome ON operations (outcome_segment) WHERE outcome_segment IS NOT NULL",

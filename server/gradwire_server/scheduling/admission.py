@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -118,14 +118,18 @@ class Admission:
             if header.run_id not in self._queues:
                 raise unknown_run(header.run_id)
             queue = self._queues[header.run_id]
-            queue.check_epoch(header.epoch)
+            try:
+                queue.check_epoch(header.epoch)
+            except ServiceError as fenced:
+                if fenced.code != pb.ERROR_CODE_STALE_EPOCH or not 0 < header.seq < queue.next_seq:
+                    raise
+                self._repeat(self._acknowledge_fenced(queue, header, ack, fenced))
+                return ack
             if header.seq < 1:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
             operation = QueuedOperation(header, identity(header), payload, time.time(), ack, refusal)
             if header.seq < queue.next_seq and header.seq not in queue.pending:
-                task = asyncio.create_task(self._acknowledge_again(queue, operation))
-                self._repeating.add(task)
-                task.add_done_callback(self._repeating.discard)
+                self._repeat(self._acknowledge_again(queue, operation))
                 return ack
             known = queue.offer(operation)
         except ServiceError as error:
@@ -145,6 +149,25 @@ class Admission:
         error = None if ack.cancelled() else ack.exception()
         if isinstance(error, ServiceError):
             self._metrics.refused(error.error)
+
+    def _repeat(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._repeating.add(task)
+        task.add_done_callback(self._repeating.discard)
+
+    async def _acknowledge_fenced(
+        self, queue: RunQueue, header: pb.OperationHeader, ack: asyncio.Future[pb.SubmitAck], fenced: ServiceError
+    ) -> None:
+        """Answer an older writer that repeats a submission whose acknowledgement it missed: what was accepted from it
+        before it was fenced is acknowledged."""
+        pending = queue.pending.get(header.seq)
+        if pending is not None and pending.appended is not None:
+            await asyncio.wait([pending.appended])
+        known = await self._journal.entries(queue.record.run_id, header.seq - 1, header.seq)
+        if known and known[0].identity == identity(header) and known[0].header.epoch <= header.epoch:
+            ack.set_result(pb.SubmitAck(run_id=header.run_id, seq=header.seq, duplicate=True))
+        else:
+            ack.set_exception(fenced)
 
     async def _acknowledge_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
         known = await self._journal.identity_of(queue.record.run_id, operation.seq)

@@ -215,7 +215,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(COLLECT_EVERY_S)
             try:
-                for run_id, seq in (await self._journal.expired(time.time() - self._result_retention_s)).items():
+                for run_id, seq in (await self._journal.expired(self._result_retention_s)).items():
                     if run_id in self._queues:
                         await self.results.release(self._queues[run_id], seq)
                 await self._journal.collect()

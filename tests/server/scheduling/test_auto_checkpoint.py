@@ -222,7 +222,8 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
 ) -> None:
     monkeypatch.setattr("gradwire_server.scheduling.scheduler.COLLECT_EVERY_S", 0.1)
     later = 0.0
-    monkeypatch.setattr("gradwire_server.scheduling.scheduler.time", SimpleNamespace(time=lambda: time.time() + later))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, perf_counter=time.perf_counter)
+    monkeypatch.setattr("gradwire_server.journal.database.time", clock)
     async with start(keep_results_hours=1000 / 3600) as door:
         client = await (await door.client()).begin()
         await client.fb(1)

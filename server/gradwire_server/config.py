@@ -175,6 +175,9 @@ class ServerConfig(EngineSettings):
         allow_inf_nan=False,
     )
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
+    mirror: Path | None = setting(
+        None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY
+    )
     grace: float = setting(20.0, "Seconds that a shutdown waits for the operation that runs.", subject=DURABILITY, ge=0)
     heartbeat_timeout: float = setting(
         STALE_S,
@@ -197,7 +200,7 @@ class ServerConfig(EngineSettings):
             raise ValueError(f"the address must be HOST:PORT, not {address!r}")
         return address
 
-    @field_validator("tls_cert", "tls_key", "tls_client_ca")
+    @field_validator("tls_cert", "tls_key", "tls_client_ca", "mirror")
     @classmethod
     def _absolute_papers(cls, file: Path | None) -> Path | None:
         return file if file is None else _absolute(file)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
@@ -22,6 +25,7 @@ from gradwire_server.scheduling.replay import behind
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start
+from support.server import Server as RealServer
 
 from tests.server.journal.test_journal import append, new_run, operation
 
@@ -160,16 +164,21 @@ async def test_many_flipped_bits_load_nothing_wrong(tmp_path: Path, rng: random.
 # ------------------------------------------------------------------ a disk that fills, and one that fails
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of four MiB."""
-    folder = tmp_path / "disk"
+@contextmanager
+def disk(folder: Path, mib: int) -> Iterator[Path]:
+    """A file system of a few MiB."""
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", folder], capture_output=True)
     if mounted.returncode:
         pytest.skip("mounting a filesystem is not permitted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", 4) as folder:
+        yield folder
 
 
 async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(small_disk: Path) -> None:
@@ -202,6 +211,54 @@ async def test_a_disk_that_fills_refuses_clearly_and_goes_on_when_there_is_room(
         assert [result.seq for result, _ in results] == list(range(1, seq + 2))
         assert engine.runs[client.run_id].history == [f"op-{number}" for number in range(1, seq + 2)]
         print(f"full after {seq} operations of {len(payload)} bytes; refused twice; all {seq + 1} once there was room")
+
+
+@pytest.fixture
+def larger_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", 32) as folder:
+        yield folder
+
+
+async def test_five_seconds_of_a_full_disk_are_waited_out(
+    larger_disk: Path, tiny_model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thirty operations are in flight when the disk fills: each ends with its result, as if there had been room."""
+    row = {"input_ids": [[5, 9, 23, 7] * 16 for _ in range(16)]}
+    server = RealServer(tiny_model_path, larger_disk / "state", "--checkpoint-every-steps", "0").start()
+    try:
+        async with gradwire.connect(server.address) as service:
+            calm, run = [await service.create_run("tiny", lora=2, seed=4) for _ in range(2)]
+            expected = await gradwire.gather(*submitted(calm, row))
+            ballast = (larger_disk / "ballast").open("wb", buffering=0)
+            with pytest.raises(OSError, match="No space left"):
+                while True:
+                    ballast.write(bytes(4096))
+            in_flight = submitted(run, row)
+            await asyncio.sleep(5.0)
+            assert not all(each.done() for each in in_flight), "the disk was not full"
+            ballast.truncate(0)
+            ballast.close()
+            results = await gradwire.gather(*in_flight)
+            told = [record for record in caplog.records if "disk is full" in record.message]
+            assert len(told) == 1, [record.message for record in told]
+            assert (await run.save_checkpoint("after")).step == 10
+        values = [[each.loss if hasattr(each, "loss") else each.step for each in of] for of in (results, expected)]
+        assert len(results) == 30 and values[0] == values[1]
+    finally:
+        assert server.end() == 0
+
+
+def submitted(run: gradwire.TrainingClient, row: dict[str, Any]) -> list[gradwire.Future[Any]]:
+    """Thirty operations: ten steps of two batches each."""
+    return [
+        future
+        for _ in range(10)
+        for future in (
+            run.forward_backward(row, "causal_lm"),
+            run.forward_backward(row, "causal_lm"),
+            run.optim_step(learning_rate=1e-3),
+        )
+    ]
 
 
 async def submit_until_accepted(client: Client, count: int, ahead: int) -> None:

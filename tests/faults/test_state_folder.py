@@ -31,10 +31,12 @@ def gradwire_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def refusal(model: Path, state: Path) -> str:
+def refusal(model: Path, state: Path, *flags: str) -> str:
     """What a server says that does not start on a folder, which it leaves as it was."""
     before = files(state)
-    ended = gradwire_command("serve", "--model", f"tiny={model}", "--state-dir", state, "--address", "127.0.0.1:0")
+    ended = gradwire_command(
+        "serve", "--model", f"tiny={model}", "--state-dir", state, "--address", "127.0.0.1:0", *flags
+    )
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert files(state) == before
     return ended.stderr

@@ -14,6 +14,8 @@ app = typer.Typer(
 )
 app.add_typer(keys.app, name="keys")
 app.command()(serve.serve)
+app.command()(state.backup)
+app.command()(state.restore)
 app.command()(state.repair)
 
 

@@ -1,22 +1,67 @@
-"""``gradwire repair``: rebuild the database of a state folder."""
+"""``gradwire backup``, ``restore`` and ``repair``: copies of a state folder, and what to do without one."""
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
+from gradwire_server.journal.backup import Copied
+from gradwire_server.journal.backup import backup as copy_folder
+from gradwire_server.journal.backup import restore as restore_folder
 from gradwire_server.journal.repair import repair as rebuild
+from gradwire_server.journal.schema import NewerDatabase
 from gradwire_server.journal.state_folder import StateFolderError
 
+backup_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+restore_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+repair_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True, soft_wrap=True)
 
 StateDir = Annotated[Path, typer.Option(help="State folder of the server.")]
 STATE_DIR = Path("gradwire-state")
 
 
+@backup_app.command()
+def backup(
+    to: Annotated[Path, typer.Argument(help="Folder to make; on the same file system, files are linked.")],
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Copy the state folder, while its server runs or when it does not."""
+    state_dir, to = state_dir.expanduser().resolve(), to.expanduser().resolve()
+    with _failures():
+        copied = copy_folder(state_dir, to, _say)
+    _say(f"{to} holds {_contents(copied)}")
+
+
+@restore_app.command()
+def restore(
+    copy: Annotated[Path, typer.Argument(help="Folder made by `gradwire backup`.")],
+    state_dir: StateDir = STATE_DIR,
+) -> None:
+    """Make a state folder from a backup, which stays as it is; every byte is checked first.
+
+    Programs that were at work are told where their runs went back to.
+    """
+    state_dir, copy = state_dir.expanduser().resolve(), copy.expanduser().resolve()
+    with _failures():
+        copied = restore_folder(copy, state_dir)
+    _say(f"{state_dir} holds {_contents(copied)}; start a server on it")
+
+
+def _contents(copied: Copied) -> str:
+    return (
+        f"{copied.runs} runs, {copied.checkpoints} checkpoints and {copied.operations} operations"
+        f" ({copied.size_bytes / (1 << 20):.1f} MiB)"
+    )
+
+
+@repair_app.command()
 def repair(
     state_dir: StateDir = STATE_DIR,
     owner: Annotated[str, typer.Option(help="Key that gets the runs whose folders name no owner.")] = "",
@@ -28,10 +73,8 @@ def repair(
     state_dir = state_dir.expanduser().resolve()
     if not state_dir.is_dir():
         _fail(f"there is no folder {state_dir}")
-    try:
+    with _failures():
         runs = rebuild(state_dir, owner, _say)
-    except (StateFolderError, OSError) as error:
-        _fail(str(error))
     for run in runs:
         reach = f"operation {run.accepted_seq}" if run.complete else f"operation {run.accepted_seq}, as far as is known"
         _say(
@@ -39,6 +82,14 @@ def repair(
             f" {run.num_waiting} to be carried out at the next start"
         )
     _say(f"{state_dir / 'gradwire.db'} is rebuilt with {len(runs)} runs")
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (StateFolderError, NewerDatabase, sqlite3.DatabaseError, OSError) as error:
+        _fail(str(error))
 
 
 def _say(sentence: str) -> None:

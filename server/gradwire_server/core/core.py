@@ -29,6 +29,7 @@ from gradwire_server.engine_client.process import EngineClient, EngineDied, Engi
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.journal import Journal, StoredResult
+from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.journal.state_folder import StateFolderError
 from gradwire_server.observability.metrics import Metrics
@@ -75,7 +76,7 @@ class Core:
         self._own_engine: EngineProcess | None = None
         self._given_tracing, self._tracing = tracing, Tracing()
         self._journal: Journal | None = None
-        self._lock = -1
+        self._locks: list[int] = []
         self._began = time.monotonic()
 
     # ---- lifecycle ----
@@ -90,12 +91,17 @@ class Core:
         config = self.config
         make_folder(config.state_dir, 0o700)
         try:
-            self._lock = state_folder.lock(config.state_dir)
+            self._locks.append(state_folder.lock(config.state_dir))
+            if config.mirror is not None:
+                make_folder(config.mirror, 0o700)
+                self._locks.append(state_folder.lock(config.mirror))
+                await asyncio.to_thread(reconcile, config.state_dir, config.mirror)
             await asyncio.to_thread(state_folder.check, config.state_dir)
             self._journal = journal = Journal(
                 config.state_dir,
                 keep_payloads=config.durability == "journal",
                 history_points=config.limits.max_history_points,
+                mirror=config.mirror,
             )
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()
@@ -133,9 +139,8 @@ class Core:
         tracing, self._tracing = self._tracing, Tracing()
         if tracing is not self._given_tracing:
             await asyncio.to_thread(tracing.close)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
 
     async def __aenter__(self) -> Core:
         try:

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.schema import connect, migrate
+from gradwire_server.journal.mirror import MirroredConnection, copy_database
+from gradwire_server.journal.schema import connect, connect_as, migrate
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -43,6 +44,8 @@ class Database:
         path: The database file.
         before_commit: Called in the writer thread before each commit; an ``OSError`` from it fails the whole group.
         on_failed_group: Called in the writer thread when a whole group has failed.
+        mirror: A second database file in which every change is made as well.
+        on_mirror_lost: Called in the writer thread when that fails; the mirror is given up then.
 
     Attributes:
         commit: Number of the present commit; set in the writer thread before each group.
@@ -51,8 +54,14 @@ class Database:
     """
 
     def __init__(
-        self, path: Path, before_commit: Callable[[], object] = bool, on_failed_group: Callable[[], object] = bool
+        self,
+        path: Path,
+        before_commit: Callable[[], object] = bool,
+        on_failed_group: Callable[[], object] = bool,
+        mirror: Path | None = None,
+        on_mirror_lost: Callable[[Exception], object] = bool,
     ) -> None:
+        self._mirror, self._on_mirror_lost = mirror, on_mirror_lost
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
         self.commit, self._began = 0, time.monotonic()
@@ -62,6 +71,8 @@ class Database:
         connection.execute("PRAGMA journal_mode = WAL")
         [(self._ran_before_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
         connection.close()
+        if mirror is not None and not mirror.exists():
+            copy_database(path, mirror)
         self._asked: list[_Item] = []
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
@@ -105,7 +116,9 @@ class Database:
         self._reader.shutdown()
 
     def _write(self) -> None:
-        connection = connect(self._path)
+        connection = connect_as(MirroredConnection, self._path)
+        if self._mirror is not None:
+            connection.mirror, connection.on_mirror_lost = connect(self._mirror), self._on_mirror_lost
         ending = False
         while not ending:
             items: list[_Item] = []
@@ -118,6 +131,8 @@ class Database:
             if items:
                 outcomes = self._commit(connection, items)
                 self._loop.call_soon_threadsafe(_deliver, items, outcomes)
+        if connection.mirror is not None:
+            connection.mirror.close()
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
@@ -138,8 +153,7 @@ class Database:
             self._before_commit()
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            connection.rollback()
             self._on_failed_group()
             self.on_commit(len(items), time.perf_counter() - began, False)
             return [(None, _storage_error(error))] * len(items)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,9 @@ from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.schema import OPERATION, RESULT, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
+from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
 """Approximate number of bytes of result payloads that are read at a time."""
@@ -111,6 +115,7 @@ class Journal:
         keep_payloads: False for ``durability=checkpoint``: operations are recorded, but cannot be replayed.
         segment_bytes: Size in bytes from which on a new segment file is begun.
         history_points: Points of a run's record; see :mod:`.history`.
+        mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
     """
 
     def __init__(
@@ -120,9 +125,15 @@ class Journal:
         keep_payloads: bool = True,
         segment_bytes: int = SEGMENT_BYTES,
         history_points: int = 100_000,
+        mirror: Path | None = None,
     ) -> None:
-        self.segments = Segments(state_dir / "journal", segment_bytes)
-        self.store = Database(state_dir / "gradwire.db", self.segments.sync, self.segments.abandon)
+        def lost(error: Exception) -> None:
+            log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
+
+        second = None if mirror is None else mirror / SEGMENTS
+        self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second, lost)
+        second = None if mirror is None else mirror / DATABASE
+        self.store = Database(state_dir / DATABASE, self.segments.sync, self.segments.abandon, second, lost)
         self.keep_payloads, self._history_points = keep_payloads, history_points
 
     # ---- operations ----

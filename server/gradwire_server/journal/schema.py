@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from pathlib import Path
+from typing import TypeVar
 
 from gradwire_server.journal import history
 
@@ -98,8 +99,9 @@ _SECOND = (
     # an older copy is known by it.
     # And for how many seconds servers have run on the folder, which decides how long results are kept: a wall clock
     # may jump.
-    "CREATE TABLE state (commits INTEGER NOT NULL, ran_s REAL NOT NULL)",
-    "INSERT INTO state VALUES (0, 0)",
+    # The name of the folder tells a mirror of it from that of another.
+    "CREATE TABLE state (commits INTEGER NOT NULL, ran_s REAL NOT NULL, folder TEXT NOT NULL)",
+    "INSERT INTO state VALUES (0, 0, lower(hex(randomblob(8))))",
     "UPDATE results SET stored_at = 0",
     # Where the outcome of an operation that did not succeed is recorded, which is kept for as long as its row.
     "ALTER TABLE operations ADD COLUMN outcome_segment INTEGER",
@@ -122,9 +124,17 @@ def version_of(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
+C = TypeVar("C", bound=sqlite3.Connection)
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Open a database; a commit returns once it is on disk."""
-    connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+    return connect_as(sqlite3.Connection, path)
+
+
+def connect_as(kind: type[C], path: Path) -> C:
+    """Open a database with a connection of a class of one's own."""
+    connection = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False, factory=kind)
     connection.execute("PRAGMA synchronous = FULL")
     connection.text_factory = lambda raw: raw.decode(errors="replace")  # row digests detect flipped bits
     connection.create_function("digest", -1, row_digest, deterministic=True)

@@ -10,14 +10,17 @@ Records of version 1 of the state folder have another magic word, no commit and 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwire_server.durable_files import make_folder, sync
+
+log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4s16sQIQ")
 """Magic word, digest, commit, lengths of description and payload."""
@@ -64,9 +67,23 @@ class Segments:
     """The folder of segments.
 
     Call ``append``, ``sync``, ``abandon`` and ``closed`` from one thread; ``read`` and ``forget`` from any.
+
+    Args:
+        folder: The folder.
+        segment_bytes: Size in bytes from which on a new file is begun.
+        mirror: A folder with the same files, to which everything is written as well.
+        on_mirror_lost: Called when that fails; the mirror is given up then.
     """
 
-    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        segment_bytes: int = SEGMENT_BYTES,
+        mirror: Path | None = None,
+        on_mirror_lost: Callable[[Exception], object] = bool,
+    ) -> None:
+        self._mirror = Segments(mirror, segment_bytes) if mirror is not None else None
+        self._on_mirror_lost = on_mirror_lost
         self._folder, self._segment_bytes = folder, segment_bytes
         make_folder(folder)
         self._fd = -1
@@ -96,19 +113,35 @@ class Segments:
         except OSError:
             os.ftruncate(self._fd, offset)
             raise
-        return Location(self._current, offset)
+        location = Location(self._current, offset)
+        self._mirrored(lambda mirror: mirror.append(payload, description, commit), location)
+        return location
 
     def sync(self) -> None:
         """Make every record written so far durable."""
         if self._dirty:
             os.fsync(self._fd)
             self._dirty = False
+            self._mirrored(lambda mirror: mirror.sync())
 
     def abandon(self) -> None:
         """Close the current file and continue in a new one: after a failed fsync, the old file's content is unknown."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._dirty = -1, False
+        self._mirrored(lambda mirror: mirror.abandon())
+
+    def _mirrored(self, change: Callable[[Segments], Location | None], expected: Location | None = None) -> None:
+        """Make a change in the mirror as well."""
+        mirror = self._mirror
+        if mirror is None:
+            return
+        try:
+            if change(mirror) != expected:
+                raise OSError("the mirror's files are not those of the journal")
+        except OSError as error:
+            self._mirror = None
+            self._on_mirror_lost(error)
 
     def read(self, location: Location) -> bytearray:
         """Read the payload of a record.
@@ -116,8 +149,15 @@ class Segments:
         Raises:
             CorruptRecord: The bytes are not those that were written.
         """
-        with self._opened(location.segment) as fd:
-            return _read(fd, location)[1]
+        mirror = self._mirror
+        try:
+            with self._opened(location.segment) as fd:
+                return _read(fd, location)[1]
+        except (CorruptRecord, OSError) as error:
+            if mirror is None:
+                raise
+            log.error("a record of %s is read from the mirror: %s", self._path(location.segment), error)
+            return mirror.read(location)
 
     def records(self, number: int) -> Iterator[Record]:
         """The records of a segment, checked byte by byte, up to its end or to one that is cut short.
@@ -151,6 +191,7 @@ class Segments:
         """Delete closed segments."""
         for number in numbers:
             self._path(number).unlink(missing_ok=True)
+        self._mirrored(lambda mirror: mirror.forget(numbers))
 
     def close(self) -> None:
         """Make every record durable and close the file."""

@@ -1,0 +1,267 @@
+"""Copies of a state folder: one that is taken while its server runs, and a folder made from one.
+
+A copy holds the database as it was at one moment, the records that its rows refer to, and the checkpoints that it
+lists. Files that no longer change are linked, not copied, where the copy is on the same file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, read_sealed, sealed
+from gradwire_server.durable_files import make_folder, sync, sync_tree
+from gradwire_server.journal.run_files import RUN_FILE
+from gradwire_server.journal.run_records import ORIGIN
+from gradwire_server.journal.schema import check_version, connect
+from gradwire_server.journal.segments import CorruptRecord, Segments
+from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
+
+NOTE = "backup.json"
+EPOCHS = 1 << 20
+"""How far the epochs of restored runs are ahead of those in the copy: above any that was given out since."""
+TRIES = 5
+COPY_BYTES = 8 << 20
+
+
+class _Changed(Exception):
+    """The folder changed so much during the copy that it must be taken again."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy holds."""
+
+    runs: int
+    checkpoints: int
+    operations: int
+    size_bytes: int
+
+
+def backup(state_dir: Path, to: Path, say: Callable[[str], object] = bool) -> Copied:
+    """Copy a state folder, whose server may run.
+
+    Args:
+        state_dir: The state folder.
+        to: The folder to make.
+        say: Called with a sentence for each checkpoint that is damaged in the folder itself.
+
+    Raises:
+        StateFolderError: There is nothing to copy, ``to`` is in use, or a record or a
+            checkpoint is damaged or changes too fast.
+    """
+    if not (state_dir / DATABASE).exists():
+        raise StateFolderError(f"{state_dir} is not the state folder of a server: it has no {DATABASE}")
+    _check_free(to)
+    partial = to.with_name(f"{to.name}.partial")
+    reason = ""
+    for _ in range(TRIES):
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial, 0o700)
+        try:
+            copied = _copy(state_dir, partial, say)
+        except _Changed as change:
+            reason = str(change)
+            continue
+        (partial / NOTE).write_text(sealed({"made_at": time.time(), "state_dir": str(state_dir)}))
+        _finish(partial, to)
+        return copied
+    shutil.rmtree(partial, ignore_errors=True)
+    raise StateFolderError(f"{state_dir} could not be copied as one state, {TRIES} times: {reason}")
+
+
+def restore(copy: Path, state_dir: Path) -> Copied:
+    """Make a state folder from a copy, whose every byte is checked first.
+
+    Args:
+        copy: A folder made by :func:`backup`; it stays as it is.
+        state_dir: The folder to make.
+
+    Raises:
+        StateFolderError: ``copy`` is no copy or is damaged, or ``state_dir`` is in use.
+    """
+    try:
+        read_sealed(copy / NOTE)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise StateFolderError(f"{copy} is not a backup: its {NOTE} is missing or cannot be read") from None
+    _check_free(state_dir)
+    partial = state_dir.with_name(f"{state_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(copy, partial, ignore=shutil.ignore_patterns(NOTE))
+    try:
+        copied = _check(partial)
+        with closing(connect(partial / DATABASE)) as database:
+            # Clients that were at work know another history: they are fenced. So is a mirror of the old folder.
+            database.execute("UPDATE runs SET epoch = epoch + ?, writer = ''", (EPOCHS,))
+            database.execute("UPDATE state SET folder = lower(hex(randomblob(8)))")
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except (_Changed, sqlite3.DatabaseError) as error:
+        shutil.rmtree(partial)
+        raise StateFolderError(f"{copy} is damaged and was not restored: {error}") from error
+    _finish(partial, state_dir)
+    return copied
+
+
+def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copied:
+    """Copy in an order in which nothing that the database refers to can be missing.
+
+    What may be deleted meanwhile is linked before the database is copied, what was added meanwhile after it.
+    """
+    for folder in _saved_folders(state_dir / RUNS):
+        _link_folder(folder, partial / folder.relative_to(state_dir))
+    source, target = state_dir / SEGMENTS, partial / SEGMENTS
+    target.mkdir()
+    numbers = Segments(source).numbers()
+    for number in numbers[:-1]:
+        if _is_whole(Segments(source), number):
+            _link(source / f"{number:08d}.segment", target)
+    with closing(connect(state_dir / DATABASE)) as live, closing(connect(partial / DATABASE)) as database:
+        check_version(live)
+        live.backup(database)
+        [(commits,)] = database.execute("SELECT commits FROM state").fetchall()
+        runs = [run_id for (run_id,) in database.execute("SELECT run_id FROM runs WHERE ready = 1")]
+        listed = {f"{run_id}/{name}" for run_id, name in database.execute("SELECT run_id, name FROM checkpoints")}
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for number in Segments(source).numbers():
+        if not (target / f"{number:08d}.segment").exists():
+            _copy_up_to(source, target, number, commits)
+    for run_id in runs:
+        (partial / RUNS / run_id).mkdir(parents=True, exist_ok=True)
+        _link(state_dir / RUNS / run_id / RUN_FILE, partial / RUNS / run_id)
+    for path in listed:
+        run_id, _, name = path.partition("/")
+        place = Path(RUNS, run_id, "checkpoints", name)
+        if not (partial / place).exists():
+            _link_folder(state_dir / place, partial / place)
+    for folder in list(_saved_folders(partial / RUNS)):
+        run_id, kind, name = folder.parts[-3:]
+        if run_id not in runs or (kind == "checkpoints" and name != ORIGIN and f"{run_id}/{name}" not in listed):
+            shutil.rmtree(folder)
+    for folder in (partial / RUNS).glob("*"):
+        if folder.name not in runs:
+            shutil.rmtree(folder)
+    for name in ("keys.json",):
+        if (state_dir / name).exists():
+            shutil.copy2(state_dir / name, partial / name)
+    return _check(partial, say)
+
+
+def _check(copy: Path, say: Callable[[str], object] | None = None) -> Copied:
+    """Read everything that a copy's database refers to, byte by byte.
+
+    Args:
+        say: Called for a damaged checkpoint; without it, one makes the copy unusable.
+
+    Raises:
+        _Changed: Something is missing or damaged.
+    """
+    segments, runs, whole = Segments(copy / SEGMENTS), copy / RUNS, set[tuple[int, int]]()
+    for number in segments.numbers():
+        try:
+            whole |= {(number, record.location.offset) for record in segments.records(number)}
+        except CorruptRecord as error:
+            raise _Changed(f"segment {number:08d}: {error}") from error
+    with closing(connect(copy / DATABASE)) as database:
+        [(verdict,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+        if verdict != "ok":
+            raise _Changed(f"{DATABASE}: {verdict}")
+        query = " UNION ALL ".join(
+            f"SELECT segment, offset FROM {table} WHERE offset IS NOT NULL" for table in ("operations", "results")
+        )
+        missing = set(database.execute(query)) - whole
+        if missing:
+            raise _Changed("segment {:08d} has no record at {}".format(*min(missing)))
+        rows = database.execute("SELECT run_id, checkpoint FROM checkpoints").fetchall()
+        [(num_runs,)] = database.execute("SELECT count(*) FROM runs").fetchall()
+        [(operations,)] = database.execute("SELECT count(*) FROM operations").fetchall()
+    for run_id, raw in rows:
+        name = pb.Checkpoint.FromString(raw).name
+        folder = runs / run_id / "checkpoints" / name
+        try:
+            for file, stored in read_manifest(folder).files.items():
+                stored.check(folder / file)
+        except FileNotFoundError as error:
+            raise _Changed(f"checkpoint {run_id}/{name} is missing") from error
+        except DamagedCheckpoint as error:
+            if say is None:
+                raise _Changed(f"checkpoint {run_id}/{name}: {error}") from error
+            say(f"checkpoint {run_id}/{name} is damaged where it is, and so in the backup: {error}")
+    size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
+    return Copied(num_runs, len(rows), operations, size)
+
+
+def _is_whole(segments: Segments, number: int) -> bool:
+    """Whether a segment can be read to its end; a crash may have torn its last record."""
+    try:
+        return sum(1 for _ in segments.records(number)) >= 0
+    except CorruptRecord:
+        return False
+
+
+def _saved_folders(runs: Path) -> Iterator[Path]:
+    """The folders of checkpoints and exports; unfinished ones begin with a dot."""
+    for kind in ("checkpoints", "exports"):
+        yield from (folder for folder in runs.glob(f"*/{kind}/*") if not folder.name.startswith("."))
+
+
+def _link_folder(folder: Path, to: Path) -> None:
+    """Link a complete folder's files; nothing is left of one that is deleted meanwhile."""
+    try:
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            place = to / file.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _link(file, place.parent)
+    except FileNotFoundError:
+        shutil.rmtree(to, ignore_errors=True)
+
+
+def _link(file: Path, folder: Path) -> None:
+    place = folder / file.name
+    if place.exists():
+        return
+    try:
+        os.link(file, place)
+    except FileNotFoundError:
+        return  # deleted meanwhile: what needs it is found missing by the check
+    except OSError:  # another file system
+        shutil.copy2(file, place)
+
+
+def _copy_up_to(source: Path, target: Path, number: int, commits: int) -> None:
+    """Copy what a segment that is being written, or was torn by a crash, holds up to a commit."""
+    end = 0
+    try:
+        for record in Segments(source).records(number):
+            if record.commit > commits:
+                break
+            end = record.end
+    except CorruptRecord:  # the record that is being written at this moment, or what a crash tore
+        pass
+    name = f"{number:08d}.segment"
+    try:
+        with (source / name).open("rb") as reading, (target / name).open("wb") as writing:
+            while left := end - writing.tell():
+                writing.write(reading.read(min(left, COPY_BYTES)))
+    except FileNotFoundError:
+        return
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StateFolderError(f"{folder} is there already; name a folder that is not")
+
+
+def _finish(partial: Path, to: Path) -> None:
+    sync_tree(partial)
+    if to.exists():
+        to.rmdir()
+    partial.rename(to)
+    sync(to.parent)

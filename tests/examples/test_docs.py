@@ -30,7 +30,6 @@ def test_there_is_something_to_run() -> None:
 
 
 @pytest.mark.holds_loop("pages show code of scripts without a loop, too")
-@pytest.mark.holds_loop  # a page is run like the cells of a notebook, which may call blocking functions
 @pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page))], ids=lambda page: page.name)
 async def test_the_code_of_a_page_runs(
     page: Path, example_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

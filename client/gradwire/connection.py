@@ -61,8 +61,8 @@ def connect(
     Args:
         address: ``HOST:PORT``, or ``https://HOST:PORT`` for TLS. None starts an embedded server on this machine that
             serves ``models`` and stops when the service is closed.
-        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for a server started here, to a random key
-            that only this service knows.
+        api_key: Defaults to the environment variable ``GRADWIRE_API_KEY``; for an embedded server, to a random
+            key.
         models: Embedded server only: names or paths of models, as for ``gradwire serve --model``.
         state_dir: Embedded server only: folder for runs and checkpoints; None uses a temporary folder.
         server_args: Embedded server only: further arguments of ``gradwire serve``.

@@ -10,44 +10,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradwire_losses.batch import Batch
+import torch.multiprocessing as mp
 from gradwire_losses.registry import get_loss
-from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine import model
-from gradwire_server.engine.model.placement import Placement, whole, whole_tensors
-from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.placement import whole, whole_tensors
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.sampling.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
-from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.exports import export_run
 from gradwire_server.engine.state.snapshot import capture, restore
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from gradwire_server.engine.training.forward_only import custom_backward, kept_forward
 from support.sampling import samples_of
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from support.sharding import (
+    MANY,
+    ONE,
+    RECOMPUTED,
+    VOCAB,
+    assert_same,
+    batch_of,
+    compare_on_rank,
+    pair,
+    save_model,
+    train,
+)
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-VOCAB = 64
-STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, max_grad_norm=0.5)
-
-
-class Sharded(Placement):
-    """Every layer, and the rest of a module, sharded over the ranks."""
-
-    def place(self, module: nn.Module) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
-            for layer in layers:
-                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-
-    def adds_in_place(self, weight: Tensor) -> bool:
-        return False
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,82 +48,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=request.param == "tied",
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def pair(model_path: Path, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[EngineRun, EngineRun]:
-    """The same run on a whole model and on a sharded one."""
-    lora = config.pop("lora", None)
-    settings = RunConfig(base_model="m", seed=3, lora=LoraSettings(rank=lora) if lora else None, **config)
-    pools = (ModelPool({"m": str(model_path)}, placement, dtype) for placement in (Placement(), Sharded()))
-    plain, sharded = (EngineRun(pool, "run", settings) for pool in pools)
-    assert any(isinstance(each, DTensor) for each in sharded.policy.model.parameters())
-    return plain, sharded
-
-
-def batch_of(loss: str) -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([7, 3, 5, 9, 4, 6])
-    total = int(lengths.sum())
-    scored = torch.rand(total, generator=generator) < 0.8
-    scored[lengths.cumsum(0) - lengths] = False
-    ids = torch.randint(VOCAB, (total,), generator=generator)
-    if loss == "dpo":
-        return Batch(ids, lengths, scored, torch.full((3,), 2))
-    fields = {
-        "importance_sampling": ("behavior_log_probs", "advantages"),
-        "enhanced_ppo": ("old_log_probs", "old_values", "rewards"),
-    }.get(loss, ())
-    count = int(scored.sum())
-    values = {name: torch.randn(count, generator=generator) for name in fields}
-    return Batch(ids, lengths, scored, torch.ones(6, dtype=torch.int64), values, dict.fromkeys(values, "token"))
-
-
-def train(run: EngineRun, loss_name: str, budget: Budget, **kwargs: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and gradient norms of two steps, and the gradient of the last one."""
-    loss, base = get_loss(loss_name), Policy(run.policy.split_model)
-    config = loss.config(**kwargs)
-    figures: list[float] = []
-    for _ in range(2):
-        for _ in range(2):
-            training = Training(
-                run.policy,
-                batch_of(loss_name),
-                loss,
-                config,
-                run.accumulator,
-                teacher=base,
-                reference=lambda batch, temperature: torch.full((batch.num_scored,), -4.0),
-                outputs=["values"] if run.policy.head is not None else [],
-                budget=budget,
-            )
-            figures.append(forward_backward(training).loss or 0.0)
-        gradients = {name: whole(each).clone() for name, each in run.accumulator.normalised()[0].items()}
-        figures.append(run.optimizer.step(run.accumulator, STEP).grad_norm)
-    return figures, gradients
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(whole(found[name]), tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-
-ONE = Budget()
-MANY = Budget(microbatch_tokens=12)
-RECOMPUTED = Budget(microbatch_tokens=12, activation_bytes=0)
+    return save_model(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
 @pytest.mark.parametrize(
@@ -257,3 +171,8 @@ def test_only_the_seam_reads_whole_weights() -> None:
             if isinstance(node, ast.Call) and name == "" and ast.unparse(node.func) == "save_file":
                 assert ast.unparse(node.args[0]).startswith(("whole_tensors(", "{")), f"{file}: {ast.unparse(node)}"
     assert users == SEAM
+
+
+@pytest.mark.slow  # two processes that import torch and transformers
+def test_two_ranks_train_as_one(model_path: Path, tmp_path: Path) -> None:
+    mp.spawn(compare_on_rank, args=(2, tmp_path / "store", model_path), nprocs=2)

@@ -9,9 +9,8 @@ from gradwire_server.crash_points import POINTS
 
 ROOT = Path(__file__).parents[2]
 PROMISE = (
-    "an operation whose submission was acknowledged is carried out exactly once, whatever dies; a result that was"
-    " produced can be fetched until it is released; a restarted server continues every run from the same state, on CPU"
-    " bit for bit."
+    "an acknowledged operation is executed exactly once, whatever crashes; a result can be fetched until it is"
+    " released; a restarted server continues every run from the same state, on CPU bit for bit."
 )
 
 

@@ -1,7 +1,7 @@
 """Tasks from data sets: mathematics, multiple choice and code, from JSONL, from ``datasets``, or from rows.
 
-A source is the path of a JSONL file, the name of a data set for ``datasets.load_dataset`` (needs
-``gradwire[datasets]``), or an iterable of rows. Each loader names the grader of ``gradwire.rl.rewards`` to use with it.
+A source is the path of a JSONL, CSV or Parquet file, the name of a data set for ``datasets.load_dataset`` (needs
+``gradwire[data]``), or an iterable of rows. Each loader names the grader of ``gradwire.rl.rewards`` to use with it.
 """
 
 from __future__ import annotations
@@ -9,52 +9,27 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradwire.extras import require
+from gradwire.data.sources import DataError, Row, Source, read
 from gradwire.rl.types import Task
-
-Row = Mapping[str, Any]
-Source = str | Path | Iterable[Row]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FINAL = re.compile(r"####\s*(.+)")
 
 
 def rows(source: Source, *, split: str = "train", **options: Any) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a source, each with its location for error messages.
+    """Yield the rows of a source, each with its location for error messages: see :func:`gradwire.data.read`.
 
-    Args:
-        source: See the module docstring.
-        split: Split of a named data set.
-        options: Options of ``datasets.load_dataset``, such as ``name``.
+    Raises:
+        gradwire.data.DataError: A row cannot be read.
     """
-    if not isinstance(source, str | Path):
-        yield from ((f"row {number}", row) for number, row in enumerate(source))
-        return
-    path = Path(source)
-    if path.suffix in (".jsonl", ".json") or path.is_file():
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
-        return
-    dataset = require("datasets", "datasets", f"the data set {source!r}").load_dataset(
-        str(source), split=split, **options
-    )
-    yield from ((f"{source}/{split}, row {number}", row) for number, row in enumerate(dataset))
-
-
-def _object(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
-    return row
+    for where, row in read(source, split=split, **options):
+        if isinstance(row, DataError):
+            raise row
+        yield where, row
 
 
 def math_tasks(

@@ -1,0 +1,22 @@
+"""From a data set to what is trained on: conversations, preference pairs, prompts with answers.
+
+:func:`conversations`, :func:`preferences` and :func:`prompts` read JSONL, CSV and Parquet files, Hugging Face data sets
+(``gradwire[data]``) and iterables of rows. Common column layouts are recognised; ``mapping=`` names any other.
+"""
+
+from gradwire.data.dataset import Batches, Dataset, conversations, preferences, prompts
+from gradwire.data.layouts import Conversation, Preference, Prompt
+from gradwire.data.sources import DataError, read
+
+__all__ = [
+    "Batches",
+    "Conversation",
+    "DataError",
+    "Dataset",
+    "Preference",
+    "Prompt",
+    "conversations",
+    "preferences",
+    "prompts",
+    "read",
+]

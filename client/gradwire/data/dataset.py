@@ -1,0 +1,248 @@
+"""A data set in memory: checked rows, a held-out split, and batches in a seeded order that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import numpy as np
+
+from gradwire.data import layouts
+from gradwire.data.layouts import Conversation, Mapped, Preference, Prompt, Unfit
+from gradwire.data.sources import DataError, Row, Source, read
+
+T = TypeVar("T")
+OnError = Literal["raise", "skip"]
+TOLD = 3
+"""Skipped rows that the warning describes."""
+logger = logging.getLogger("gradwire.data")
+
+
+class Dataset(Sequence[T], Generic[T]):
+    """Rows of one kind.
+
+    Args:
+        rows: The rows.
+        skipped: The rows that were left out, as errors.
+
+    Attributes:
+        skipped: See above; the warning at loading names the first of them.
+    """
+
+    def __init__(self, rows: Sequence[T], skipped: Sequence[DataError] = ()) -> None:
+        self._rows = list(rows)
+        self.skipped = tuple(skipped)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Dataset[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | Dataset[T]:
+        return Dataset(self._rows[index]) if isinstance(index, slice) else self._rows[index]
+
+    def __repr__(self) -> str:
+        left_out = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"<Dataset of {len(self)} rows{left_out}>"
+
+    def shuffled(self, seed: int = 0) -> Dataset[T]:
+        """Return the rows in a random order, the same for the same seed."""
+        return Dataset([self._rows[i] for i in _order(len(self), seed)])
+
+    def split(self, share: float, seed: int = 0) -> tuple[Dataset[T], Dataset[T]]:
+        """Split into training rows and held-out rows that share no prompt.
+
+        Args:
+            share: Share of the rows to hold out, as near as whole prompts allow.
+            seed: Seed of the choice.
+
+        Raises:
+            ValueError: Nothing would be left on one side.
+        """
+        if not 0 < share < 1:
+            raise ValueError(f"share must be between 0 and 1; this is {share}")
+        groups: dict[str, list[int]] = {}
+        for index, row in enumerate(self._rows):
+            groups.setdefault(_prompt_key(row), []).append(index)
+        wanted, held = max(1, round(share * len(self))), set[int]()
+        keys = list(groups)
+        for place in _order(len(keys), seed):
+            if len(held) >= wanted:
+                break
+            held.update(groups[keys[place]])
+        if not held or len(held) == len(self):
+            raise ValueError(f"{len(self)} rows of {len(groups)} prompts cannot be split by {share}")
+        kept = [row for index, row in enumerate(self._rows) if index not in held]
+        return Dataset(kept), Dataset([self._rows[index] for index in sorted(held)])
+
+    def batches(self, size: int, *, seed: int = 0, epochs: int | None = None, shuffle: bool = True) -> Batches[T]:
+        """Return the rows in batches, each epoch in an order of its own.
+
+        Args:
+            size: Rows per batch; the last batch of an epoch may be smaller.
+            seed: Seed of the orders.
+            epochs: Number of epochs; None goes on without end.
+            shuffle: False keeps the rows' own order.
+        """
+        if size < 1:
+            raise ValueError(f"a batch has at least one row; size is {size}")
+        if not self._rows:
+            raise ValueError("the data set is empty")
+        return Batches(self._rows, size, seed, epochs, shuffle)
+
+
+class Batches(Iterator[list[T]], Generic[T]):
+    """An iterator over batches that knows where it is.
+
+    Attributes:
+        position: ``{"epoch": ..., "row": ...}``, to be stored with a checkpoint; assigning one continues from there.
+    """
+
+    def __init__(self, rows: Sequence[T], size: int, seed: int, epochs: int | None, shuffle: bool) -> None:
+        self._rows, self._size, self._seed, self._epochs, self._shuffle = rows, size, seed, epochs, shuffle
+        self._epoch, self._row = 0, 0
+        self._order = self._order_of(0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch."""
+        return len(self._rows)
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of one epoch."""
+        return -(-len(self._rows) // self._size)
+
+    @property
+    def position(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "row": self._row}
+
+    @position.setter
+    def position(self, position: Mapping[str, int]) -> None:
+        epoch, row = position["epoch"], position["row"]
+        if epoch < 0 or not 0 <= row <= len(self._rows):
+            raise ValueError(f"{dict(position)} is no position in {len(self._rows)} rows: is this the same data set?")
+        self._epoch, self._row = epoch, row
+        self._order = self._order_of(epoch)
+
+    def __next__(self) -> list[T]:
+        if self._row >= len(self._rows):
+            self._epoch, self._row = self._epoch + 1, 0
+            self._order = self._order_of(self._epoch)
+        if self._epochs is not None and self._epoch >= self._epochs:
+            raise StopIteration
+        chosen = self._order[self._row : self._row + self._size]
+        self._row += len(chosen)
+        return [self._rows[index] for index in chosen]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return _order(len(self._rows), self._seed, epoch) if self._shuffle else list(range(len(self._rows)))
+
+
+def conversations(
+    source: Source,
+    *,
+    mapping: Mapped | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
+) -> Dataset[Conversation]:
+    """Load conversations: see :func:`gradwire.data.layouts.conversation` for the layouts that are recognised.
+
+    Args:
+        source, split, options: See :func:`gradwire.data.read`.
+        mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``) -> column or function.
+        limit: Maximum number of rows.
+        on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.
+
+    Raises:
+        DataError: A row does not fit; names file, line and reason.
+    """
+    fields = ("messages", "prompt", "completion", "system", "tools")
+    return _load(layouts.conversation, fields, source, mapping, split, limit, on_error, options)
+
+
+def preferences(
+    source: Source,
+    *,
+    mapping: Mapped | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
+) -> Dataset[Preference]:
+    """Load preference pairs; fields are ``prompt``, ``chosen``, ``rejected``, ``system``; see :func:`conversations`."""
+    fields = ("prompt", "chosen", "rejected", "system")
+    return _load(layouts.preference, fields, source, mapping, split, limit, on_error, options)
+
+
+def prompts(
+    source: Source,
+    *,
+    mapping: Mapped | None = None,
+    split: str = "train",
+    limit: int | None = None,
+    on_error: OnError = "raise",
+    **options: Any,
+) -> Dataset[Prompt]:
+    """Load prompts with answers; fields are ``prompt``, ``answer`` and ``system``; see :func:`conversations`."""
+    fields = ("prompt", "answer", "system")
+    return _load(layouts.prompt, fields, source, mapping, split, limit, on_error, options)
+
+
+def _load(
+    of: Callable[[Row, Mapped], T],
+    fields: Sequence[str],
+    source: Source,
+    mapping: Mapped | None,
+    split: str,
+    limit: int | None,
+    on_error: OnError,
+    options: Mapping[str, Any],
+) -> Dataset[T]:
+    for name in mapping or ():
+        if name not in fields:
+            raise ValueError(f"mapping names the field {name!r}; the fields are {', '.join(fields)}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error is "raise" or "skip"; this is {on_error!r}')
+    found: list[T] = []
+    skipped: list[DataError] = []
+    for place, row in read(source, split=split, **options):
+        if limit is not None and len(found) >= limit:
+            break
+        try:
+            if isinstance(row, DataError):
+                raise row
+            found.append(of(row, mapping or {}))
+        except (DataError, Unfit) as error:
+            problem = error if isinstance(error, DataError) else DataError(place, str(error))
+            if on_error == "raise":
+                raise problem from None
+            skipped.append(problem)
+    if skipped:
+        logger.warning(
+            "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(found),
+            "; ".join(map(str, skipped[:TOLD])), "; ..." if len(skipped) > TOLD else "",
+        )  # fmt: skip
+    if not found:
+        name = str(source) if isinstance(source, str | Path) else "the source"
+        raise DataError(name, "no row could be used" if skipped else "there are no rows")
+    return Dataset(found, skipped)
+
+
+def _prompt_key(row: Any) -> str:
+    """What two rows with one prompt have in common; blanks and the system message make no difference."""
+    messages = [each for each in row.prompt if each["role"] != "system"] or list(row.prompt)
+    return json.dumps([[each["role"], " ".join(str(each["content"]).split())] for each in messages])
+
+
+def _order(count: int, *seed: int) -> list[int]:
+    return [int(index) for index in np.random.default_rng(seed).permutation(count)]

@@ -1,0 +1,207 @@
+"""What a row holds: conversations, preference pairs, prompts with answers, in the column layouts people use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.data.sources import Row
+
+Message = Mapping[str, Any]
+Mapped = Mapping[str, str | Callable[[Row], Any]]
+"""Field -> the column it is in, or a function of the row."""
+
+ROLES = {
+    "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
+    "bot": "assistant", "model": "assistant", "chatgpt": "assistant", "system": "system", "tool": "tool",
+    "function": "tool", "observation": "tool", "function_call": "assistant",
+}  # fmt: skip
+"""The roles of other layouts, in our words."""
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")
+ANSWERS = ("completion", "response", "answer", "output", "solution", "ground_truth")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to learn from.
+
+    Attributes:
+        messages: With ``role`` and ``content``, for :meth:`gradwire.ServiceClient.render`.
+        tools: JSON schemas of the tools that it calls, if the row has any.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The messages before the assistant's first."""
+        first = next((i for i, each in enumerate(self.messages) if each["role"] == "assistant"), len(self.messages))
+        return self.messages[:first]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt.
+
+    Attributes:
+        prompt: The messages before the answers.
+        chosen, rejected: The messages of the better and of the worse answer.
+    """
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to sample answers to.
+
+    Attributes:
+        prompt: Messages.
+        answer: What a reward compares with; None if the row has none.
+    """
+
+    prompt: tuple[Message, ...]
+    answer: Any = None
+
+
+class Unfit(ValueError):
+    """A row that has no known layout, or breaks it; the message says how."""
+
+
+def conversation(row: Row, mapping: Mapped) -> Conversation:
+    """Read a conversation: ``messages``, ShareGPT ``conversations``, prompt and completion, or Alpaca's columns.
+
+    Raises:
+        Unfit: The row is none of these.
+    """
+    given = _pick(row, mapping, "messages", CONVERSATIONS)
+    if given is not None:
+        messages = [*_system(row, mapping), *_messages(given, "messages")]
+    else:
+        prompt = _pick(row, mapping, "prompt", PROMPTS)
+        answer = _pick(row, mapping, "completion", ANSWERS)
+        if prompt is None or answer is None:
+            raise Unfit(_missing(row, "messages, conversations, or a prompt and a completion"))
+        more = row.get("input") if "instruction" in row and isinstance(row.get("input"), str) else ""
+        if more and isinstance(prompt, str) and "prompt" not in mapping:
+            prompt = f"{prompt}\n\n{more}"
+        messages = [*_system(row, mapping), *_turn(prompt, "user", "prompt"), *_turn(answer, "assistant", "completion")]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Unfit("there is no message of the assistant to learn from")
+    tools = _pick(row, mapping, "tools", ("tools",)) or ()
+    return Conversation(tuple(messages), tuple(_parsed(tools)))
+
+
+def preference(row: Row, mapping: Mapped) -> Preference:
+    """Read a preference pair: ``chosen`` and ``rejected``, with a ``prompt`` or with the messages they share.
+
+    Raises:
+        Unfit: The row is none, or both answers are the same.
+    """
+    chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen"))
+    rejected = _pick(row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected"))
+    if chosen is None or rejected is None:
+        raise Unfit(_missing(row, "chosen and rejected"))
+    prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
+    asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
+    shared = 0
+    while shared < min(len(better), len(worse)) and better[shared] == worse[shared]:
+        shared += 1
+    if shared == len(better) == len(worse):
+        raise Unfit("chosen and rejected are the same")
+    asked = better[:shared] if shared else asked
+    if not asked:
+        raise Unfit('there is no prompt: name its column, mapping={"prompt": ...}')
+    if shared in (len(better), len(worse)):
+        raise Unfit("one answer is the beginning of the other")
+    return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]))
+
+
+def prompt(row: Row, mapping: Mapped) -> Prompt:
+    """Read a prompt, and its answer if there is one.
+
+    Raises:
+        Unfit: The row has no prompt.
+    """
+    given = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
+    if given is None:
+        raise Unfit(_missing(row, "a prompt"))
+    messages = [*_system(row, mapping), *_turn(given, "user", "prompt")]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise Unfit("the prompt is empty")
+    return Prompt(tuple(messages), _pick(row, mapping, "answer", ("answer", "ground_truth", "solution", *ANSWERS)))
+
+
+def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:
+    """The value of a field: of the column or function that the mapping names, or of the first usual column there is."""
+    named = mapping.get(field)
+    if callable(named):
+        return named(row)
+    if named is not None:
+        if named not in row:
+            raise Unfit(f"there is no column {named!r} for {field}; the row has {_columns(row)}")
+        return row[named]
+    return next((row[name] for name in usual if row.get(name) is not None), None)
+
+
+def _system(row: Row, mapping: Mapped) -> list[Message]:
+    text = _pick(row, mapping, "system", ("system", "system_prompt"))
+    return [{"role": "system", "content": text}] if isinstance(text, str) and text else []
+
+
+def _turn(value: Any, role: str, field: str) -> list[Message]:
+    """One text as a message, or messages as they are."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise Unfit(f"{field} is empty")
+        return [{"role": role, "content": value}]
+    return _messages(value, field)
+
+
+def _messages(value: Any, field: str) -> list[Message]:
+    value = [value] if isinstance(value, Mapping) else _parsed(value)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise Unfit(f"{field} is a text or a list of messages; this is {value!r:.60}")
+    found: list[Message] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise Unfit(f"message {number} of {field} is no mapping; it is {message!r:.60}")
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        known = ROLES.get(str(role).lower())
+        if known is None:
+            raise Unfit(f"message {number} of {field} has the role {role!r}; known are {', '.join(sorted(ROLES))}")
+        if content is None and not message.get("tool_calls"):
+            raise Unfit(f"message {number} of {field} has no content")
+        rest = {
+            key: each for key, each in message.items()
+            if key not in ("role", "from", "content", "value") and each is not None
+        }  # fmt: skip
+        found.append({"role": known, "content": content if content is not None else "", **rest})
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    """A list, also where a column holds it as JSON (CSV)."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise Unfit(f"not valid JSON: {error}") from None
+    return value
+
+
+def _missing(row: Row, wanted: str) -> str:
+    return f"there is no {wanted}; the row has {_columns(row)}: name its columns, mapping={{field: column}}"
+
+
+def _columns(row: Row) -> str:
+    return ", ".join(map(str, row)) or "no columns"

@@ -1,0 +1,168 @@
+"""Data sets as people have them: layouts, mistakes, splits, and an order that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradwire.data import DataError, Dataset, conversations, preferences, prompts
+from gradwire.data.layouts import Conversation, Prompt
+
+USER = {"role": "user", "content": "2+2?"}
+FOUR = {"role": "assistant", "content": "4"}
+TALK = [USER, FOUR]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK},
+        {"messages": json.dumps(TALK)},
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"prompt": "2+2?", "completion": "4"},
+        {"prompt": [USER], "completion": [FOUR]},
+        {"question": "2+2?", "answer": "4"},
+        {"instruction": "2+2?", "input": "", "output": "4"},
+        {"prompt": "2+2?", "response": "4", "id": 7},
+    ],
+    ids=str,
+)
+def test_conversations_in_many_layouts(row: Any) -> None:
+    (found,) = conversations([row])
+    assert list(found.messages) == TALK and list(found.prompt) == [USER]
+
+
+def test_a_conversation_keeps_what_templates_read() -> None:
+    call = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    row = {
+        "system": "be brief", "tools": [{"type": "function"}],
+        "conversations": [{"from": "human", "value": "hi"}, {"role": "assistant", "tool_calls": call, "content": None}],
+    }  # fmt: skip
+    (found,) = conversations([row])
+    assert found.messages == (
+        {"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": call},
+    )  # fmt: skip
+    assert found.tools == ({"type": "function"},)
+    (alpaca,) = conversations([{"instruction": "add", "input": "2 2", "output": "4"}])
+    assert alpaca.messages[0]["content"] == "add\n\n2 2"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"prompt": [USER], "chosen": [FOUR], "rejected": [{"role": "assistant", "content": "5"}]},
+        {"chosen": TALK, "rejected": [USER, {"role": "assistant", "content": "5"}]},
+        {"prompt": "2+2?", "chosen": TALK, "rejected": [USER, {"role": "assistant", "content": "5"}]},
+        {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"},
+         "rejected": {"from": "gpt", "value": "5"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_preferences_in_many_layouts(row: Any) -> None:
+    (found,) = preferences([row])
+    assert (list(found.prompt), list(found.chosen)) == ([USER], [FOUR])
+    assert found.rejected[0]["content"] == "5"
+
+
+def test_prompts_with_answers_and_a_mapping() -> None:
+    assert prompts([{"question": "2+2?", "answer": "4"}])[0] == Prompt((USER,), "4")
+    assert prompts([{"messages": TALK}])[0] == Prompt((USER,), None)
+    mapping = {"prompt": "q", "answer": lambda row: row["a"] * 2}
+    assert prompts([{"q": "2+2?", "a": 2}], mapping=mapping)[0] == Prompt((USER,), 4)
+    with pytest.raises(DataError, match="row 0: there is no column 'x' for prompt; the row has q, a"):
+        prompts([{"q": "?", "a": 2}], mapping={"prompt": "x"})
+    with pytest.raises(ValueError, match="names the field 'promt'; the fields are prompt, answer, system"):
+        prompts([{"q": "?"}], mapping={"promt": "q"})
+
+
+MISTAKES: list[tuple[Any, Any, str]] = [
+    (conversations, {"text": "hi"}, "no messages, conversations, or a prompt and a completion; the row has text"),
+    (conversations, {"messages": [USER]}, "no message of the assistant"),
+    (conversations, {"messages": [{"role": "alien", "content": "x"}]}, "message 0 of messages has the role 'alien'"),
+    (conversations, {"messages": ["hi"]}, "message 0 of messages is no mapping"),
+    (conversations, {"messages": [{"role": "user"}]}, "message 0 of messages has no content"),
+    (conversations, {"prompt": " ", "completion": "x"}, "prompt is empty"),
+    (preferences, {"prompt": "a", "chosen": "b"}, "no chosen and rejected; the row has prompt, chosen"),
+    (preferences, {"chosen": "b", "rejected": "c"}, "there is no prompt: name its column"),
+    (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+    (prompts, ["a"], "a row is a mapping from column to value; this is list"),
+]
+
+
+@pytest.mark.parametrize(("load", "row", "words"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_row_that_does_not_fit_is_named(load: Any, row: Any, words: str) -> None:
+    with pytest.raises(DataError, match=f"row 0: .*{words}"):
+        load([row])
+
+
+def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, caplog: Any) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text(
+        '{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"}\n{oops\n{"prompt": "c", "completion": "d"}\n'
+    )
+    with pytest.raises(DataError, match=r"talks.jsonl, line 3: there is no messages"):
+        conversations(file)
+    with caplog.at_level(logging.WARNING, "gradwire.data"):
+        found = conversations(file, on_error="skip")
+    assert (len(found), len(found.skipped)) == (2, 2)
+    assert "2 of 4 rows were skipped: " in caplog.text and "line 4: not valid JSON" in caplog.text
+    table = tmp_path / "table.csv"
+    table.write_text('question,answer\n"what, then?\nhm",4\nno answer\n')
+    assert prompts(table, limit=1)[0].prompt[0]["content"] == "what, then?\nhm"
+    with pytest.raises(DataError, match=r"table.csv, line 4: this line has not the 2 columns"):
+        prompts(table)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        prompts(tmp_path / "gone.jsonl")
+
+
+def test_parquet_and_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="needs gradwire[data]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs gradwire[data]")
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(5)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "some.parquet")
+    assert [each.answer for each in prompts(tmp_path / "some.parquet")] == list("01234")
+    with pytest.raises(DataError, match=r"some.parquet, row 0: there is no messages"):
+        conversations(tmp_path / "some.parquet", mapping={"prompt": "question", "completion": lambda row: None})
+    datasets = pytest.importorskip("datasets", reason="needs gradwire[data]")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    found = prompts("parquet", data_files=str(tmp_path / "some.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert [each.answer for each in found] == list("01234")
+
+
+def talks(count: int) -> Dataset[Conversation]:
+    return conversations([{"prompt": f"{n // 3}  ?", "completion": str(n)} for n in range(count)])
+
+
+def test_a_split_shares_no_prompt() -> None:
+    rows = talks(60)
+    train, held = rows.split(0.2, seed=3)
+    assert (len(train), len(held)) == (48, 12)
+    asked = [{row.prompt[0]["content"] for row in part} for part in (train, held)]
+    assert not asked[0] & asked[1]
+    assert [row.messages for row in rows.split(0.2, seed=3)[1]] == [row.messages for row in held]
+    assert [row.messages for row in rows.split(0.2, seed=4)[1]] != [row.messages for row in held]
+    with pytest.raises(ValueError, match="3 rows of 1 prompts cannot be split"):
+        talks(3).split(0.5)
+
+
+def test_batches_go_on_where_they_were() -> None:
+    rows = talks(10)
+    batches = rows.batches(4, seed=1, epochs=2)
+    assert batches.per_epoch == 3
+    every = [[row.messages[1]["content"] for row in batch] for batch in batches]
+    assert [len(batch) for batch in every] == [4, 4, 2, 4, 4, 2]
+    first, second = (sorted(text for batch in epoch for text in batch) for epoch in (every[:3], every[3:]))
+    assert first == second and every[:3] != every[3:]
+    again = rows.batches(4, seed=1, epochs=2)
+    for done in range(5):
+        resumed = rows.batches(4, seed=1, epochs=2)
+        resumed.position = json.loads(json.dumps(again.position))
+        assert [[row.messages[1]["content"] for row in batch] for batch in resumed] == every[done:]
+        next(again)
+    with pytest.raises(ValueError, match="is no position in 10 rows: is this the same data set"):
+        again.position = {"epoch": 0, "row": 11}

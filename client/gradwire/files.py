@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire.errors import ConnectionLostError, InternalServerError
+from gradwire.errors import ConnectionLostError, InternalServerError, InvalidArgumentError
 from gradwire.transport import Transport
 
 PART = ".part"
+
+
+def check_folder(label: str, path: str | os.PathLike[str]) -> None:
+    """Check that a path can become a folder.
+
+    Raises:
+        InvalidArgumentError: It, or something above it, is a file.
+    """
+    for place in (Path(path), *Path(path).parents):
+        if place.exists() and not place.is_dir():
+            raise InvalidArgumentError(
+                f"{label}: {place} is a file, and the files go to a folder: give another path, or remove it",
+                field="path", rule="a folder",
+            )  # fmt: skip
 
 
 async def download(transport: Transport, request: pb.DownloadRequest, folder: Path) -> Path:

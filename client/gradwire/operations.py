@@ -14,7 +14,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire import requests
 from gradwire.custom import CustomCall, CustomLoss, Framework, framework_in_use
 from gradwire.errors import InvalidArgumentError
-from gradwire.files import download
+from gradwire.files import check_folder, download
 from gradwire.futures import Future
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
@@ -346,10 +346,14 @@ class Operations:
             path: The folder; created if missing.
             format: ``"hf"`` for ``transformers``, ``"peft"`` for the adapter alone, ``"merged"`` for the adapter
                 merged into its base; ``"auto"``: ``"peft"`` for a LoRA run, else ``"hf"``.
+
+        Errors of the future:
+            InvalidArgumentError: The path is a file, or the format is unknown.
         """
         name = f"export-{secrets.token_hex(8)}"
 
         def build() -> Request:
+            check_folder("export", path)
             return Request.of(pb.Operation(export=message(pb.ExportModel, name=name, format=format)))
 
         async def fetch(export: pb.ExportResult) -> Path:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import RunInfo
-from gradwire.files import download
+from gradwire.errors import AccessError
+from gradwire.extras import require
+from gradwire.files import check_folder, download
 from gradwire.futures import Future
 from gradwire.history import History
 from gradwire.losses import model_path
@@ -64,8 +68,55 @@ class TrainingClient(Operations):
 
     async def download_checkpoint(self, checkpoint: str | Checkpoint, path: str | os.PathLike[str]) -> Path:
         """Copy a checkpoint's files to a local folder, which is created if missing."""
+        check_folder("download_checkpoint", path)
         request = pb.DownloadRequest(checkpoint=self._path_of(checkpoint))
         return await download(self._transport, request, Path(path))
+
+    async def push_to_hub(
+        self,
+        repo: str,
+        format: Literal["auto", "hf", "peft", "merged"] = "auto",
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "",
+        endpoint: str | None = None,
+    ) -> str:
+        """Upload the run's weights, in program order, to a repository of the Hugging Face hub; needs ``gradwire[hub]``.
+
+        Args:
+            repo: ``"NAME"`` or ``"ORGANISATION/NAME"``; created if missing.
+            format: As for :meth:`export`.
+            private: Whether a repository that is created here is private; None: as the organisation's settings say.
+            token: Token of the hub; by default the one of ``hf auth login``.
+            commit_message: By default the run's id and step.
+            endpoint: Address of the hub; by default ``HF_ENDPOINT``, or huggingface.co.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            AccessError: The hub refuses the token.
+        """
+        hub = require("huggingface_hub", "hub", "push_to_hub")
+        with tempfile.TemporaryDirectory(prefix="gradwire-hub-") as folder:
+            await self.export(folder, format)
+            note = commit_message or f"gradwire run {self.run_id}, step {(await self.info()).step}"
+
+            def push() -> str:
+                api = hub.HfApi(endpoint=endpoint, token=token)
+                created = api.create_repo(repo, private=private, exist_ok=True)
+                return str(api.upload_folder(repo_id=created.repo_id, folder_path=folder, commit_message=note))
+
+            try:
+                return await asyncio.to_thread(push)
+            except hub.errors.HfHubHTTPError as error:
+                status = error.response.status_code if error.response is not None else 0
+                if status in (401, 403):
+                    raise AccessError(
+                        f"the hub refuses to write {repo}: log in with `hf auth login`, or pass a token that may write"
+                    ) from error
+                raise
 
     async def share(self, reader: str) -> RunInfo:
         """Let another key of the server read this run: its results and checkpoints, sampling and forking from them.

@@ -34,7 +34,14 @@ from gradwire.rl.environments import (
 )
 from gradwire.rl.hicra import HICRACreditAssigner, build_hicra_from_dict
 from gradwire.rl.inference import InferenceModule, LocalInference, OpenAIInference, RunInference, SamplingParams
-from gradwire.rl.loggers import JsonlLogger, PrometheusLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from gradwire.rl.loggers import (
+    JsonlLogger,
+    MlflowLogger,
+    PrometheusLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 from gradwire.rl.mixture import Mixture, Part
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
@@ -95,6 +102,7 @@ __all__ = [
     "LocalInference",
     "Message",
     "Mixture",
+    "MlflowLogger",
     "OpenAIInference",
     "OverlongPenalty",
     "PPOAlgorithm",

@@ -96,6 +96,20 @@ class TrackioLogger(_RunLogger):
         super().__init__(require("trackio", "trackio", "TrackioLogger"), options)
 
 
+class MlflowLogger:
+    """MLflow; the options are ``mlflow.start_run``'s."""
+
+    def __init__(self, **options: Any) -> None:
+        self._mlflow = require("mlflow", "mlflow", "MlflowLogger")
+        self._mlflow.start_run(**options)
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=iteration)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
 class PrometheusLogger:
     """Exposes the last iteration's metrics, and ``iteration`` itself, as gauges of ``prometheus_client``.
 

@@ -1,0 +1,5 @@
+"""Complete trainings, one file each, to be run as they are or copied and changed.
+
+``gradwire train NAME CONFIG.yaml`` runs one. A recipe is a dataclass of settings and a coroutine ``train(settings)``;
+:mod:`gradwire.recipes.training` has what surrounds the loop: checkpoints, resume, loggers, the report.
+"""

@@ -1,0 +1,52 @@
+"""``gradwire train NAME CONFIG.yaml``: run a recipe, print its example, estimate it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from gradwire.errors import GradwireError
+from gradwire.recipes.settings import Settings, SettingsError, example, load
+
+RECIPES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "ppo": "PPO", "grpo": "GRPO", "distill": "Distill"}
+"""Name -> the class of its settings, in the module of the name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line of ``gradwire train``; a mistake of the user's is one sentence and exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire train",
+        description="Train by a recipe. Run again on the same folder, it goes on where it stood.",
+        epilog="gradwire train --example sft > sft.yaml writes a configuration with a comment on every setting.",
+    )
+    parser.add_argument("recipe", nargs="?", choices=RECIPES, help="what to train")
+    parser.add_argument("config", nargs="?", help="a YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="say tokens, steps, memory and time, and train nothing")
+    parser.add_argument("--example", choices=RECIPES, help="print a configuration and exit")
+    given = parser.parse_args(arguments)
+    try:
+        if given.example:
+            sys.stdout.write(example(_recipe(given.example)[0]))
+            return
+        if not given.recipe or not given.config:
+            parser.error("name a recipe and its configuration: gradwire train sft sft.yaml")
+        kind, module = _recipe(given.recipe)
+        settings = load(kind, given.config, given.set)
+        estimate = asyncio.run(module.train(settings, dry_run=given.dry_run))
+    except (SettingsError, GradwireError, ValueError, OSError, ImportError) as error:
+        print(f"gradwire train: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("gradwire train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+    print(estimate if given.dry_run else f"{settings.folder}/report.html")
+
+
+def _recipe(name: str) -> tuple[type[Settings], Any]:
+    module = importlib.import_module(f"gradwire.recipes.{name}")
+    return getattr(module, RECIPES[name]), module

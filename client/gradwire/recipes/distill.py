@@ -1,0 +1,74 @@
+"""Distillation: learn a teacher's distributions, on given conversations and on the student's own answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwire import data
+from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.tokens import Tokens
+from gradwire.recipes.training import Estimate, open_training
+
+
+@dataclass
+class Distill(Settings):
+    """Distillation of a teacher with the same tokenizer (generalised knowledge distillation, Agarwal et al. 2023)."""
+
+    folder: str = setting("runs/distill", "metrics, checkpoints' positions and the report; a rerun continues there")
+    teacher: str = setting("", "a model of the server, or a checkpoint RUN_ID/NAME that you may read")
+    own_answers: float = setting(0.5, "share of the batches that hold the student's own answers")
+    answer_tokens: int = setting(128, "tokens of such an answer at most")
+    beta: float = setting(0.5, "0: KL from teacher to student; 1: from student to teacher; between: Jensen-Shannon")
+    loss: dict[str, Any] = setting({}, "further arguments of gkd: see docs/losses.md")
+
+    def check(self) -> None:
+        super().check()
+        if not self.teacher:
+            raise SettingsError("teacher is empty; name a model of the server, or a checkpoint RUN_ID/NAME")
+        if not 0 <= self.own_answers <= 1:
+            raise SettingsError(f"own_answers is {self.own_answers}; it must be between 0 and 1")
+
+
+async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    rows = data.conversations(
+        settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
+        on_error=settings.on_error,  # type: ignore[arg-type]
+    )  # fmt: skip
+    kept, held_out = rows.split(settings.held_out, settings.seed)
+    batches = kept.batches(settings.batch_size, seed=settings.seed)
+    kwargs = {"beta": settings.beta, "reference_model": settings.teacher, **settings.loss}
+    async with open_training(settings, dry_run=dry_run) as training:
+        tokens = Tokens(training.service, training.model, settings.max_tokens)
+
+        async def answered(batch: Sequence[data.Conversation], step: int) -> list[dict[str, Any]]:
+            """The student's own answers to the prompts of a batch."""
+            prompts = [row["input_ids"][: int(np.argmax(row["loss_mask"]))] for row in await tokens.rows(batch) if row]
+            sampled = await training.run.sample(prompts, max_tokens=settings.answer_tokens, seed=settings.seed + step)
+            return [
+                {
+                    "input_ids": [*prompt, *answers[0].token_ids],
+                    "loss_mask": [0] * len(prompt) + [1] * len(answers[0].token_ids),
+                }
+                for prompt, answers in zip(prompts, sampled.samples)
+            ]
+
+        async def loss(batch: Sequence[data.Conversation], step: int = 0) -> Any:
+            own = random.Random(f"{settings.seed} {step}").random() < settings.own_answers
+            found = await answered(batch, step) if own else await tokens.rows(batch)
+            return training.run.forward_backward(found, "gkd", kwargs)
+
+        async def evaluate() -> dict[str, float]:
+            found = await tokens.rows(list(held_out))
+            return dict((await training.run.forward(found, "gkd", kwargs, outputs=())).metrics)
+
+        if dry_run:
+            return await training.estimate(batches, loss)
+        async for step, batch in training.steps(batches, evaluate):
+            await training.update(step, await loss(batch, step))
+    return None

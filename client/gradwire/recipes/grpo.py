@@ -1,0 +1,25 @@
+"""Group relative policy optimisation on problems with a checkable result: answers are judged within their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.recipes.rl import RLSettings, train_with
+from gradwire.recipes.settings import setting
+from gradwire.recipes.training import Estimate
+from gradwire.rl import GRPOAlgorithm
+
+
+@dataclass
+class GRPO(RLSettings):
+    """GRPO on problems with a checkable answer (Shao et al. 2024)."""
+
+    folder: str = setting("runs/grpo", "metrics, checkpoints' positions and the report; a rerun continues there")
+    group_size: int = setting(8, "answers to each problem")
+    loss: dict[str, Any] = setting({}, "arguments of grpo: see docs/losses.md")
+
+
+async def train(settings: GRPO, *, dry_run: bool = False) -> Estimate | None:
+    """Run the training, or only estimate it."""
+    return await train_with(settings, GRPOAlgorithm, group_size=settings.group_size, dry_run=dry_run)

@@ -1,0 +1,71 @@
+"""One HTML file about a training: what was trained with which settings, the last metrics, curves."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradwire.html import table
+from gradwire.rl.loggers import read_jsonl
+
+WIDTH, HEIGHT, MARGIN = 420, 150, 46
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .9rem;border-bottom:1px solid #ddd}
+figure{display:inline-block;margin:.5rem}svg{background:#fafafa}svg text{font-size:11px;fill:#555}"""
+UNITS = {
+    "loss": "the loss's own unit; nats per token for causal_lm", "nll": "nats per token", "perplexity": "per token",
+    "token_accuracy": "share of tokens", "preference_accuracy": "share of pairs", "reward_margin": "reward",
+    "grad_norm": "before clipping", "engine_s": "seconds", "tokens": "per step", "kl_divergence": "nats per token",
+    "entropy": "nats per token", "divergence": "nats per token", "success": "share of tasks", "kl": "nats",
+    "iteration_s": "seconds",
+}  # fmt: skip
+
+
+def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
+    """Write ``report.html`` from ``metrics.jsonl``; return its path."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in read_jsonl(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else ():
+        for name, value in line.items():
+            if name not in ("iteration", "time") and isinstance(value, int | float):
+                curves.setdefault(name, []).append((line["iteration"], value))
+    rows = [(name, points[0][1], points[-1][1], unit_of(name)) for name, points in sorted(curves.items())]
+    body = [
+        f"<h1>{html.escape(title)} of {html.escape(str(settings['model']))}</h1>",
+        table(("metric", "first", "last", "unit"), rows),
+        *(plot(name, points) for name, points in sorted(curves.items()) if len(points) > 1),
+        "<h2>Settings</h2>",
+        table(("setting", "value"), list(settings.items())),
+    ]
+    page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    file = folder / "report.html"
+    file.write_text(page + "".join(body), encoding="utf-8")
+    return file
+
+
+def unit_of(name: str) -> str:
+    """The unit of a metric, as far as it is known."""
+    return UNITS.get(name.rpartition("/")[2], "")
+
+
+def plot(name: str, points: Sequence[tuple[int, float]]) -> str:
+    """Draw one metric over the steps."""
+    shown = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(shown) < 2:
+        return ""
+    (left, right), (low, high) = (min(x for x, _ in shown), max(x for x, _ in shown)), (
+        min(y for _, y in shown), max(y for _, y in shown),
+    )  # fmt: skip
+    across, up = (WIDTH - 2 * MARGIN) / max(right - left, 1), (HEIGHT - MARGIN) / ((high - low) or 1)
+    path = " ".join(f"{MARGIN + (x - left) * across:.1f},{HEIGHT - 26 - (y - low) * up:.1f}" for x, y in shown)
+    unit = unit_of(name)
+    caption = html.escape(f"{name} ({unit})" if unit else name)
+    return (
+        f'<figure><figcaption>{caption}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" role="img" '
+        f'aria-label="{caption}"><polyline fill="none" stroke="#2a6fb0" stroke-width="1.5" points="{path}"/>'
+        f'<text x="2" y="22">{high:.4g}</text><text x="2" y="{HEIGHT - 26}">{low:.4g}</text>'
+        f'<text x="{MARGIN}" y="{HEIGHT - 8}">{left}</text>'
+        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 8}" text-anchor="end">{right} steps</text></svg></figure>'
+    )

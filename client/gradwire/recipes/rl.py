@@ -1,0 +1,100 @@
+"""What PPO and GRPO share: problems, a grader, the algorithm of ``gradwire.rl`` with its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire import data
+from gradwire.recipes.report import write_report
+from gradwire.recipes.settings import Settings, SettingsError, setting
+from gradwire.recipes.training import Estimate, check_folder, forget, loggers_of, open_service, replace_json
+from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
+from gradwire.rl.datasets import final_answer
+from gradwire.rl.types import Task
+
+GRADERS = {"last_number": last_number, "math_answer": math_answer, "multiple_choice": multiple_choice}
+
+
+@dataclass
+class RLSettings(Settings):
+    """What trainings on rewards have."""
+
+    data: str = setting("train.jsonl", "a file or data set of problems with an answer")
+    learning_rate: float = setting(1e-5, "at its peak; warm-up applies, schedule does not")
+    schedule: str = setting("constant", "constant, the only one here")
+    batch_size: int = setting(8, "problems of an iteration")
+    max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
+    answer_tokens: int = setting(256, "tokens of an answer at most")
+    temperature: float = setting(1.0, "of sampling")
+    grader: str = setting("last_number", "last_number, math_answer (symbolic; needs gradwire[math]), multiple_choice")
+    eval_problems: int = setting(64, "held-out problems of an evaluation at most; answered greedily")
+
+    def check(self) -> None:
+        super().check()
+        if self.grader not in GRADERS:
+            raise SettingsError(f"grader is {self.grader!r}; it must be one of {', '.join(GRADERS)}")
+        if self.schedule != "constant":
+            raise SettingsError("schedule is set, and must be constant here")
+
+
+async def train_with(
+    settings: RLSettings,
+    algorithm: type[Algorithm],
+    *,
+    group_size: int,
+    head: Any = None,
+    dry_run: bool = False,
+) -> Estimate | None:
+    """Train a run with an algorithm, from where its folder's state stands."""
+    rows = data.prompts(
+        settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
+        on_error=settings.on_error,  # type: ignore[arg-type]
+    )  # fmt: skip
+    kept, held_out = rows.split(settings.held_out, settings.seed)
+    tasks = [Task(each.prompt, final_answer(str(each.answer))) for each in kept]
+    problems = [Task(each.prompt, final_answer(str(each.answer))) for each in held_out][: settings.eval_problems]
+    per_epoch = -(-len(tasks) // settings.batch_size)
+    total = settings.max_steps or per_epoch * settings.epochs
+    folder = Path(settings.folder)
+    config = AlgorithmConfig(
+        batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
+        warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
+        max_tokens=settings.answer_tokens, temperature=settings.temperature, context_tokens=settings.max_tokens,
+        seed=settings.seed, eval_every=settings.eval_every, save_every=settings.save_every,
+        checkpoint_dir=None if dry_run else folder,
+    )  # fmt: skip
+    async with open_service(settings) as (service, model):
+        known = {} if dry_run else check_folder(folder / "run.json", settings)
+        if known:
+            run = service.get_training_client(known["run_id"])
+        else:
+            run = await service.create_run(
+                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, kind="rl"
+            )
+            if not dry_run:
+                replace_json(folder / "run.json", {"run_id": run.run_id}, settings)
+        loggers = [] if dry_run else loggers_of(settings)
+        arguments = (service, run, tasks, GRADERS[settings.grader](), config)
+        async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
+            if dry_run:
+                began = time.monotonic()
+                (metrics,) = await training.train(1, progress_bar=False)
+                seconds = (time.monotonic() - began) * total
+                trained = (await run.info()).num_trainable_parameters
+                await service.delete_run(run.run_id)
+                tokens = round(metrics.get("rollouts/tokens", 0.0)) * total
+                return Estimate.of(len(tasks), tokens, total, model, trained, seconds)
+            done = await training.resume()
+            if known:
+                forget(folder / "metrics.jsonl", done - 1)
+                print(f"{folder}: going on at iteration {done}", flush=True)
+            if not done:
+                await training.save_checkpoint()
+            await training.train(total - done)
+            await training.save_checkpoint()
+    await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings))
+    return None

@@ -1,0 +1,172 @@
+"""Settings of a training: a dataclass whose fields say what they mean, read from YAML and written as an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gradwire.extras import require
+
+S = TypeVar("S", bound="Settings")
+
+
+class SettingsError(ValueError):
+    """Invalid settings; the message names the file, the line and the rule."""
+
+
+def setting(default: Any, help: str) -> Any:
+    """Declare a setting with its default and the comment that the example shows."""
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Settings:
+    """What every training has."""
+
+    model: str = setting("Qwen/Qwen3-0.6B", "a model: Hugging Face name or folder; with an address, a name it serves")
+    address: str = setting("", "HOST:PORT of a running server; empty starts one here, with its state in the folder")
+    folder: str = setting("runs/training", "metrics, checkpoints' positions and the report; a rerun continues there")
+    data: str = setting("train.jsonl", "a .jsonl, .csv or .parquet file, or a data set of the Hugging Face hub")
+    split: str = setting("train", "split of a data set of the hub")
+    mapping: dict[str, str] = setting({}, "field -> column, where the columns are not recognised")
+    limit: int = setting(0, "rows to use at most; 0: all")
+    on_error: str = setting("raise", "raise, or skip: what to do with a row that does not fit")
+    held_out: float = setting(0.02, "share of the rows to evaluate on; they share no prompt with the others")
+    seed: int = setting(0, "of the adapter, the order of the rows and sampling")
+    lora_rank: int = setting(16, "rank of the adapter; 0 trains all weights")
+    learning_rate: float = setting(1e-4, "at its peak")
+    schedule: str = setting("cosine", "constant, linear, cosine or wsd")
+    warmup: int = setting(10, "steps over which the learning rate rises")
+    weight_decay: float = setting(0.0, "decoupled, as in AdamW")
+    batch_size: int = setting(16, "rows of a step")
+    epochs: int = setting(1, "times that every row is seen")
+    max_steps: int = setting(0, "steps at most; 0: as the epochs have")
+    max_tokens: int = setting(2048, "longest row; a longer one is cut at its end, and counted")
+    eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
+    save_every: int = setting(50, "steps between checkpoints; the last step is always saved")
+    loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")
+    loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
+
+    def check(self) -> None:
+        """Raise SettingsError for values that make no training."""
+        choices = {
+            "schedule": ("constant", "linear", "cosine", "wsd"), "on_error": ("raise", "skip"),
+        }  # fmt: skip
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        for name in ("batch_size", "epochs", "max_tokens", "save_every"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.held_out < 1:
+            raise SettingsError(f"held_out is {self.held_out}; it must lie between 0 and 1")
+
+
+def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
+    """Load settings from a YAML file.
+
+    Args:
+        kind: The settings of a recipe.
+        path: The file; settings that it leaves out have their defaults.
+        overrides: ``"name=value"`` or ``"section.name=value"``, which override the file.
+
+    Raises:
+        SettingsError: The file or an override has a mistake; names the line.
+    """
+    yaml = require("yaml", "recipes", "a configuration file")
+    path = Path(path)
+    if not path.is_file():
+        raise SettingsError(f"there is no file {path}; `gradwire train --example NAME > {path}` writes one")
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        given = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise SettingsError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(given, dict):
+        raise SettingsError(f"{path}: settings are a mapping such as `model: NAME`; see `gradwire train --example`")
+    places = {key.value: f"{path}, line {key.start_mark.line + 1}" for key, _ in root.value}
+    for override in overrides:
+        _override(given, override, yaml)
+        places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
+    return _built(kind, given, places)
+
+
+def _override(given: dict[str, Any], override: str, yaml: Any) -> None:
+    dotted, equals, value = override.partition("=")
+    *sections, name = dotted.strip().split(".")
+    if not equals or not name or not all(sections):
+        raise SettingsError(f"--set {override}: write NAME=VALUE, as learning_rate=1e-3 or loss.beta=0.1")
+    section = given
+    for each in sections:
+        if section.get(each) is None:
+            section[each] = {}
+        section = section[each]
+        if not isinstance(section, dict):
+            raise SettingsError(f"--set {override}: {each} is a single value and has no {name}")
+    try:
+        section[name] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise SettingsError(f"--set {override}: {value!r} is not a YAML value") from None
+
+
+def _built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str]) -> S:
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for name, value in given.items():
+        place = places.get(str(name), "")
+        if name not in hints:
+            near = difflib.get_close_matches(str(name), hints, n=1)
+            meant = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(hints)}"
+            raise SettingsError(f"{place}: there is no setting {name!r}{meant}")
+        values[name] = _value(hints[name], value, f"{place}: {name}")
+    settings = kind(**values)
+    try:
+        settings.check()
+    except SettingsError as error:
+        where = places.get(str(error).partition(" ")[0], "")
+        raise SettingsError(f"{where}: {error}" if where else str(error)) from None
+    return settings
+
+
+def _value(hint: Any, value: Any, place: str) -> Any:
+    kind = typing.get_origin(hint) or hint
+    if kind is float and isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
+        value = float(value)  # YAML 1.1 takes 1e-4 for a text
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind in (dict, list) and value is None:
+        value = kind()
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise SettingsError(f"{place} is {value!r}; it must be {NAMES[kind]}")
+    return value
+
+
+NAMES: Mapping[Any, str] = types.MappingProxyType(
+    {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping", list: "a list"}
+)
+
+
+def example(kind: type[Settings]) -> str:
+    """Write the defaults as YAML, with a comment on each setting."""
+    return "\n".join(_lines(kind)) + "\n"
+
+
+def _lines(kind: type[Settings]) -> Iterator[str]:
+    yaml = require("yaml", "recipes", "a configuration file")
+    yield f"# {(kind.__doc__ or '').splitlines()[0]}"
+    for field in dataclasses.fields(kind):
+        value = getattr(kind(), field.name)
+        shown = yaml.safe_dump({field.name: value}, default_flow_style=False, width=1000).strip()
+        yield f"{shown}  # {field.metadata.get('help', '')}"

@@ -1,0 +1,97 @@
+"""Rows of tokens from conversations: by the model's chat template, or as plain text for a model without one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import gradwire
+from gradwire.data import Conversation, Preference
+from gradwire.rl.prompts import plain_chat
+
+logger = logging.getLogger("gradwire.recipes")
+
+
+class Tokens:
+    """Encodes conversations for one model.
+
+    Args:
+        service: The service.
+        model: The model.
+        max_tokens: Longest row; a longer one is cut at its end.
+
+    Attributes:
+        cut: Rows that were cut so far.
+    """
+
+    def __init__(self, service: Any, model: gradwire.ModelInfo, max_tokens: int) -> None:
+        self._service, self._model, self._most = service, model, min(max_tokens, model.context_length)
+        self._has_template: bool | None = None
+        self.cut = 0
+
+    async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
+        """Rows with ``input_ids`` and ``loss_mask``."""
+        if not await self._chats():
+            return [self._short(row) for row in await self._plain([each.messages for each in conversations])]
+        if not any(each.tools for each in conversations):
+            messages = [each.messages for each in conversations]
+            found = await self._service.render(messages, train_on=train_on, model=self._model.name)
+        else:
+            found = [
+                await self._service.render(
+                    each.messages, tools=each.tools or None, train_on=train_on, model=self._model.name
+                )
+                for each in conversations
+            ]
+        return [self._short(row) for row in found]
+
+    async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
+        """Rows with the ids of both answers and the length of the prompt that they share."""
+        both = [Conversation((*each.prompt, *each.chosen)) for each in preferences]
+        both += [Conversation((*each.prompt, *each.rejected)) for each in preferences]
+        rows = await self.rows(both, "last")
+        result = []
+        for chosen, rejected in zip(rows[: len(preferences)], rows[len(preferences) :]):
+            masks = {"chosen_loss_mask": chosen["loss_mask"], "rejected_loss_mask": rejected["loss_mask"]}
+            result.append(
+                {"chosen_input_ids": chosen["input_ids"], "rejected_input_ids": rejected["input_ids"], **masks}
+            )
+        return result
+
+    async def _chats(self) -> bool:
+        if self._has_template is None:
+            self._has_template = bool((await self._service.tokenizer_info(self._model.name)).chat_template)
+            if not self._has_template:
+                logger.warning("%s has no chat template: conversations are written as plain text", self._model.name)
+        return self._has_template
+
+    async def _plain(self, conversations: Sequence[Sequence[Any]]) -> list[Any]:
+        ends = self._model.eos_token_ids[:1]
+        conversations = [_to_last_answer(each) for each in conversations]
+        befores = await self._service.encode(self._model.name, [plain_chat(each[:-1]) for each in conversations])
+        answers = await self._service.encode(
+            self._model.name, [str(each[-1]["content"]) for each in conversations], add_special_tokens=False
+        )
+        return [
+            {
+                "input_ids": np.array([*before, *answer, *ends]),
+                "loss_mask": np.array([0] * len(before) + [1] * (len(answer) + len(ends))),
+            }
+            for before, answer in zip(befores, answers)
+        ]
+
+    def _short(self, row: Any) -> Any:
+        if len(row["input_ids"]) <= self._most:
+            return row
+        self.cut += 1
+        if self.cut == 1:
+            logger.warning("rows of more than %d tokens are cut at their end", self._most)
+        return {name: value[: self._most] for name, value in row.items()}
+
+
+def _to_last_answer(messages: Sequence[Any]) -> Sequence[Any]:
+    last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[: last + 1]

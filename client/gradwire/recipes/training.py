@@ -1,0 +1,266 @@
+"""What a training needs around its loop: service and run, batches in order, loggers, checkpoints, resume, report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gradwire
+from gradwire import schedules
+from gradwire.data import Batches
+from gradwire.recipes.report import write_report
+from gradwire.recipes.settings import Settings, SettingsError
+from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from gradwire.rl.progress import Progress
+
+T = TypeVar("T")
+Metrics = dict[str, float]
+
+
+@dataclass
+class Estimate:
+    """What a training would take, for ``--dry-run``.
+
+    Attributes:
+        rows, tokens, steps: Of the training; tokens extrapolated from the first batch.
+        parameters: Of the model, and how many of them are trained.
+        memory_bytes: Weights, gradients and optimizer; activations come on top.
+        seconds: Measured on the first batch, times the steps.
+    """
+
+    rows: int
+    tokens: int
+    steps: int
+    parameters: tuple[int, int]
+    memory_bytes: int
+    seconds: float
+
+    @staticmethod
+    def of(rows: int, tokens: int, steps: int, model: gradwire.ModelInfo, trained: int, seconds: float) -> Estimate:
+        """From what was measured; AdamW keeps two moments a trained weight, and a master where that is narrow."""
+        width = 4 if model.dtype == "float32" else 2
+        held = model.num_parameters * width + trained * (4 + 8 + (4 if width == 2 else 0))
+        return Estimate(rows, tokens, steps, (model.num_parameters, trained), held, seconds)
+
+    def __str__(self) -> str:
+        total, trained = self.parameters
+        return (
+            f"{self.rows:,} rows, about {self.tokens:,} tokens, {self.steps:,} steps\n"
+            f"{total:,} parameters, {trained:,} of them trained: {self.memory_bytes / 2**30:.2f} GiB for weights, "
+            "gradients and optimizer; activations come on top\n"
+            f"about {self.seconds / 60:.1f} minutes of computing, by the time of one batch"
+        )
+
+
+class Training:
+    """One training in its folder; made by :func:`open_training`.
+
+    Attributes:
+        service, run: The connection and the run.
+        model: What the server says of the model.
+        step: Optimizer steps taken.
+    """
+
+    def __init__(
+        self, settings: Settings, service: Any, run: Any, model: gradwire.ModelInfo, state: Mapping[str, Any]
+    ) -> None:
+        self.settings, self.service, self.run, self.model = settings, service, run, model
+        self.folder = Path(settings.folder)
+        self.step: int = state.get("step", 0)
+        self.total = 0
+        self._position: Mapping[str, int] | None = state.get("position")
+        self._loggers: list[MetricLogger] = [JsonlLogger(self.folder / "metrics.jsonl"), *loggers_of(settings)]
+        self.last: Metrics = {}
+
+    async def steps(
+        self, batches: Batches[T], save: Callable[[], Awaitable[Mapping[str, float]]] | None = None
+    ) -> AsyncIterator[tuple[int, list[T]]]:
+        """Yield each step's number and rows, from where the training stands; checkpoints and evaluates when due.
+
+        Args:
+            batches: The training rows; their epochs decide how long the training is, unless ``max_steps`` does.
+            save: Evaluates on held-out rows; its metrics are logged under ``eval/``.
+        """
+        settings = self.settings
+        self.total = settings.max_steps or batches.per_epoch * settings.epochs
+        if self._position is not None:
+            batches.position = self._position
+        label = type(settings).__name__
+        with Progress(label, self.total) as progress:
+            progress.update(self.step)
+            while self.step < self.total:
+                yield self.step, next(batches)
+                self.step += 1
+                done = self.step == self.total
+                if save is not None and settings.eval_every and (done or self.step % settings.eval_every == 0):
+                    self._write({f"eval/{name}": value for name, value in (await save()).items()})
+                if done or self.step % settings.save_every == 0:
+                    await self._save(batches.position)
+                progress.update(self.step, self.last)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        settings = self.settings
+        if settings.schedule == "constant":
+            return schedules.constant(step, peak=settings.learning_rate, warmup=settings.warmup)
+        if settings.schedule == "wsd":
+            decay = max(1, self.total // 10)
+            return schedules.wsd(
+                step, peak=settings.learning_rate, total=self.total, decay=decay, warmup=settings.warmup
+            )
+        schedule = schedules.linear if settings.schedule == "linear" else schedules.cosine
+        return schedule(step, peak=settings.learning_rate, total=self.total, warmup=settings.warmup)
+
+    async def update(self, step: int, result: Any) -> None:
+        """Take the optimizer step behind a ``forward_backward``, and log both."""
+        stepped = self.run.optim_step(self.rate(step), weight_decay=self.settings.weight_decay)
+        loss, taken = await result, await stepped
+        self._write(
+            {f"train/{name}": value for name, value in loss.metrics.items()}
+            | {"train/grad_norm": taken.grad_norm, "train/learning_rate": taken.learning_rate}
+            | {"train/tokens": float(loss.num_tokens), "time/engine_s": loss.timings.engine_s},
+            step + 1,
+        )
+        self.last = {"loss": loss.loss}
+
+    def _write(self, metrics: Metrics, step: int | None = None) -> None:
+        for logger in self._loggers:
+            logger.log(self.step if step is None else step, metrics)
+
+    async def _save(self, position: Mapping[str, int]) -> None:
+        checkpoint = await self.run.save_checkpoint(f"step-{self.step}", overwrite=True)
+        state = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
+        replace_json(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
+
+    async def estimate(self, batches: Batches[T], loss: Callable[[list[T]], Awaitable[Any]]) -> Estimate:
+        """Measure one batch without taking a step.
+
+        Args:
+            loss: Submits the ``forward_backward`` of a batch, as the training would.
+        """
+        first = next(batches)
+        await (await loss(first))
+        await self.run.zero_grad()
+        result = await (await loss(first))
+        await self.run.zero_grad()
+        steps = self.settings.max_steps or batches.per_epoch * self.settings.epochs
+        trained = (await self.run.info()).num_trainable_parameters
+        seconds = result.timings.engine_s * steps
+        return Estimate.of(batches.num_rows, result.num_tokens * steps, steps, self.model, trained, seconds)
+
+    def close(self) -> None:
+        """End the loggers and write ``report.html``."""
+        for logger in self._loggers:
+            logger.close()
+        write_report(self.folder, type(self.settings).__name__, asdict(self.settings))
+
+
+@asynccontextmanager
+async def open_training(settings: Settings, *, head: Any = None, dry_run: bool = False) -> AsyncIterator[Training]:
+    """Open a training: connect, and create its run or continue where its folder's state stands.
+
+    Raises:
+        SettingsError: The folder belongs to a training with other settings.
+    """
+    async with open_service(settings) as (service, model):
+        folder = Path(settings.folder)
+        state = {} if dry_run else check_folder(folder / "state.json", settings)
+        if state:
+            run = service.get_training_client(state["run_id"])
+            await run.load_checkpoint(state["checkpoint"])
+            forget(folder / "metrics.jsonl", state["step"])
+            print(f"{folder}: going on at step {state['step']}", flush=True)
+        else:
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+            run = await service.create_run(
+                model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, name=folder.name
+            )
+        training = Training(settings, service, run, model, state)
+        try:
+            yield training
+        finally:
+            if dry_run:
+                await service.delete_run(run.run_id)
+            elif training.step:
+                await asyncio.to_thread(training.close)
+
+
+@asynccontextmanager
+async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
+    """Connect to the server that the settings name, or start one whose state is in the training's folder."""
+    own = {} if settings.address else {"models": [settings.model], "state_dir": Path(settings.folder) / "server"}
+    async with gradwire.connect(settings.address or None, **own) as service:  # type: ignore[arg-type]
+        models = await service.list_models()
+        model = next((each for each in models if each.name == settings.model), models[0] if own else None)
+        if model is None:
+            names = ", ".join(each.name for each in models)
+            raise SettingsError(f"the server at {settings.address} has no model {settings.model!r}; it has {names}")
+        yield service, model
+
+
+def check_folder(file: Path, settings: Settings) -> dict[str, Any]:
+    """Read a training's state, {} if there is none.
+
+    Raises:
+        SettingsError: It belongs to a training with other settings.
+    """
+    if not file.exists():
+        return {}
+    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    now = _identity(settings)
+    changed = [name for name in now if state["settings"].get(name) != now[name]]
+    if changed:
+        raise SettingsError(
+            f"{file.parent} holds a training with other settings ({', '.join(changed)}): "
+            "give another folder, or remove it"
+        )
+    return state
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    """The settings that must stay as they were for a training to go on."""
+    free = ("address", "eval_every", "save_every", "loggers", "folder")
+    return {"recipe": type(settings).__name__} | {
+        name: value for name, value in asdict(settings).items() if name not in free
+    }
+
+
+def loggers_of(settings: Settings) -> list[MetricLogger]:
+    name = Path(settings.folder).name
+    made: dict[str, Callable[[], MetricLogger]] = {
+        "tensorboard": lambda: TensorBoardLogger(Path(settings.folder) / "tensorboard"),
+        "wandb": lambda: WandbLogger(project="gradwire", name=name, config=asdict(settings)),
+        "trackio": lambda: TrackioLogger(project="gradwire", name=name, config=asdict(settings)),
+        "mlflow": lambda: MlflowLogger(run_name=name),
+    }
+    for each in settings.loggers:
+        if each not in made:
+            raise SettingsError(f"there is no logger {each!r}; there are {', '.join(made)}")
+    return [made[each]() for each in settings.loggers]
+
+
+def forget(file: Path, step: int) -> None:
+    """Remove the lines of a log that lie behind a step: the training writes them again."""
+    if file.exists():
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= step]
+        aside = file.with_suffix(".tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        aside.replace(file)
+
+
+def replace_json(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
+    """Write a training's state with its settings, such that a crash leaves the old or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".tmp")
+    with aside.open("w", encoding="utf-8") as written:
+        json.dump({**content, "settings": _identity(settings)}, written)
+        written.flush()
+        os.fsync(written.fileno())
+    aside.replace(file)

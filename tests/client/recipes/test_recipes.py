@@ -1,0 +1,174 @@
+"""The recipes on a real server with a tiny model: each learns, goes on after kill -9, and says what it will take."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import pytest
+from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
+from gradwire.recipes.training import Estimate
+from support.chats import chat_model
+from support.server import Server
+
+COMMAND = [sys.executable, "-c", "from gradwire.recipes.command import main; main()"]
+COMMON: dict[str, Any] = {
+    "model": "marked", "batch_size": 8, "held_out": 0.1, "warmup": 2, "max_tokens": 256, "eval_every": 4,
+    "save_every": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("recipes")
+    model, teacher = chat_model(folder / "marked", "marked"), chat_model(folder / "teacher", "marked", seed=1)
+    flags = ("--model", f"marked={model}", "--model", f"teacher={teacher}", "--threads", "1")
+    running = Server(model, folder / "state", *flags).start()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sums to learn, right and wrong answers to prefer among, in files as people have them."""
+    folder = tmp_path_factory.mktemp("sums")
+    asked = [(f"{a} and {b}?", str(a + b)) for a in range(8) for b in range(8)]
+    rows = {
+        "talks": [{"question": question, "answer": answer} for question, answer in asked],
+        "pairs": [
+            {"prompt": question, "chosen": f"four {answer}", "rejected": f"two {answer}"} for question, answer in asked
+        ],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "time" not in name} for line in lines]
+
+
+def curve(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(folder) if name in line]
+
+
+async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
+    settings = sft.SFT(**COMMON, address=server.address, data=sums["talks"], folder=str(tmp_path), max_steps=16,
+                       learning_rate=1e-2)  # fmt: skip
+    estimate = await sft.train(settings, dry_run=True)
+    assert isinstance(estimate, Estimate) and (estimate.rows, estimate.steps) == (58, 16)
+    assert estimate.tokens > 16 * 8 and estimate.seconds > 0 and estimate.memory_bytes > 4 * estimate.parameters[0]
+    assert not (tmp_path / "metrics.jsonl").exists()
+    await sft.train(settings)
+    losses, held_out = curve(tmp_path, "train/loss"), curve(tmp_path, "eval/loss")
+    assert len(losses) == 16 and len(held_out) == 4
+    assert losses[-1] < 0.6 * losses[0] and held_out[-1] < held_out[0]
+    report = (tmp_path / "report.html").read_text()
+    assert "eval/loss" in report and "learning_rate" in report and "<polyline" in report
+    async with gradwire.connect(server.address) as service:
+        assert len(await service.list_runs()) == 1  # the estimate's is gone
+
+
+async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
+    common = COMMON | {"address": server.address, "data": sums["pairs"], "max_steps": 8}
+    await dpo.train(dpo.DPO(**common, folder=str(tmp_path / "dpo"), learning_rate=1e-2))
+    await reward.train(reward.Reward(**common, folder=str(tmp_path / "reward"), learning_rate=1e-2))
+    for name in ("dpo", "reward"):
+        assert curve(tmp_path / name, "eval/preference_accuracy")[-1] == 1.0, name
+
+
+async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
+    settings = distill.Distill(**COMMON, address=server.address, data=sums["talks"], folder=str(tmp_path), max_steps=12,
+                               learning_rate=1e-2, teacher="teacher", answer_tokens=8)  # fmt: skip
+    await distill.train(settings)
+    divergence = curve(tmp_path, "eval/divergence")
+    assert divergence[-1] < 0.8 * divergence[0]
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "grpo"])
+async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[str, str], tmp_path: Path) -> None:
+    common = COMMON | {"address": server.address, "data": sums["talks"], "max_steps": 2, "batch_size": 2}
+    common |= {"save_every": 1, "eval_every": 2, "answer_tokens": 8, "eval_problems": 2, "folder": str(tmp_path)}
+    if recipe == "ppo":
+        await ppo.train(ppo.PPO(**common, answers=2))
+        await ppo.train(ppo.PPO(**common, answers=2))  # is at its end
+    else:
+        await grpo.train(grpo.GRPO(**common, group_size=2))
+        await grpo.train(grpo.GRPO(**common, group_size=2))
+    assert [line["iteration"] for line in metrics(tmp_path)] == [0, 1]
+    assert "rewards/reward" in metrics(tmp_path)[1] and (tmp_path / "report.html").exists()
+
+
+def test_a_killed_training_ends_as_if_nothing_had_happened(
+    server: Server, sums: dict[str, str], tmp_path: Path
+) -> None:
+    steps = {"model": "marked", "address": server.address, "data": sums["talks"], "max_steps": 40, "batch_size": 8,
+             "held_out": 0.1, "eval_every": 5, "save_every": 7, "learning_rate": 1e-3, "lora_rank": 4}  # fmt: skip
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.with_suffix(".yaml").write_text(json.dumps({**steps, "folder": str(folder)}))
+    subprocess.run([*COMMAND, "sft", f"{folders[0]}.yaml"], check=True, capture_output=True)
+    killed = 0
+    while True:
+        process = subprocess.Popen([*COMMAND, "sft", f"{folders[1]}.yaml"], stdout=subprocess.PIPE, text=True)
+        goal = (10, 25)[killed] if killed < 2 else None
+        while process.poll() is None and goal is not None:
+            file = folders[1] / "metrics.jsonl"
+            if file.exists() and file.read_text().count("\n") > goal:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+                break
+            time.sleep(0.01)
+        out, _ = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, out
+    assert killed == 2 and "going on at step" in out
+    assert metrics(folders[1]) == metrics(folders[0])
+
+
+BAD: list[tuple[str, list[str], str]] = [
+    ("model: x\nlearning_rat: 1\n", [], "line 2: there is no setting 'learning_rat'; did you mean learning_rate?"),
+    ("model: x\nbatch_size: many\n", [], "line 2: batch_size is 'many'; it must be a whole number"),
+    ("model: x\nschedule: cosin\n", [], "line 2: schedule is 'cosin'; it must be one of constant, linear, cosine, wsd"),
+    ("model: x\nheld_out: 2\n", [], "line 2: held_out is 2.0; it must lie between 0 and 1"),
+    ("model: [\n", [], "line 2: not valid YAML"),
+    ("- x\n", [], "settings are a mapping"),
+    ("model: x\n", ["--set", "batch_siz=3"], "--set batch_siz=3: there is no setting 'batch_siz'"),
+    ("model: x\n", ["--set", "batch_size"], "write NAME=VALUE"),
+    ("model: x\n", ["--set", "data=/nowhere.jsonl"], "there is no file /nowhere.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("text", "more", "words"), BAD, ids=[words[:30] for *_, words in BAD])
+def test_mistakes_are_one_sentence(
+    text: str, more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["sft", str(file), *more])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("recipe", command.RECIPES)
+def test_an_example_is_a_valid_configuration(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gradwire.recipes.settings import load
+
+    command.main(["--example", recipe])
+    text = capsys.readouterr().out
+    assert all("  # " in line for line in text.splitlines()[1:])
+    (tmp_path / "c.yaml").write_text(text)
+    kind, _ = command._recipe(recipe)
+    overrides = ["loss.reduction=sum", "learning_rate=1e-3"] + ["teacher=t"] * (recipe == "distill")
+    settings = load(kind, tmp_path / "c.yaml", overrides)
+    assert settings.loss == {"reduction": "sum"} and settings.learning_rate == 1e-3

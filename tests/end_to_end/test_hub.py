@@ -92,7 +92,7 @@ async def test_a_run_is_pushed(service: gradwire.ServiceClient, hub: StandIn, tm
     run.optim_step(1e-2)
     address = await run.push_to_hub("tiny", private=True, token="hf_right", endpoint=hub.url)
     assert address == f"{hub.url}/me/tiny/commit/{'1' * 40}"
-    assert hub.created[0]["name"] == "tiny" and hub.created[0].get("private") is True
+    assert hub.created[0]["name"] == "tiny" and hub.created[0]["visibility"] == "private"
     assert hub.messages == [f"gradwire run {run.run_id}, step 1"]
     exported = await run.export(tmp_path / "export")
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= hub.files.keys()

@@ -20,6 +20,7 @@ HELP = {
     "keys": "Create, list and revoke the API keys of a server.",
     "feedback": "Serve people's scores and train on them.",
     "router": "Train a policy that routes requests.",
+    "train": "Train by a recipe from a configuration file.",
     "trajectories": "Look at recorded trajectories.",
     "trajectories.view": "Show the trajectories of a file.",
 }

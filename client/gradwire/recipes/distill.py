@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gradwire import data
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
@@ -48,7 +46,7 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
 
         async def answered(batch: Sequence[data.Conversation], step: int) -> list[dict[str, Any]]:
             """The student's own answers to the prompts of a batch."""
-            prompts = [row["input_ids"][: int(np.argmax(row["loss_mask"]))] for row in await tokens.rows(batch) if row]
+            prompts = await tokens.prompts(batch, settings.answer_tokens)
             sampled = await training.run.sample(prompts, max_tokens=settings.answer_tokens, seed=settings.seed + step)
             return [
                 {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gradwire import data
 from gradwire.recipes.report import write_report
@@ -14,9 +15,13 @@ from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.training import Estimate, check_folder, forget, loggers_of, open_service, replace_json
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
-from gradwire.rl.types import Task
+from gradwire.rl.types import Message, Task
 
-GRADERS = {"last_number": last_number, "math_answer": math_answer, "multiple_choice": multiple_choice}
+GRADERS: Mapping[str, Callable[[], Any]] = {
+    "last_number": last_number,
+    "math_answer": math_answer,
+    "multiple_choice": multiple_choice,
+}
 
 
 @dataclass
@@ -55,8 +60,7 @@ async def train_with(
         on_error=settings.on_error,  # type: ignore[arg-type]
     )  # fmt: skip
     kept, held_out = rows.split(settings.held_out, settings.seed)
-    tasks = [Task(each.prompt, final_answer(str(each.answer))) for each in kept]
-    problems = [Task(each.prompt, final_answer(str(each.answer))) for each in held_out][: settings.eval_problems]
+    tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
     per_epoch = -(-len(tasks) // settings.batch_size)
     total = settings.max_steps or per_epoch * settings.epochs
     folder = Path(settings.folder)
@@ -98,3 +102,7 @@ async def train_with(
             await training.save_checkpoint()
     await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings))
     return None
+
+
+def _task(row: data.Prompt) -> Task:
+    return Task(cast("tuple[Message, ...]", row.prompt), final_answer(str(row.answer)))

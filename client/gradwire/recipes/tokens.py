@@ -61,6 +61,18 @@ class Tokens:
             )
         return result
 
+    async def prompts(self, conversations: Sequence[Conversation], room: int) -> list[Any]:
+        """Ids of what comes before the first answer, without its beginning where that leaves no room for so many."""
+        messages = [list(each.prompt) for each in conversations]
+        if await self._chats():
+            rows = await self._service.render(
+                messages, train_on=None, add_generation_prompt=True, model=self._model.name
+            )
+            found = [row["input_ids"] for row in rows]
+        else:
+            found = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
+        return [np.asarray(ids)[-max(1, self._most - room) :] for ids in found]
+
     async def _chats(self) -> bool:
         if self._has_template is None:
             self._has_template = bool((await self._service.tokenizer_info(self._model.name)).chat_template)

@@ -62,7 +62,7 @@ def curve(folder: Path, name: str) -> list[float]:
 
 async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     settings = sft.SFT(**COMMON, address=server.address, data=sums["talks"], folder=str(tmp_path), max_steps=16,
-                       learning_rate=1e-2)  # fmt: skip
+                       learning_rate=1e-2, lora_rank=0)  # fmt: skip
     estimate = await sft.train(settings, dry_run=True)
     assert isinstance(estimate, Estimate) and (estimate.rows, estimate.steps) == (58, 16)
     assert estimate.tokens > 16 * 8 and estimate.seconds > 0 and estimate.memory_bytes > 4 * estimate.parameters[0]
@@ -70,7 +70,7 @@ async def test_supervised_fine_tuning_learns(server: Server, sums: dict[str, str
     await sft.train(settings)
     losses, held_out = curve(tmp_path, "train/loss"), curve(tmp_path, "eval/loss")
     assert len(losses) == 16 and len(held_out) == 4
-    assert losses[-1] < 0.6 * losses[0] and held_out[-1] < held_out[0]
+    assert losses[-1] < 0.7 * losses[0] and held_out[-1] < held_out[0], (losses, held_out)
     report = (tmp_path / "report.html").read_text()
     assert "eval/loss" in report and "learning_rate" in report and "<polyline" in report
     async with gradwire.connect(server.address) as service:
@@ -87,10 +87,10 @@ async def test_preferences_are_learned(server: Server, sums: dict[str, str], tmp
 
 async def test_a_teacher_is_approached(server: Server, sums: dict[str, str], tmp_path: Path) -> None:
     settings = distill.Distill(**COMMON, address=server.address, data=sums["talks"], folder=str(tmp_path), max_steps=12,
-                               learning_rate=1e-2, teacher="teacher", answer_tokens=8)  # fmt: skip
+                               learning_rate=1e-2, lora_rank=0, teacher="teacher", answer_tokens=8)  # fmt: skip
     await distill.train(settings)
     divergence = curve(tmp_path, "eval/divergence")
-    assert divergence[-1] < 0.8 * divergence[0]
+    assert divergence[-1] < 0.8 * divergence[0], divergence
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "grpo"])

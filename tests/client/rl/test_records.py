@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradwire.rl.loggers import JsonlLogger, TensorBoardLogger, TrackioLogger, WandbLogger, read_jsonl
+from gradwire.rl.loggers import (
+    JsonlLogger,
+    MlflowLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+    read_jsonl,
+)
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
 from gradwire.rl.viewer import colour, main, page, view
@@ -194,3 +201,18 @@ def test_the_toolkit_is_light() -> None:
     code = f"import sys, json, gradwire.rl; print(json.dumps([name for name in {heavy} if name in sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(result.stdout) == []
+
+
+def test_mlflow_gets_each_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of the module: MLflow itself is not among the test suite's packages."""
+    calls: list[Any] = []
+    module = types.SimpleNamespace(
+        start_run=lambda **options: calls.append(options),
+        log_metrics=lambda metrics, step: calls.append((metrics, step)),
+        end_run=lambda: calls.append("end"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    logger = MlflowLogger(run_name="a")
+    logger.log(3, {"train/loss": 0.5})
+    logger.close()
+    assert calls == [{"run_name": "a"}, ({"train/loss": 0.5}, 3), "end"]

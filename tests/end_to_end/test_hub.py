@@ -33,6 +33,9 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if self.headers.get("Authorization") != "Bearer hf_right":
+                    self._answer({"error": "no"}, 401)
+                    return
                 self._answer({"id": "me/tiny", "sha": "0" * 40, "siblings": [], "private": False, "tags": []})
 
             def do_POST(self) -> None:

@@ -63,7 +63,7 @@ class Tokens:
 
     async def prompts(self, conversations: Sequence[Conversation], room: int) -> list[Any]:
         """Ids of what comes before the first answer, without its beginning where that leaves no room for so many."""
-        messages = [list(each.prompt) for each in conversations]
+        messages: list[list[Any]] = [list(each.prompt) for each in conversations]
         if await self._chats():
             rows = await self._service.render(
                 messages, train_on=None, add_generation_prompt=True, model=self._model.name

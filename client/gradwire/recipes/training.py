@@ -79,13 +79,13 @@ class Training:
         self.last: Metrics = {}
 
     async def steps(
-        self, batches: Batches[T], save: Callable[[], Awaitable[Mapping[str, float]]] | None = None
+        self, batches: Batches[T], evaluate: Callable[[], Awaitable[Mapping[str, float]]] | None = None
     ) -> AsyncIterator[tuple[int, list[T]]]:
         """Yield each step's number and rows, from where the training stands; checkpoints and evaluates when due.
 
         Args:
             batches: The training rows; their epochs decide how long the training is, unless ``max_steps`` does.
-            save: Evaluates on held-out rows; its metrics are logged under ``eval/``.
+            evaluate: Computes metrics of held-out rows, which are logged under ``eval/``.
         """
         settings = self.settings
         self.total = settings.max_steps or batches.per_epoch * settings.epochs
@@ -98,8 +98,8 @@ class Training:
                 yield self.step, next(batches)
                 self.step += 1
                 done = self.step == self.total
-                if save is not None and settings.eval_every and (done or self.step % settings.eval_every == 0):
-                    self._write({f"eval/{name}": value for name, value in (await save()).items()})
+                if evaluate is not None and settings.eval_every and (done or self.step % settings.eval_every == 0):
+                    self._write({f"eval/{name}": value for name, value in (await evaluate()).items()})
                 if done or self.step % settings.save_every == 0:
                     await self._save(batches.position)
                 progress.update(self.step, self.last)

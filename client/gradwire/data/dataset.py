@@ -158,7 +158,9 @@ def conversations(
     """Load conversations: see :func:`gradwire.data.layouts.conversation` for the layouts that are recognised.
 
     Args:
-        source, split, options: See :func:`gradwire.data.read`.
+        source: See :func:`gradwire.data.read`.
+        split: See :func:`gradwire.data.read`.
+        options: See :func:`gradwire.data.read`.
         mapping: Field (``messages``, or ``prompt``, ``completion``, ``system``, ``tools``) -> column or function.
         limit: Maximum number of rows.
         on_error: ``"raise"`` stops at the first row that does not fit; ``"skip"`` counts them in ``skipped``.

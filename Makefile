@@ -22,8 +22,10 @@ demo: setup
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
 
+# Each of the workers runs whole files; `make test WORKERS=8` suits a machine with eight cores and 16 GiB.
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from gradwire_proto.v1 import training_pb2 as pb
-
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.door import GrpcDoor
@@ -120,4 +118,4 @@ class Server:
 
 def start_failure(error: ServiceError) -> str:
     """Exit message of a server whose engine did not start."""
-    return f"gradwire: {pb.ErrorCode.Name(error.code).removeprefix('ERROR_CODE_').lower()}: {error}"
+    return f"gradwire: {error}"

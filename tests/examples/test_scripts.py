@@ -50,6 +50,7 @@ def test_a_script_alone_starts_its_own_server(root: Path) -> None:
 FEW = ["--sft-steps", "6", "--reward-steps", "4", "--practice-prompts", "8", "--ppo-steps", "1", "--ppo-prompts", "16"]
 
 
+@pytest.mark.slow
 def test_three_stages_on_their_own_task(root: Path, tmp_path: Path) -> None:
     done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path, *FEW)
     # Six steps teach nobody to add: the loss falls, the accuracy stays at zero, and the script has to say so.
@@ -95,6 +96,7 @@ def test_the_demo_improves_every_figure(root: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_language_model_routes_requests(root: Path) -> None:
     few = ["--iterations", "1", "--batch-size", "4", "--imitation-steps", "40", "--held-out", "20"]
     done = execute(root, root / "examples" / "router_language_model.py", *few)

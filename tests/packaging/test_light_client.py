@@ -12,6 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "gradwire_losses", "gradwire_server")
+BASE_LACKS = (
+    "torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "pydantic_settings", "yaml",
+    "prometheus_client", "grpc_health", "fastapi", "sqlalchemy", "alembic", "dbos", "nicegui", "uvicorn", "jsonschema",
+    "matplotlib", "datasets", "opentelemetry", "jinja2", "huggingface_hub",
+)  # fmt: skip
 PROBE = f"""
 import json, sys, time
 start = time.process_time()
@@ -34,6 +39,47 @@ def test_import_is_fast_and_draws_in_nothing_heavy() -> None:
     assert min(seconds for seconds, _ in tries) < 1.0
 
 
+BLOCK = f"""
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BASE_LACKS!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from gradwire.cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--version"], 0, "gradwire "),
+        (["--help"], 0, "serve"),
+        (["status", "127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["top", "--help"], 0, "Ctrl-C"),
+        (["runs", "--help"], 0, "delete"),
+        (["trajectories", "view", "--help"], 0, "--html"),
+        (["doctor"], 0, "only the client is installed"),
+        (["router", "--help"], 0, "promote"),
+        (["serve"], 2, "gradwire[server]"),
+        (["keys", "list"], 2, "gradwire[server]"),
+        (["feedback", "keys"], 2, "gradwire[feedback]"),
+    ],
+)
+def test_the_base_install_has_the_commands(words: list[str], status: int, said: str, tmp_path: Path) -> None:
+    """The packages of all extras are hidden from the interpreter."""
+    result = subprocess.run(
+        [sys.executable, "-c", BLOCK, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert result.returncode == status, result.stdout + result.stderr
+    assert said in result.stdout + result.stderr and "Traceback" not in result.stderr
+    if status == 2:
+        assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_plain_installation_imports(tmp_path: Path) -> None:
@@ -43,5 +89,9 @@ def test_plain_installation_imports(tmp_path: Path) -> None:
     seconds, heavy = import_client(python)
     assert heavy == []
     assert seconds < 3.0  # the first import also compiles
+    command = tmp_path / "venv/bin/gradwire"
+    assert subprocess.run([command, "--version"], capture_output=True, text=True).stdout.startswith("gradwire ")
+    serve = subprocess.run([command, "serve"], capture_output=True, text=True)
+    assert serve.returncode == 2 and "pip install 'gradwire[server]'" in serve.stderr
     there = subprocess.run([python, "-c", "import torch"], capture_output=True)
     assert there.returncode != 0, "the plain client must not bring torch"

@@ -18,6 +18,9 @@ GROUP = "gradwire.commands"
 HELP = {
     "serve": "Hold models and serve training runs.",
     "keys": "Create, list and revoke the API keys of a server.",
+    "backup": "Copy a state folder, also of a running server.",
+    "restore": "Make a state folder from a backup.",
+    "repair": "Build a state folder's database again from its files.",
     "feedback": "Serve people's scores and train on them.",
     "router": "Train a policy that routes requests.",
     "train": "Train by a recipe from a configuration file.",

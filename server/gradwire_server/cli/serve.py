@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from gradwire_proto.v1 import training_pb2 as pb
 from rich.console import Console
 from rich.table import Table
 
+from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
@@ -25,6 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True, soft_wrap=True)
 
 PARENT_CHECK_S = 0.5
+SETTINGS_AT_FAULT = (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_UNSUPPORTED, pb.ERROR_CODE_UNKNOWN_MODEL)
 
 
 @app.command()
@@ -57,6 +60,7 @@ def serve(
     """
     try:
         settings = load(flags, config)
+        check(settings)
     except SettingsError as error:
         for sentence in error.sentences:
             console.print(f"gradwire: {sentence}", style="red", markup=False)
@@ -85,7 +89,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
         if starting.done():
             if refusal := starting.result():
                 console.print(refusal, style="red", markup=False)
-                return 1
+                return 2
             _announce(server, ready_file)
             await stopped
         else:
@@ -93,7 +97,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
             await asyncio.gather(starting, return_exceptions=True)
     except ServiceError as error:
         console.print(start_failure(error), style="red", markup=False)
-        return 1
+        return 2 if error.code in SETTINGS_AT_FAULT else 1
     finally:
         await server.stop()
         for task in (watcher, stopped):

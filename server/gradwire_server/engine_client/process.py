@@ -235,10 +235,11 @@ class EngineProcess:
                 start_new_session=True,
             )
         connection = _Connection(AsyncEngineLink(ours), process, self.vitals, marks)
-        tasks = []
+        tasks, refused = [], False
         try:
             first, _ = await connection.link.receive(engine_pb2.EngineReply)
             if first.HasField("error"):
+                refused = True
                 raise ServiceError.of(first.error)
             self.hello = first.hello
             self.generation += 1
@@ -263,7 +264,7 @@ class EngineProcess:
             code = await process.wait()
             connection.link.close()
             connection.lost()
-            if not self._stopping:
+            if not (self._stopping or refused):
                 log.warning("the engine process %d ended with code %d", process.pid, code)
 
     async def _watch(self) -> None:

@@ -134,6 +134,7 @@ RLHFTrainer(TrainingConfig(**config), reward_config=RewardModelConfig(**reward))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_in_either_stage_it_equals_one_that_was_not(
     ratings: list[dict[str, Any]], tiny_model_path: Path, tmp_path: Path

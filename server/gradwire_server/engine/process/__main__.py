@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
-from gradwire_losses.registry import load_builtin_losses, load_loss_file, load_plugin_losses
+from gradwire_losses.registry import load_builtin_losses, load_plugin_losses
 from gradwire_proto import codec
 from gradwire_proto.v1 import engine_pb2
 
@@ -30,6 +30,7 @@ from gradwire_server.engine.operations.samples_in_progress import SamplesInProgr
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 from gradwire_server.engine.process.loop import Loop
+from gradwire_server.engine.process.settings_check import check_settings
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import EngineLink, LinkClosed
 from gradwire_server.observability import logs
@@ -93,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
     load_builtin_losses()
     load_plugin_losses()
-    for file in settings.losses:
-        load_loss_file(file)
+    check_settings(settings)
     return Engine(
         settings.models,
         settings.state_dir,

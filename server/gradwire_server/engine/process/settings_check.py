@@ -1,0 +1,57 @@
+"""Settings that only the engine's process can check, because it has torch."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from gradwire_losses.registry import load_loss_file
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.config import EngineSettings
+from gradwire_server.engine.errors import OperationError
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Register the losses of the files, and look for the device.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT or UNSUPPORTED, naming the flag.
+    """
+    if settings.device:
+        _check_device(settings.device)
+    for file in settings.losses:
+        try:
+            load_loss_file(file)
+        except Exception as error:  # a user's file may raise anything
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"--losses {file}{_line(error, file)}: {type(error).__name__}: {error}",
+            ) from error
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"--device {name}: there is no such device; give cpu, cuda or cuda:N",
+        ) from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = "no CUDA device" if count == 0 else f"{count} CUDA devices, numbered from 0"
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"--device {name}: torch {torch.__version__} finds {found} here; `gradwire doctor` looks for the reason,"
+            " and --device cpu trains without one",
+        )
+
+
+def _line(error: Exception, file: Path) -> str:
+    """The line of the file at which it failed, as ", line N"."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f", line {lines[-1]}" if lines else ""

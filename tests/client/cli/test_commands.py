@@ -1,0 +1,117 @@
+"""The command line of the base install: its commands, the runs of a server, and what it says of the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import gradwire
+import pytest
+from gradwire.cli import doctor, plugins
+from gradwire.cli.app import app
+from support.server import Server
+from typer.testing import CliRunner, Result
+
+
+def run(*words: str, typed: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(words), input=typed, env={"COLUMNS": "200", "GRADWIRE_API_KEY": None})
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    running = Server(tiny_model_path, tmp_path_factory.mktemp("state")).start()
+    yield running
+    assert running.end() == 0
+
+
+def test_the_version_is_the_packages() -> None:
+    assert gradwire.__version__ == importlib.metadata.version("gradwire")
+    assert run("--version").stdout == f"gradwire {gradwire.__version__}\n"
+
+
+def test_runs_are_listed_forked_and_deleted(server: Server) -> None:
+    address = ("--address", server.address)
+    assert run("runs", "list", *address).stdout == f"no runs on {server.address}\n"
+    with gradwire.sync.connect(server.address) as service:
+        first = service.create_run("tiny", lora=2, name="\x1b[31mfirst")
+        checkpoint = first.save_checkpoint("start").result(60).path
+    forked = run("runs", "fork", checkpoint, "--name", "second", *address)
+    assert forked.exit_code == 0, forked.output
+    second = forked.stdout.strip()
+    listed = run("runs", "list", *address).stdout
+    assert first.run_id in listed and second in listed and "\x1b[31m" not in listed
+    assert listed.index("second") < listed.index("·[31mfirst") and checkpoint in listed
+    assert run("runs", "delete", second, *address, typed="n\n").exit_code == 1
+    assert second in run("runs", "list", *address).stdout
+    assert run("runs", "delete", second, "--yes", *address).stdout == f"deleted {second}\n"
+    assert second not in run("runs", "list", *address).stdout
+    gone = run("runs", "delete", second, "--yes", *address)
+    assert gone.exit_code == 2 and gone.stderr.count("\n") == 1 and second in gone.stderr
+
+
+def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.cli.service.CONNECT_S", 0.2)
+    for words in (["status", "127.0.0.1:1"], ["top", "127.0.0.1:1"], ["runs", "list", "--address", "127.0.0.1:1"]):
+        away = run(*words)
+        assert away.exit_code == 1 and away.stdout == ""
+        assert re.fullmatch(r"gradwire: no answer from 127\.0\.0\.1:1: .*\n", away.stderr)
+
+
+def test_commands_of_other_packages_are_loaded_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry_points(group: str) -> Sequence[importlib.metadata.EntryPoint]:
+        assert group == plugins.GROUP
+        return [
+            importlib.metadata.EntryPoint("speak", "tests_of_gradwire_nowhere:main [voice]", group),
+            importlib.metadata.EntryPoint("join.words", "os.path:join", group),
+        ]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert "speak" in run("--help").stdout and "join" in run("--help").stdout
+    missing = run("speak", "--loud")
+    assert missing.exit_code == 2
+    assert missing.stderr == (
+        "gradwire: `gradwire speak` needs tests_of_gradwire_nowhere, which is not installed:"
+        " pip install 'gradwire[voice]'\n"
+    )
+
+
+def test_doctor_finds_what_is_wrong_and_says_what_to_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "keys.json").write_text("{}")
+    (tmp_path / "keys.json").chmod(0o644)
+    found = run("doctor", "--state-dir", str(tmp_path), "--address", "127.0.0.1:0")
+    assert found.exit_code == 1
+    for words in ("Python: 3.", "torch: ", "Memory: ", "Disk: ", "Port: 127.0.0.1:0 is free"):
+        assert words in found.stdout
+    assert f"chmod 700 {tmp_path}" in found.stdout and f"chmod 600 {tmp_path}/keys.json" in found.stdout
+    tmp_path.chmod(0o700)
+    (tmp_path / "keys.json").chmod(0o600)
+    assert "problem" not in run("doctor", "--state-dir", str(tmp_path), "--address", "127.0.0.1:0").stdout
+
+
+def test_doctor_on_a_machine_with_a_driver() -> None:
+    (blind,) = doctor._cuda({"devices": [["H", 60 << 30, 80 << 30]], "built_for": "12.8"})
+    assert (blind.state, blind.words) == ("ok", "H, 60 GiB of 80 GiB free")
+    (busy,) = doctor._cuda({"devices": [["H", 10 << 30, 80 << 30]], "built_for": "12.8"})
+    assert busy.state == "note" and "nvidia-smi" in busy.advice
+
+
+@pytest.mark.parametrize(("built_for", "words"), [("", "was built for the CPU"), ("12.8", "finds no device")])
+def test_doctor_on_a_machine_whose_gpu_torch_does_not_find(
+    built_for: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (finding,) = doctor._cuda({"devices": [], "built_for": built_for})
+    assert finding.state == "problem" and words in finding.words and finding.advice
+
+
+def test_a_port_in_use_is_noted(server: Server) -> None:
+    finding = doctor.port(server.address)
+    assert finding.state == "note" and f"gradwire status {server.address}" in finding.advice
+    assert doctor.port("nowhere").state == "problem"

@@ -1,0 +1,111 @@
+"""The table of ordinary mistakes with `gradwire serve`: one sentence each, status 2, no log and no traceback."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LOOPBACK = ("--address", "127.0.0.1:0")
+MISTAKES = {
+    "beyond loopback without keys": (
+        "--model tiny --address 0.0.0.0:0",
+        "without API keys the server listens on loopback only, not on 0.0.0.0:0; make one with"
+        " `gradwire keys create NAME --state-dir {here}/state`, or let anyone in with --insecure-bind",
+    ),
+    "certificate missing": (
+        "--model tiny --tls-cert none.pem --tls-key server.key",
+        "--tls-cert {here}/none.pem cannot be read: No such file or directory",
+    ),
+    "no GPU": (
+        "--model tiny --device cuda",
+        "--device cuda: torch * finds no CUDA device here; `gradwire doctor` looks for the reason, and --device cpu"
+        " trains without one",
+    ),
+    "device misspelt": (
+        "--model tiny --device cuad",
+        "--device cuad: there is no such device; give cpu, cuda or cuda:N",
+    ),
+    "losses missing": (
+        "--model tiny --losses none.py",
+        "--losses {here}/none.py cannot be read: No such file or directory",
+    ),
+    "losses broken": (
+        "--model tiny --losses broken.py",
+        "--losses {here}/broken.py, line 2: ValueError: no such scale",
+    ),
+    "no model": (
+        "",
+        "name at least one model: --model NAME_OR_FOLDER, or `models` in a file of settings",
+    ),
+    "model misspelt": (
+        "--model tinny",
+        "--model tinny: there is no such folder, the model is not in the cache of the Hugging Face hub, and the hub"
+        " cannot be reached; did you mean tiny?",
+    ),
+    "folder misspelt": (
+        "--model {here}/tinny",
+        "--model {here}/tinny: there is no such folder; did you mean {here}/tiny?",
+    ),
+    "folder without a model": (
+        "--model {here}/empty",
+        "--model {here}/empty: the folder has no config.json, so it is no Hugging Face model",
+    ),
+    "port in use": (
+        "--model tiny --address 127.0.0.1:{port}",
+        "--address 127.0.0.1:{port}: address already in use; give another with --address HOST:PORT",
+    ),
+    "state folder in use": (
+        "--model tiny --state-dir {here}/taken",
+        "the state folder {here}/taken is in use by process {pid}",
+    ),
+    "settings unreadable": (
+        "--config broken.yaml",
+        "broken.yaml, line 2: * expected ',' or ']', but got '<stream end>'",
+    ),
+    "settings missing": (
+        "--config none.yaml",
+        "none.yaml: the file of settings cannot be read: No such file or directory",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder to make mistakes in; its state folder ``taken`` is locked."""
+    folder = tmp_path_factory.mktemp("mistakes").resolve()
+    (folder / "tiny").symlink_to(tiny_model_path)
+    (folder / "empty").mkdir()
+    (folder / "server.key").touch()
+    (folder / "broken.py").write_text("import math\nraise ValueError('no such scale')\n")
+    (folder / "broken.yaml").write_text("address: [1\n")
+    (folder / "taken").mkdir()
+    with (folder / "taken" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(os.getpid(), end="", file=lock, flush=True)
+        yield folder
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_costs_one_sentence(mistake: str, here: Path) -> None:
+    arguments, sentence = MISTAKES[mistake]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        facts = {"here": here, "port": listening.getsockname()[1], "pid": os.getpid()}
+        given = arguments.format(**facts).split()
+        address = () if "--address" in given else LOOPBACK
+        state = () if "--state-dir" in given else ("--state-dir", str(here / "state"))
+        result = subprocess.run(
+            [sys.executable, "-m", "gradwire_server.cli", "serve", *given, *address, *state],
+            capture_output=True, text=True, timeout=120, check=False, cwd=here,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here), "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    (line,) = result.stderr.splitlines()
+    start, _, end = f"gradwire: {sentence.format(**facts)}".partition("*")
+    assert line.startswith(start) and line.endswith(end), line

@@ -37,7 +37,7 @@ def refusal(model: Path, state: Path, *flags: str) -> str:
     ended = gradwire_command(
         "serve", "--model", f"tiny={model}", "--state-dir", state, "--address", "127.0.0.1:0", *flags
     )
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert files(state) == before
     return ended.stderr
 

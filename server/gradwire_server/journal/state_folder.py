@@ -31,9 +31,10 @@ def lock(state_dir: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 20, 0).decode() or "another process"
+        number = os.pread(descriptor, 20, 0).decode()
+        holder = f"process {number}" if number else "another process"
         os.close(descriptor)
-        raise StateFolderError(f"the state folder {state_dir} is in use by process {holder}") from None
+        raise StateFolderError(f"the state folder {state_dir} is in use by {holder}") from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +67,11 @@ MISTAKES = {
         "--model tiny --state-dir {here}/taken",
         "the state folder {here}/taken is in use by process {pid}",
     ),
+    "state folder of a newer version": (
+        "--model tiny --state-dir {here}/newer",
+        "{here}/newer/gradwire.db cannot be used: a newer gradwire wrote it (version 999 of the state folder; * Install"
+        " that gradwire, or restore a backup from before",
+    ),
     "settings unreadable": (
         "--config broken.yaml",
         "broken.yaml, line 2: * expected ',' or ']', but got '<stream end>'",
@@ -85,6 +92,9 @@ def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     (folder / "server.key").touch()
     (folder / "broken.py").write_text("import math\nraise ValueError('no such scale')\n")
     (folder / "broken.yaml").write_text("address: [1\n")
+    (folder / "newer").mkdir()
+    with contextlib.closing(sqlite3.connect(folder / "newer" / "gradwire.db")) as database:
+        database.execute("PRAGMA user_version = 999")
     (folder / "taken").mkdir()
     with (folder / "taken" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

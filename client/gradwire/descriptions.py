@@ -36,6 +36,7 @@ class RunInfo:
         dropout: Dropout rate of the model during training.
         kind: ``"rl"`` or ``""``; selects the default learning rate.
         num_tokens: Tokens that went through the model since the server started.
+        parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait.
     """
 
     run_id: str
@@ -59,6 +60,7 @@ class RunInfo:
     dropout: float = 0.0
     kind: str = ""
     num_tokens: int = 0
+    parked: str = ""
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -92,6 +94,7 @@ class RunInfo:
             dropout=config.dropout,
             kind=config.kind,
             num_tokens=run.num_tokens,
+            parked=run.parked.message,
         )
 
 

@@ -39,6 +39,7 @@
     │   ├── EngineUnavailableError
     │   ├── PayloadCorruptError
     │   ├── ServerStartError                an embedded server did not start
+    │   ├── RunParkedError
     │   ├── ShuttingDownError
     │   └── StorageFullError
     ├── ConnectionLostError             the server stayed unreachable past the timeout
@@ -229,6 +230,10 @@ class ServerStartError(ServerError):
     """An embedded server did not start; the message ends with the server's stderr."""
 
 
+class RunParkedError(ServerError):
+    """The run cannot go on for now, and its accepted operations wait; the message says why and what to do."""
+
+
 class ShuttingDownError(ServerError):
     """The server is shutting down."""
 
@@ -282,6 +287,7 @@ EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
     pb.ERROR_CODE_NOTHING_TO_STEP: NothingToStepError,
     pb.ERROR_CODE_UNSUPPORTED: UnsupportedError,
     pb.ERROR_CODE_SHUTTING_DOWN: ShuttingDownError,
+    pb.ERROR_CODE_RUN_PARKED: RunParkedError,
 }
 
 # A gRPC status without details comes from a proxy, from grpc itself, or from another kind of server.

@@ -36,6 +36,7 @@ from gradwire.errors import (
     ResultReleasedError,
     RewoundError,
     RunBusyError,
+    RunParkedError,
     SequenceGapError,
     ServerError,
     ServiceClosedError,
@@ -53,7 +54,7 @@ CLOSE_PATIENCE_S = 10.0
 OPERATION_TRIES = 3
 SENT_TOGETHER = 64
 
-AWAY = (*errors.RETRYABLE, StorageFullError)
+AWAY = (*errors.RETRYABLE, StorageFullError, RunParkedError)
 """Errors of a server that cannot answer now; transient."""
 PASSING = (ConnectionLostError, ServerError, LimitExceededError)
 """Errors that a stream may meet at one time and not at the next."""
@@ -95,6 +96,7 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         self._may_reopen = False
+        self._parked = ""
         self._fence: GradwireError | None = None
         self._next_result = 1
         self._send_work = asyncio.Event()
@@ -138,6 +140,13 @@ class RunLink:
         if futures:
             self._submitted()
         return futures
+
+    async def discard(self) -> int:
+        """Cancel every operation of the parked run that has no result; return their number."""
+        await self.open()
+        request = pb.DiscardPendingRequest(run_id=self._queue.run_id, epoch=self._epoch)
+        answer = await self._transport.unary(lambda stub: stub.DiscardPending, request)
+        return int(answer.num_discarded)
 
     async def close(self, error: GradwireError) -> None:
         """Wait, for a limited time, until submitted operations are acknowledged; fail those without a result."""
@@ -273,7 +282,10 @@ class RunLink:
     ) -> None:
         self._may_reopen = True
         if waiting:
-            logger.debug("%s: %s", self._queue.run_id, error)
+            level = logging.DEBUG
+            if isinstance(error, RunParkedError) and str(error) != self._parked:
+                self._parked, level = str(error), logging.WARNING
+            logger.log(level, "%s: %s", self._queue.run_id, error)
             self._transport.check_alive()
             await pause(error)
 

@@ -93,6 +93,7 @@ class TrainingClient(Operations):
     info = _blocking(training.TrainingClient.info)
     history = _blocking(training.TrainingClient.history)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
+    discard_pending = _blocking(training.TrainingClient.discard_pending)
     share = _blocking(training.TrainingClient.share)
     unshare = _blocking(training.TrainingClient.unshare)
     delete_checkpoint = _blocking(training.TrainingClient.delete_checkpoint)

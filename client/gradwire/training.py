@@ -118,6 +118,22 @@ class TrainingClient(Operations):
                     ) from error
                 raise
 
+    async def discard_pending(self) -> int:
+        """Cancel the accepted operations of a parked run that have no result, and let the run go on without them.
+
+        The server parks a run that it cannot restore, for example because it was started without the run's model or
+        because a checkpoint is damaged: ``info().parked`` says why. A parked run goes on by itself once the cause is
+        gone, so discard only what you can do without. Futures of discarded operations raise
+        ``OperationCancelledError``.
+
+        Returns:
+            Number of discarded operations.
+
+        Raises:
+            UnsupportedError: The run is not parked.
+        """
+        return await self._link.discard()
+
     async def share(self, reader: str) -> RunInfo:
         """Let another key of the server read this run: its results and checkpoints, sampling and forking from them.
 

@@ -50,6 +50,17 @@ def shutting_down() -> ServiceError:
     return ServiceError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")
 
 
+def parked_error(run_id: str, reason: pb.Error) -> ServiceError:
+    """RUN_PARKED for those who submit to a parked run or wait for its results."""
+    return ServiceError(
+        pb.ERROR_CODE_RUN_PARKED,
+        f"the run {run_id} is parked, and its accepted operations wait: {reason.message}. It goes on by itself once the"
+        " cause is gone; its owner can cancel what waits with discard_pending()",
+        field=reason.field,
+        rule=reason.rule,
+    )
+
+
 def limit_exceeded(what: str, name: str, limit: int, field: str) -> ServiceError:
     """LIMIT_EXCEEDED for a request that asks for more than a limit of the server allows.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
+from gradwire_server.core.startable import Startable
 from gradwire_server.doors.grpc.door import GrpcDoor
 from gradwire_server.engine_client.process import EngineClient
 from gradwire_server.errors import ServiceError
@@ -14,7 +14,7 @@ from gradwire_server.observability.exposition import Exposition
 from gradwire_server.observability.tracing import Tracing
 
 
-class Server:
+class Server(Startable):
     """A server on one state folder, with its core and doors.
 
     Args:
@@ -42,6 +42,7 @@ class Server:
             tracing,
             on_engine_ready=lambda ready: self.door.engine_changed(ready),
             own_key=own_key,
+            on_parked=lambda count: self.door.parked_changed(count),
         )
         self.door = GrpcDoor(self.core)
         self._exposition: Exposition | None = None
@@ -71,19 +72,6 @@ class Server:
         exposition, self._exposition = self._exposition, None
         if exposition is not None:
             await asyncio.to_thread(exposition.close)
-
-    async def __aenter__(self) -> Server:
-        try:
-            await self.start()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     @property
     def address(self) -> str:

@@ -89,12 +89,18 @@ class JournalMachine(RuleBasedStateMachine):
                 self.do(append(self.journal, operation(self.run_id, self.accepted + 1, size=3), b"abc"))
 
     @precondition(lambda self: len(self.answered) < self.accepted)
-    @rule(size=sizes, data=st.data())
-    def answer(self, size: int, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from([seq for seq in range(1, self.accepted + 1) if seq not in self.answered]))
+    @rule(size=sizes)
+    def answer(self, size: int) -> None:
+        seq = self.applied + 1
         self.do(self.put(seq, bytes([255 - seq % 256]) * size))
         self.answers[seq] = bytes([255 - seq % 256]) * size
         self.answered.add(seq)
+
+    @precondition(lambda self: self.applied + 1 < self.accepted)
+    @rule(data=st.data())
+    def a_result_before_its_turn_is_refused(self, data: st.DataObject) -> None:
+        with pytest.raises(LookupError, match="has no result"):
+            self.do(self.put(data.draw(st.integers(self.applied + 2, self.accepted)), b"early"))
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data())
@@ -256,7 +262,7 @@ def carried_out(
         offered.add(seq)
         for admitted in queue.admit():
             assert admitted.seq == record.accepted_seq + 1
-            record.accepted_seq, admitted.durable = admitted.seq, True
+            assert queue.journaled(admitted, None)
         if data.draw(st.booleans()):
             work()
     work()

@@ -22,9 +22,10 @@ def walk() -> list[str]:
     return re.findall(r"`((?:client|server|losses|proto)/[\w/]+\.py)`", section)
 
 
-def test_the_walk_names_files_that_exist_and_few_of_them() -> None:
+def test_the_walk_names_files_that_exist() -> None:
+    """That they are exactly those of a real walk is in test_walk.py."""
     files = walk()
-    assert len(files) == len(set(files)) and 20 < len(files) <= 35
+    assert len(files) == len(set(files)) > 20
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 

@@ -32,6 +32,7 @@ PLACES = {
     "Results": "read",
     "AckResults": "write",
     "Cancel": "write",
+    "DiscardPending": "write",
     "Sample": "read",
     "ListCheckpoints": "read",
     "DeleteCheckpoint": "write",

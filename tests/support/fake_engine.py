@@ -39,6 +39,8 @@ class FakeEngine:
         self.dies_behind: set[int] = set()
         self.overwrites: list[bool] = []
         self.unreadable = False
+        self.unknown_losses: set[str] = set()
+        self.restore_error: ServiceError | None = None
         self.vitals = Vitals()
         self.vitals.started()
         self._up = asyncio.Event()
@@ -96,9 +98,11 @@ class FakeEngine:
                     self.dies_behind.discard(request.operation.seq)
                     self.die()
         except (EngineDied, ServiceError) as error:
-            answer.set_exception(error)
+            if not answer.done():
+                answer.set_exception(error)
         else:
-            answer.set_result(outcome)
+            if not answer.done():
+                answer.set_result(outcome)
         finally:
             self._unanswered.pop(answer, None)
 
@@ -111,6 +115,8 @@ class FakeEngine:
         kind = request.WhichOneof("kind")
         if kind == "create_run":
             create = request.create_run
+            if self.restore_error is not None:
+                raise self.restore_error
             if create.config.lora.rank > 100:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "rank too large", field="lora.rank")
             run = self.runs[create.run_id] = FakeRun()
@@ -155,6 +161,10 @@ class FakeEngine:
             if loss_fn == "fail":
                 run.failed_seq, result.status = seq, pb.STATUS_FAILED
                 result.error.code, result.error.message = pb.ERROR_CODE_INVALID_BATCH, "id 99999 is outside"
+                return reply, b""
+            if loss_fn in self.unknown_losses:
+                run.failed_seq, result.status = seq, pb.STATUS_FAILED
+                result.error.code, result.error.message = pb.ERROR_CODE_UNKNOWN_LOSS, f"no loss is called {loss_fn}"
                 return reply, b""
             run.history.append(loss_fn)
             result.loss.loss = float(len(run.history))

@@ -23,6 +23,7 @@ class Client:
     """One Submit stream, one Results stream, the unary calls as they are."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
         self.stub: Any = TrainingServiceStub(channel)
         self.run_id, self.epoch = "", 0
         self.acks: dict[int, list[pb.SubmitAck]] = {}
@@ -122,12 +123,17 @@ def start(tmp_path: Path) -> Start:
     """`async with start(limits={...}) as door`: may be entered again on the same state folder."""
 
     @asynccontextmanager
-    async def run(limits: dict[str, int] | None = None, **settings: Any) -> AsyncIterator[Door]:
+    async def run(
+        limits: dict[str, int] | None = None,
+        prepare: Callable[[FakeEngine], None] = lambda engine: None,
+        **settings: Any,
+    ) -> AsyncIterator[Door]:
         config = ServerConfig(
             address="127.0.0.1:0", state_dir=tmp_path, models={"tiny": "/models/tiny"},
             limits=Limits.model_validate(limits or {}), **{"grace": 2} | settings,
         )  # fmt: skip
         engine = FakeEngine(tmp_path)
+        prepare(engine)
         async with AsyncExitStack() as clients, Server(config, engine) as server:
             yield Door(server, engine, clients)
 

@@ -27,9 +27,9 @@ def free_port() -> int:
 class Server:
     """`gradwire serve` as a child process; can be stopped, killed and started again on the same state folder."""
 
-    def __init__(self, model: Path, state_dir: Path, *args: str) -> None:
+    def __init__(self, model: Path, state_dir: Path, *args: str, name: str = "tiny") -> None:
         self._command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", "127.0.0.1:0"]
-        self._command += ["--model", f"tiny={model}", "--state-dir", str(state_dir), *args]
+        self._command += ["--model", f"{name}={model}", "--state-dir", str(state_dir), *args]
         self.address = ""
 
     def start(self) -> Server:
@@ -42,6 +42,11 @@ class Server:
                 self.address = line.split()[-1]
                 return self
         raise RuntimeError(f"the server ended with {self.process.wait()} before it listened")
+
+    @property
+    def engine_pid(self) -> int:
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(how)

@@ -68,7 +68,13 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
     parts += [f"heartbeat {engine.heartbeat_age_s:.1f} s ago", f"{engine.restarts} restarts"]
     queued = sum(waiting(run) for run in now.runs.values())
     parts += [f"{len(now.runs)} runs", f"{queued} operations queued"]
-    return Group(head, Text(", ".join(parts)), _models(now.models), _runs(now, before, most))
+    parked = [
+        Text(f"run {plain(run.run_id)} is parked: {plain(run.parked)}", "bold red")
+        for run in now.runs.values()
+        if run.parked
+    ]
+    parts += [f"{len(parked)} parked"] if parked else []
+    return Group(head, Text(", ".join(parts)), *parked, _models(now.models), _runs(now, before, most))
 
 
 def _models(models: list[ModelInfo]) -> Table:

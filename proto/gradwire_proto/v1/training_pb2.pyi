@@ -126,6 +126,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_UNSUPPORTED: _ErrorCode.ValueType  # 30
     """the run lacks what the operation needs (a head, a tokenizer)"""
     ERROR_CODE_SHUTTING_DOWN: _ErrorCode.ValueType  # 31
+    ERROR_CODE_RUN_PARKED: _ErrorCode.ValueType  # 32
+    """the run cannot go on for now; its operations wait: see Run.parked"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """============================================================ errors
@@ -184,6 +186,8 @@ ERROR_CODE_NOTHING_TO_STEP: ErrorCode.ValueType  # 29
 ERROR_CODE_UNSUPPORTED: ErrorCode.ValueType  # 30
 """the run lacks what the operation needs (a head, a tokenizer)"""
 ERROR_CODE_SHUTTING_DOWN: ErrorCode.ValueType  # 31
+ERROR_CODE_RUN_PARKED: ErrorCode.ValueType  # 32
+"""the run cannot go on for now; its operations wait: see Run.parked"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _TrainOn:
@@ -1172,6 +1176,7 @@ class Run(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
+    PARKED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1202,6 +1207,13 @@ class Run(_message.Message):
     def readers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names of the keys that may read it, besides the owner"""
 
+    @_builtins.property
+    def parked(self) -> Global___Error:
+        """Why the run is parked; absent if it is not. A run is parked while it cannot be restored, for example because the
+        server was started without its model. Its accepted operations keep their numbers and wait; new ones are refused
+        with ERROR_CODE_RUN_PARKED. It goes on by itself once the cause is gone, or after DiscardPending.
+        """
+
     def __init__(
         self,
         *,
@@ -1220,10 +1232,11 @@ class Run(_message.Message):
         num_tokens: _builtins.int = ...,
         owner: _builtins.str = ...,
         readers: _abc.Iterable[_builtins.str] | None = ...,
+        parked: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "readers", b"readers", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1627,6 +1640,7 @@ class OperationHeader(_message.Message):
     PAYLOAD_DIGEST_FIELD_NUMBER: _builtins.int
     FAILURE_SEEN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
@@ -1641,6 +1655,10 @@ class OperationHeader(_message.Message):
     def operation(self) -> Global___Operation: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
+    @_builtins.property
+    def refusal(self) -> Global___Error:
+        """set by the server in its journal: why it accepted the operation to fail it"""
+
     def __init__(
         self,
         *,
@@ -1653,10 +1671,11 @@ class OperationHeader(_message.Message):
         payload_digest: _builtins.bytes = ...,
         failure_seen: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        refusal: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "refusal", b"refusal", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2573,6 +2592,47 @@ class CancelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
+
+@_typing.final
+class DiscardPendingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardPendingRequest: _TypeAlias = DiscardPendingRequest  # noqa: Y015
+
+@_typing.final
+class DiscardPendingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DISCARDED_FIELD_NUMBER: _builtins.int
+    num_discarded: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_discarded: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_discarded", b"num_discarded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardPendingResponse: _TypeAlias = DiscardPendingResponse  # noqa: Y015
 
 @_typing.final
 class ListCheckpointsRequest(_message.Message):

@@ -129,6 +129,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.CancelRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.DiscardPending = channel.unary_unary(
+                '/gradwire.v1.TrainingService/DiscardPending',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.FromString,
+                _registered_method=True)
         self.Sample = channel.unary_stream(
                 '/gradwire.v1.TrainingService/Sample',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
@@ -286,6 +291,13 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DiscardPending(self, request, context):
+        """Cancels every operation of a parked run that has no result, and lets the run go on without them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sample(self, request, context):
         """---- Sampling outside a run's queue: from a model, or from a checkpoint ----
         """
@@ -410,6 +422,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.CancelRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.CancelResponse.SerializeToString,
+            ),
+            'DiscardPending': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardPending,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.SerializeToString,
             ),
             'Sample': grpc.unary_stream_rpc_method_handler(
                     servicer.Sample,
@@ -945,6 +962,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/Cancel',
             gradwire__proto_dot_v1_dot_training__pb2.CancelRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardPending(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/DiscardPending',
+            gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -94,6 +94,8 @@ class TrainingServiceStub:
     AckResults: _grpc.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]
     """Cancels an operation that has not started; a started one continues."""
+    DiscardPending: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]
+    """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
     """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]
@@ -146,6 +148,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     AckResults: _aio.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels an operation that has not started; a started one continues."""
+    DiscardPending: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]  # type: ignore[assignment]
+    """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
     """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -309,6 +313,14 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.CancelResponse, _abc.Awaitable[_training_pb2.CancelResponse]]:
         """Cancels an operation that has not started; a started one continues."""
+
+    @_abc_1.abstractmethod
+    def DiscardPending(
+        self,
+        request: _training_pb2.DiscardPendingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.DiscardPendingResponse, _abc.Awaitable[_training_pb2.DiscardPendingResponse]]:
+        """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
 
     @_abc_1.abstractmethod
     def Sample(

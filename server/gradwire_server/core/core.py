@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -23,6 +22,7 @@ from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.run_creation import RunCreation
 from gradwire_server.core.session import Session
+from gradwire_server.core.startable import Startable
 from gradwire_server.core.tokenizing import Tokenizers
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
@@ -44,7 +44,7 @@ PROTOCOL = 1
 ENGINE_GRACE_S = 5.0
 
 
-class Core:
+class Core(Startable):
     """A server on one state folder, without doors.
 
     Args:
@@ -53,6 +53,7 @@ class Core:
         tracing: Tracing to use instead of what the settings describe; the caller closes it.
         on_engine_ready: Called with True when an engine is ready, with False when it is lost.
         own_key: Key that callers must present; see :class:`.keys.Keys`.
+        on_parked: Called with the number of parked runs when it may have changed.
 
     Attributes:
         keys: The API keys.
@@ -67,16 +68,18 @@ class Core:
         tracing: Tracing | None = None,
         on_engine_ready: Callable[[bool], None] = lambda ready: None,
         own_key: str = "",
+        on_parked: Callable[[int], object] = bool,
     ) -> None:
         self.config = config
         self.keys = Keys(config.state_dir, open_door=config.loopback or config.insecure_bind, own_key=own_key)
         self.metrics = Metrics(per_run=config.metrics_runs)
         self.left: dict[str, int] = {}
-        self._given_engine, self._on_engine_ready = engine, on_engine_ready
+        self._given_engine, self._on_engine_ready, self._on_parked = engine, on_engine_ready, on_parked
         self._own_engine: EngineProcess | None = None
         self._given_tracing, self._tracing = tracing, Tracing()
         self._journal: Journal | None = None
         self._locks: list[int] = []
+        self._running = False
         self._began = time.monotonic()
 
     # ---- lifecycle ----
@@ -119,17 +122,26 @@ class Core:
         self.metrics.know(engine.hello.losses)
         journal.store.on_commit = self.metrics.committed
         self._start_tracing()
-        self.scheduler = Scheduler(engine, journal, self.runs, config, self.keys.quota, self.metrics, self._tracing)
+        self.scheduler = Scheduler(
+            engine, journal, self.runs, config, self.keys.quota, self.metrics, self._tracing, self._on_parked
+        )
         self._creation = RunCreation(self.scheduler, self.runs, config.limits, config.all_models)
         self._tokenizers = Tokenizers(engine.hello.tokenizer_files, config.limits)
         await self.scheduler.start(records)
+        self._running = True
 
     async def drain(self) -> None:
-        """Accept nothing more, wait for the operations that are being executed, and set :attr:`left`."""
-        self.left = await self.scheduler.drain(self.config.grace)
+        """Accept nothing more, wait for the operations that are being executed, and set :attr:`left`.
+
+        A second call does nothing.
+        """
+        running, self._running = self._running, False
+        if running:
+            self.left = await self.scheduler.drain(self.config.grace)
 
     async def stop(self) -> None:
-        """Stop the engine, close the journal, and unlock the state folder. A second call does nothing."""
+        """Drain, stop the engine, close the journal, and unlock the state folder. A second call does nothing."""
+        await self.drain()
         engine, self._own_engine = self._own_engine, None
         journal, self._journal = self._journal, None
         if engine is not None:
@@ -141,20 +153,6 @@ class Core:
             await asyncio.to_thread(tracing.close)
         while self._locks:
             os.close(self._locks.pop())
-
-    async def __aenter__(self) -> Core:
-        try:
-            await self.start()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.drain()
-        await self.stop()
 
     @property
     def engine(self) -> EngineClient:
@@ -268,12 +266,12 @@ class Core:
         Raises:
             ServiceError: UNKNOWN_RUN, also for a run that the caller may not read.
         """
-        return self.runs.get(run_id, caller).to_proto()
+        return self._described(self.runs.get(run_id, caller))
 
     def list_runs(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
         """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
         page, token = self.runs.page(caller, page_size, page_token)
-        return [record.to_proto() for record in page], token
+        return [self._described(record) for record in page], token
 
     async def delete_run(self, caller: Caller, run_id: str) -> None:
         """Delete a run with its operations, results, checkpoints and files.
@@ -321,7 +319,7 @@ class Core:
         record = self._own(caller, run_id)
         check_length(writer, "max_name_chars", self.config.limits.max_name_chars, "writer")
         epoch = await self.scheduler.open(record, takeover, writer)
-        run = record.to_proto()
+        run = self._described(record)
         run.epoch = epoch  # another writer may have opened the run meanwhile: this one is told at its first operation
         return run
 
@@ -348,6 +346,7 @@ class Core:
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming:
         """Begin to receive an operation's payload. Errors of the operation are kept and raised by :meth:`submit`."""
+        header.ClearField("refusal")  # the server's own
         incoming = Incoming(header)
         try:
             record = self._own(caller, header.run_id)
@@ -408,6 +407,15 @@ class Core:
         queue = self.scheduler.queue(self._own(caller, run_id))
         return await self.scheduler.admission.cancel(queue, seq, epoch)
 
+    async def discard_pending(self, caller: Caller, run_id: str, epoch: int) -> int:
+        """Cancel every operation of a parked run that has no result, and let the run go on; return their number.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, STALE_EPOCH; UNSUPPORTED for a run that is not parked.
+        """
+        queue = self.scheduler.queue(self._own(caller, run_id))
+        return await self.scheduler.admission.discard(queue, epoch)
+
     # ---- sampling outside a run ----
 
     async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
@@ -465,6 +473,13 @@ class Core:
         return folder
 
     # ---- internals ----
+
+    def _described(self, record: RunRecord) -> pb.Run:
+        run = record.to_proto()
+        reason = self.scheduler.parked(record.run_id)
+        if reason is not None:
+            run.parked.CopyFrom(reason)
+        return run
 
     def _start_tracing(self) -> None:
         try:

@@ -31,7 +31,7 @@ class Output:
     columns: Mapping[str, Column]
 
 
-class Operations(Protocol):
+class SessionCalls(Protocol):
     """The methods of the core that a session needs; doors whose clients number their operations call the same ones."""
 
     def receive(self, caller: Caller, header: pb.OperationHeader) -> Incoming: ...
@@ -57,7 +57,7 @@ class Session:
         next_seq: Number of the next operation.
     """
 
-    def __init__(self, operations: Operations, caller: Caller, run: pb.Run, *, keep_results: bool = False) -> None:
+    def __init__(self, operations: SessionCalls, caller: Caller, run: pb.Run, *, keep_results: bool = False) -> None:
         self.run_id, self.epoch, self.next_seq = run.run_id, run.epoch, run.accepted_seq + 1
         self._operations, self._caller = operations, caller
         self._waiting: dict[int, asyncio.Future[Output]] = {}

@@ -96,11 +96,7 @@ class StoredResult:
 
 @dataclass(frozen=True, slots=True)
 class RunMarks:
-    """Values of the run's row after a result, written in the same transaction.
-
-    They are not written if a later result is stored already, which happens when storing this one failed at first, for
-    example on a full disk.
-    """
+    """Values of the run's row after a result, written in the same transaction."""
 
     step: int
     failure_seq: int
@@ -231,13 +227,21 @@ class Journal:
     ) -> asyncio.Future[None]:
         """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
 
-        A result that is already stored is not replaced.
+        A result that is already stored is not replaced. Results are stored in order, except cancellations: what aborted
+        an operation is in the journal before the operation's own result, so that after a crash the marks are those of
+        the first operation that is executed again.
 
         Args:
             repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
+
+        Raises (through the future):
+            LookupError: An earlier operation has no result in the journal, because storing it failed.
+            ServiceError: STORAGE_FULL.
         """
 
         def work(connection: sqlite3.Connection) -> None:
+            if result.status != pb.STATUS_CANCELLED and _is_early(connection, run_id, result.seq):
+                raise LookupError(f"an operation of {run_id} before {result.seq} has no result in the journal")
             at, location = time.time(), None
             if self.keep_payloads or any(map(len, payload)):
                 record = journal_pb2.JournalRecord(run_id=run_id, seq=result.seq, at=at, result=result)
@@ -263,7 +267,7 @@ class Journal:
                 (result.status, outcome, result.status, run_id, result.seq),
             )
             change, values = "", tuple[int | str, ...]()
-            if result.status != pb.STATUS_CANCELLED and not _is_late(connection, run_id, result.seq):
+            if result.status != pb.STATUS_CANCELLED:
                 change, values = (
                     "step = ?, failure_seq = ?, failure = ?, ",
                     (marks.step, marks.failure_seq, marks.failure),
@@ -420,15 +424,10 @@ class Journal:
         self.segments.close()
 
 
-def _is_late(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
-    """Whether a later result that sets the run's marks is already stored.
-
-    Cancellations do not count: they set no marks, and are stored out of order.
-    """
-    query = (
-        "SELECT 1 FROM results JOIN operations USING (run_id, seq) WHERE run_id = ? AND seq > ? AND status != ? LIMIT 1"
-    )
-    return connection.execute(query, (run_id, seq, pb.STATUS_CANCELLED)).fetchone() is not None
+def _is_early(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
+    """Whether an earlier operation has no result yet."""
+    query = "SELECT 1 FROM operations WHERE run_id = ? AND seq < ? AND status = 0 LIMIT 1"
+    return connection.execute(query, (run_id, seq)).fetchone() is not None
 
 
 def _header_of(connection: sqlite3.Connection, run_id: str, seq: int) -> bytes:

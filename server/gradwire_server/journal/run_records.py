@@ -374,6 +374,10 @@ class RunRecords:
         await self._store.write(lambda connection: connection.execute(query, values).close())
         record.checkpoints[checkpoint.name] = checkpoint
 
+    def trimmed(self, record: RunRecord, up_to_seq: int) -> None:
+        """Record that the journal starts after this number."""
+        record.trimmed_seq = max(record.trimmed_seq, up_to_seq)
+
     async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
         """Delete a checkpoint: first its row, so that no recovery reads a half-deleted folder, then its files.
 

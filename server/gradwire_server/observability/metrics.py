@@ -64,6 +64,7 @@ CATALOGUE = (
     Spec("gradwire_run_step", "gauge", ("run",), "Optimizer steps of a run; only with --metrics-runs."),
     # Gauges sampled at scrape time.
     Spec("gradwire_runs", "gauge", (), "Runs that the server keeps."),
+    Spec("gradwire_runs_parked", "gauge", (), "Runs that cannot go on for now; `gradwire status` says why."),
     Spec("gradwire_queue_operations", "gauge", (), "Accepted operations without a result."),
     Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
     Spec("gradwire_queue_oldest_seconds", "gauge", (), "Age of the oldest operation without a result."),
@@ -96,6 +97,7 @@ class Backlog:
         bytes: Bytes of the payloads of operations without a result.
         early: Number of operations that wait for a missing number.
         oldest_s: Age in seconds of the oldest accepted operation without a result.
+        parked: Number of parked runs.
     """
 
     runs: int = 0
@@ -103,6 +105,7 @@ class Backlog:
     bytes: int = 0
     early: int = 0
     oldest_s: float = 0.0
+    parked: int = 0
 
 
 class Metrics:
@@ -244,6 +247,7 @@ class Present(Collector):
         backlog, vitals = self._backlog(), self._vitals
         beat = vitals.beat
         yield _one("gradwire_runs", backlog.runs)
+        yield _one("gradwire_runs_parked", backlog.parked)
         yield _one("gradwire_queue_operations", backlog.operations)
         yield _one("gradwire_queue_bytes", backlog.bytes)
         yield _one("gradwire_queue_oldest_seconds", backlog.oldest_s)

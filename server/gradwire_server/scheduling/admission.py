@@ -29,6 +29,7 @@ from gradwire_server.scheduling.operation import (
 )
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue, reused
+from gradwire_server.scheduling.states import JOURNALED, OperationState
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ class Admission:
                 queue.skip(entry.header.seq)
                 continue
             operation = self._taken_up(record, entry)
-            queue.pending[operation.seq] = operation
-            queue.hold(operation)
+            queue.load(operation)
 
     def _taken_up(self, record: RunRecord, entry: JournalEntry) -> QueuedOperation:
         header = entry.header
@@ -87,9 +87,9 @@ class Admission:
             None if header.payload_bytes else (),
             entry.accepted_at,
             ack,
-            refusal=_damaged(header.seq) if entry.damaged else self.refusal(record, header),
+            refusal=_damaged(header.seq) if entry.damaged else _refusal(header),
             location=entry.location,
-            durable=True,
+            from_journal=True,
             retried=True,
             deaths=entry.deaths,
         )
@@ -127,7 +127,9 @@ class Admission:
                 return ack
             if header.seq < 1:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
-            operation = QueuedOperation(header, identity(header), payload, time.time(), ack, refusal)
+            operation = QueuedOperation(
+                header, identity(header), payload, time.time(), ack, refusal, may_be_early=self._may_be_early(header)
+            )
             if header.seq < queue.next_seq and header.seq not in queue.pending:
                 self._repeat(self._acknowledge_again(queue, operation))
                 return ack
@@ -140,9 +142,13 @@ class Admission:
             return ack
         if refusal is not None:
             operation.payload = ()
+            header.refusal.CopyFrom(refusal)  # so that no later start judges it again
         for admitted in queue.admit():
             self._append(queue, admitted)
         return ack
+
+    def _may_be_early(self, header: pb.OperationHeader) -> bool:
+        return self._journal.keep_payloads and may_begin_early(header.operation)
 
     def _answered(self, ack: asyncio.Future[pb.SubmitAck]) -> None:
         retrieved(ack)
@@ -187,7 +193,6 @@ class Admission:
         operation.appended = appended = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or ()
         )
-        operation.early = self._journal.keep_payloads and may_begin_early(operation.header.operation)
 
         def durable(done: asyncio.Future[Any]) -> None:
             error = done.exception()
@@ -202,17 +207,15 @@ class Admission:
                 operation.trace.end(None)
                 queue.refuse(operation, error)
                 return
-            if queue.pending.get(operation.seq) is not operation:
-                return  # a rewind or a deletion of the run has removed it meanwhile
+            if not queue.journaled(operation, done.result()):
+                return
             crash_point("operation.before_ack")
-            operation.location, operation.durable = done.result(), True
             self._metrics.accepted(operation.header.operation)
             if queue.sent.get(operation.seq) is not operation:
                 operation.trace.phase("queue")
-            queue.record.accepted_seq = max(queue.record.accepted_seq, operation.seq)
             if operation.location is not None and self._memory.full:
                 self._memory.let_go(operation)
-            if operation.cancelled:
+            if operation.state is OperationState.CANCELLING:
                 self._results.finish(queue, operation, cancelled(operation.seq))
             self._dispatcher.wake(queue)
             if not operation.ack.done():
@@ -230,26 +233,62 @@ class Admission:
             ServiceError: UNKNOWN_OPERATION for a number that was not submitted, STALE_EPOCH.
         """
         queue.check_epoch(epoch)
-        waiting = queue.window.get(seq)
-        if waiting is not None:
-            waiting.cancelled = True
-            return True
-        if seq < 1 or seq >= queue.next_seq:
+        operation = queue.find(seq)
+        if operation is None and (seq < 1 or seq >= queue.next_seq):
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
-        operation = queue.pending.get(seq)
-        if operation is None or operation.cancelled:
-            return operation is not None
-        if not self._dispatcher.take_back(operation):
+        if operation is not None and operation.state is OperationState.CANCELLING:
+            return True
+        if operation is None or not self._dispatcher.withdraw(operation):
             return False
-        if operation.durable:
-            stored = self._results.finish(queue, operation, cancelled(seq))
-            self._dispatcher.wake(queue)
+        stored = self._finish_or_cancel(queue, operation, cancelled(seq))
+        self._dispatcher.wake(queue)
+        if stored is not None:
             await asyncio.shield(stored)
         return True
+
+    async def discard(self, queue: RunQueue, epoch: int) -> int:
+        """Cancel every operation of a parked run that has no result, and let the run go on; return their number.
+
+        The cancellations of journaled operations are durable when this returns.
+
+        Raises:
+            ServiceError: UNSUPPORTED for a run that is not parked, STALE_EPOCH.
+        """
+        queue.check_epoch(epoch)
+        if queue.parked is None:
+            raise ServiceError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                f"the run {queue.record.run_id} is not parked: its operations are executed; cancel them one by one",
+            )
+        operations = [each for each in queue.unfinished if self._dispatcher.withdraw(each)]
+        stored = [self._finish_or_cancel(queue, each, _discarded(each.seq)) for each in operations]
+        self._dispatcher.parking.release(queue)
+        await asyncio.gather(*(asyncio.shield(each) for each in stored if each is not None))
+        log.warning("%d operations of the parked run %s were discarded", len(operations), queue.record.run_id)
+        return len(operations)
+
+    def _finish_or_cancel(
+        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult
+    ) -> asyncio.Future[None] | None:
+        if operation.state in JOURNALED:
+            return self._results.finish(queue, operation, result)
+        if operation.state is not OperationState.CANCELLING:
+            queue.cancel(operation)
+        return None
+
+
+def _discarded(seq: int) -> pb.OperationResult:
+    result = cancelled(seq)
+    result.error.message = f"operation {seq} was discarded by the run's owner while the run was parked"
+    return result
 
 
 def _ack(operation: QueuedOperation, duplicate: bool = False) -> pb.SubmitAck:
     return pb.SubmitAck(run_id=operation.header.run_id, seq=operation.seq, duplicate=duplicate)
+
+
+def _refusal(header: pb.OperationHeader) -> pb.Error | None:
+    return header.refusal if header.HasField("refusal") else None
 
 
 def _damaged(seq: int) -> pb.Error:

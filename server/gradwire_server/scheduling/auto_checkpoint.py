@@ -54,14 +54,14 @@ class AutoCheckpoint:
 
     def due(self, queue: RunQueue) -> bool:
         """Whether to save a run as soon as none of its operations is in the engine."""
-        steps, size = queue.behind_checkpoint
-        due = 0 < self._every_steps <= steps or 0 < self._every_bytes <= size
+        since = queue.since_checkpoint
+        due = 0 < self._every_steps <= since.steps or 0 < self._every_bytes <= since.bytes
         return due and queue.generation == self._engine.generation
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""
         record = queue.record
-        queue.behind_checkpoint = (0, 0)  # a failed attempt is repeated only after another interval
+        queue.checkpointed()  # a failed attempt is repeated only after another interval
         save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
         request = engine_pb2.EngineOperation(
             run_id=record.run_id, seq=seq, operation=pb.Operation(save_checkpoint=save)
@@ -95,7 +95,7 @@ class AutoCheckpoint:
             return
         previous = max(older)
         await self._journal.trim(record.run_id, previous)
-        record.trimmed_seq = max(record.trimmed_seq, previous)
+        self._runs.trimmed(record, previous)
         for saved in list(record.checkpoints.values()):
             old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
             if old and await self._journal.user_of(record.run_id, saved.name) is None:

@@ -8,7 +8,7 @@ operation before them has its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import engine_pb2
@@ -24,8 +24,10 @@ from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
 from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
 from gradwire_server.scheduling.operation import QueuedOperation, retrieved
+from gradwire_server.scheduling.parking import CannotRestore, Parking
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.states import OperationState
 
 
 @dataclass(eq=False)
@@ -42,6 +44,10 @@ class Dispatcher:
 
     Attributes:
         fair_queue: What waits for the engine, and how much is in it.
+        parking: Parks the runs that cannot be restored.
+
+    Args:
+        parked: Called whenever a run is parked or goes on.
     """
 
     def __init__(
@@ -51,10 +57,12 @@ class Dispatcher:
         auto_checkpoint: AutoCheckpoint,
         results: Results,
         metrics: Metrics,
+        parked: Callable[[], object] = bool,
     ) -> None:
         self._engine, self._executor, self._auto_checkpoint = engine, executor, auto_checkpoint
         self._results, self._metrics = results, metrics
         self.fair_queue: FairQueue[RunQueue | _Place] = FairQueue(_wants_alone)
+        self.parking = Parking(self.wake, parked)
         self._carrying: set[asyncio.Task[None]] = set()
         self._draining = False
 
@@ -89,7 +97,7 @@ class Dispatcher:
             self._results.finish(queue, head, verdict)
 
     def _may_go(self, queue: RunQueue, operation: QueuedOperation) -> bool:
-        if operation.durable and not queue.sent:
+        if operation.state is OperationState.QUEUED and not queue.sent:
             return True
         held = queue.generation == self._engine.generation
         return held and queue.may_follow(operation) and not self._auto_checkpoint.due(queue)
@@ -117,28 +125,29 @@ class Dispatcher:
         try:
             with logs.about(record.run_id, operation.seq):
                 outcome = await self._executor.carry_out(queue, operation)
+            if outcome is not None and queue.parked is not None:
+                outcome = self.parking.executed(queue, operation, outcome)
             async with queue.finishing:
-                if outcome is not None and not operation.durable and operation.appended is not None:
+                if outcome is not None and operation.state is OperationState.EARLY and operation.appended is not None:
                     await asyncio.wait([operation.appended])
-                finished = outcome is not None and queue.pending.get(operation.seq) is operation
+                finished = outcome is not None and operation.state is OperationState.SENT
                 if outcome is not None and finished:
                     self._results.finish(queue, operation, *outcome)
             if finished:
                 last = len(queue.sent) == 1 and not kind_of(operation.header.operation).keeps_graph
                 if last and self._auto_checkpoint.due(queue):
-                    queue.apart = True
+                    queue.go_alone()
                     await self._auto_checkpoint.take(queue, operation.seq)
+        except CannotRestore as reason:
+            self.parking.park(queue, reason.error, again=reason.again)
         finally:
             queue.back(operation)
             self.fair_queue.leave(record.owner, operation.tokens)
         self.wake(queue)
 
-    def take_back(self, operation: QueuedOperation) -> bool:
-        """Withdraw an operation from the engine and mark it cancelled; False if it has started there."""
-        if operation.answer is not None and not self._engine.withdraw(operation.answer):
-            return False
-        operation.cancelled = True
-        return True
+    def withdraw(self, operation: QueuedOperation) -> bool:
+        """Withdraw an operation from the engine; False if it has started there."""
+        return operation.answer is None or self._engine.withdraw(operation.answer)
 
     async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
         """Wait for a place in the engine for a request outside any run's queue; :meth:`leave` frees the place.

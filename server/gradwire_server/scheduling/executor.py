@@ -18,11 +18,14 @@ from gradwire_server.observability.metrics import Metrics
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
 from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
+from gradwire_server.scheduling.parking import CannotRestore
 from gradwire_server.scheduling.replay import ReplayDied, behind, operation_request, restore
 from gradwire_server.scheduling.run_queue import RunQueue
 
 log = logging.getLogger(__name__)
 
+_OF_THE_START = (pb.ERROR_CODE_UNKNOWN_LOSS, pb.ERROR_CODE_UNKNOWN_MODEL)
+"""Errors of an operation accepted at an earlier start that another start may mend: its models and losses differ."""
 DEATHS = 2
 """Number of engine crashes before an operation is quarantined."""
 
@@ -48,7 +51,7 @@ class Executor:
                 reply, _payload = await self._engine.request(request)
             except EngineDied:
                 continue
-            queue.generation = self._engine.generation
+            queue.held_by(self._engine.generation)
             return reply.run_created
         raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
 
@@ -64,11 +67,16 @@ class Executor:
         """Execute an operation and return its result and payload.
 
         Returns None if the operation must be sent again later, or if a rewind, deletion or cancellation removed it.
+
+        Raises:
+            CannotRestore: The run must be parked.
         """
         try:
             return await self._attempt(queue, operation)
         except EngineDied as error:
             return await self._after_death(queue, operation, error)
+        except CannotRestore:
+            raise
         except Exception:  # a bug in the server must not stop the dispatcher or block the run
             log.exception("operation %d of %s", operation.seq, queue.record.run_id)
             message = f"the server failed to carry operation {operation.seq} out; its log says why"
@@ -78,15 +86,18 @@ class Executor:
         await self._engine.ready()
         try:
             async with queue.handing:
-                answer = operation.answer = await self._hand_over(queue, operation)
-            if answer is None:
-                return None
+                answer = await self._hand_over(queue, operation)
+                if answer is None:
+                    return None
+                queue.handed(operation, answer)
             reply, data = await answer
         except ServiceError as error:
             return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=error.error), b""
         if reply.HasField("not_started"):
             return None
         result, taken = reply.result, time.time() - operation.accepted_at
+        if operation.from_journal and result.error.code in _OF_THE_START:
+            raise CannotRestore(result.error)
         result.timings.queue_s = max(taken - result.timings.engine_s, 0.0)
         return result, data
 
@@ -97,6 +108,7 @@ class Executor:
             ServiceError: The operation cannot be executed. Raised only for a run's first operation without a result,
                 except for a checkpoint that may not be written.
             EngineDied: The engine died while the run was restored.
+            CannotRestore: The run cannot be restored.
         """
         if not queue.is_next(operation):
             return None
@@ -161,7 +173,23 @@ class Executor:
         """Restore the run in the engine to its state before operation ``seq``.
 
         Returns False if the run was closed or had to be rewound because lost operations cannot be replayed.
+
+        Raises:
+            CannotRestore: Whatever the reason, for example an unknown model, a damaged checkpoint or too little memory.
+            EngineDied: The engine died.
         """
+        try:
+            return await self._restore(queue, seq)
+        except (CannotRestore, EngineDied):
+            raise
+        except ServiceError as error:
+            raise CannotRestore(error.error) from error
+        except Exception as error:
+            log.exception("run %s was not restored", queue.record.run_id)
+            message = f"the server failed to restore the run ({type(error).__name__}); its log says why"
+            raise CannotRestore(pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message)) from error
+
+    async def _restore(self, queue: RunQueue, seq: int) -> bool:
         if not await queue.settled(seq - 1):  # an operation without a result on disk would not be replayed
             return False
         if not self._journal.keep_payloads and await self.rewind_if_lossy(queue, queued_too=False):
@@ -170,33 +198,28 @@ class Executor:
         try:
             entries = await restore(self._engine, self._journal, queue.record)
         except ReplayDied as error:
-            queue.replay_deaths[error.seq] = queue.replay_deaths.get(error.seq, 0) + 1
-            if queue.replay_deaths[error.seq] >= DEATHS:
-                raise ServiceError(
-                    pb.ERROR_CODE_QUARANTINED,
+            if queue.replay_died(error.seq) >= DEATHS:
+                message = (
                     f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
-                    f" {DEATHS} times; fork it from a checkpoint before that one",
-                ) from error
+                    f" {DEATHS} times; fork it from a checkpoint before that one"
+                )
+                quarantined = pb.Error(code=pb.ERROR_CODE_QUARANTINED, message=message)
+                raise CannotRestore(quarantined, again=False) from error
             raise EngineDied(suspect=False) from error
         except ServiceError as error:
             if self._engine.generation != generation:
                 raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
-        queue.generation = generation
+        queue.restored(generation, entries)
         self._metrics.restored(
             sum(is_replayed_with(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
         )
-        queue.replay_deaths.clear()
-        queue.behind_checkpoint = (0, 0)
-        for entry in entries:
-            queue.count(entry.header, entry.status)
         return True
 
     async def _after_death(self, queue: RunQueue, operation: QueuedOperation, error: EngineDied) -> Outcome | None:
         """Return None to try an operation again whose engine died, or its quarantine after :data:`DEATHS` crashes."""
-        operation.retried = True
+        queue.died(operation, error.suspect)
         if error.suspect:
-            operation.deaths += 1
             try:
                 await self._journal.count_death(queue.record.run_id, operation.seq)
             except ServiceError as full:  # counted in memory: only a restart of the server would forget it
@@ -226,9 +249,6 @@ class Executor:
         ):
             return False
         await self._journal.rewind(record.run_id, base, step)
-        record.accepted_seq, record.applied_seq, record.step = base, min(record.applied_seq, base), step
-        record.failure_seq, record.failure, record.writer = 0, "", ""
-        record.rewound_to_seq, record.rewound_epoch, record.epoch = base, record.epoch, record.epoch + 1
-        queue.reset()
+        queue.rewind(base, step)
         log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from gradwire_server.journal.journal import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
 from gradwire_server.operation_kinds import is_replayed, kind_of
+from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
 
 
 def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
@@ -52,13 +53,13 @@ class QueuedOperation:
         refusal: Error found by the checks; becomes the result once the operations before it have theirs.
         location: Where its payload is in the journal.
         appended: Done when the append to the journal has succeeded or failed.
-        early: Whether the engine may start it before it is in the journal.
-        durable: Whether it is in the journal.
-        cancelled: Whether it was cancelled; it is not sent to the engine.
+        may_be_early: Whether the engine may start it before it is in the journal.
+        from_journal: Whether it was accepted before the server started.
         retried: Whether an earlier attempt may have started it.
         deaths: Number of engines that died while they executed it.
         answer: The pending answer of the engine to which it was sent.
         trace: Its spans.
+        state: Where it is between submission and result; changed by its queue only.
     """
 
     header: pb.OperationHeader
@@ -69,13 +70,23 @@ class QueuedOperation:
     refusal: pb.Error | None = None
     location: Location | None = None
     appended: asyncio.Future[Location | None] | None = None
-    early: bool = False
-    durable: bool = False
-    cancelled: bool = False
+    may_be_early: bool = False
+    from_journal: bool = False
     retried: bool = False
     deaths: int = 0
     answer: asyncio.Future[EngineAnswer] | None = None
     trace: Trace = NO_TRACE
+    state: OperationState = field(default=OperationState.NEW, init=False)
+
+    def enter(self, state: OperationState) -> None:
+        """Move to another state; called by the operation's queue only.
+
+        Raises:
+            IllegalTransitionError: The state may not follow the present one.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"operation {self.seq} cannot go from {self.state.name} to {state.name}")
+        self.state = state
 
     @cached_property
     def seq(self) -> int:

@@ -38,7 +38,19 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
         ReplayDied: The engine died while it replayed an operation.
         ServiceError: The run cannot be restored.
     """
-    base = await _begin(engine, record)
+    passed: list[ServiceError] = []
+    try:
+        return await _restore(engine, journal, record, passed)
+    except ServiceError as error:
+        if not passed:
+            raise
+        raise ServiceError(passed[0].code, f"{passed[0]}; and without it, {error}") from error
+
+
+async def _restore(
+    engine: EngineClient, journal: Journal, record: RunRecord, passed: list[ServiceError]
+) -> list[JournalEntry]:
+    base = await _begin(engine, record, passed)
     count = dropped_step = 0
     entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
     for entry in entries:
@@ -75,8 +87,11 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
     return entries
 
 
-async def _begin(engine: EngineClient, record: RunRecord) -> int:
+async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceError]) -> int:
     """Create the run in the engine from its newest readable checkpoint, or else from its origin.
+
+    Args:
+        passed: Takes the errors of the checkpoints that cannot be read.
 
     Returns:
         The number of the last operation that the state contains; 0 for the origin.
@@ -89,6 +104,7 @@ async def _begin(engine: EngineClient, record: RunRecord) -> int:
             if error.code not in _TRY_OLDER:
                 raise
             log.error("checkpoint %s is passed over: %s", checkpoint.path, error)
+            passed.append(error)
         else:
             # Trust the number in the folder: a save that overwrote it may have crashed before its row was written.
             return reply.run_created.seq

@@ -10,7 +10,7 @@ from typing import Any
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal, StoredResult, lost_result
 from gradwire_server.journal.run_records import RunRecord
@@ -72,10 +72,9 @@ class Results:
             crash_point("result.after_commit")
             operation.trace.end(result)
             if queue.record.rewound_epoch == rewound_epoch:
+                queue.stored(StoredResult(result, payload), checkpoint)
                 if checkpoint is not None:
-                    queue.record.checkpoints[checkpoint.name] = checkpoint
                     self._keep(self._saved(queue.record, checkpoint))
-                queue.stored(StoredResult(result, payload))
             end()
 
         def end() -> None:
@@ -88,7 +87,6 @@ class Results:
     def _observe(self, record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:
         operation.trace.phase("result")
         self._metrics.finished(record.run_id, operation.header.operation, result)
-        record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
         if log.isEnabledFor(logging.INFO):
             about = {"run_id": record.run_id, "seq": operation.seq, "kind": operation.kind}
             times = {"queue_s": result.timings.queue_s, "engine_s": result.timings.engine_s}
@@ -118,8 +116,8 @@ class Results:
             from_seq: First number to yield; 0 for the first that is not released.
 
         Raises:
-            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN if the run is rewound or closed while
-                it is read.
+            ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN, SHUTTING_DOWN or RUN_PARKED if the run is rewound,
+                closed or parked while it is read.
         """
         record = queue.record
         seq, rewound_epoch = from_seq or record.released_seq + 1, record.rewound_epoch
@@ -146,6 +144,8 @@ class Results:
                 continue
             if queue.closed is not None:
                 raise queue.closed
+            if queue.parked is not None:
+                raise parked_error(record.run_id, queue.parked.error)
             await changed.wait()
 
     async def release(self, queue: RunQueue, up_to_seq: int) -> None:

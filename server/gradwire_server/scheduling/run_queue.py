@@ -14,28 +14,51 @@ Rules
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, insort
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import Usage, tokens_of
 from gradwire_server.config import Limits
-from gradwire_server.errors import ServiceError
-from gradwire_server.journal.journal import RunMarks, StoredResult
+from gradwire_server.engine_client.process import EngineAnswer
+from gradwire_server.errors import ServiceError, parked_error
+from gradwire_server.journal.journal import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
-from gradwire_server.scheduling.operation import QueuedOperation, drops_accumulation, failed, is_replayed_with
+from gradwire_server.journal.segments import Location
+from gradwire_server.scheduling.operation import QueuedOperation, failed
+from gradwire_server.scheduling.queue_limits import check_distance, check_queue, check_window
+from gradwire_server.scheduling.recent_results import RecentResults
+from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
+from gradwire_server.scheduling.states import OperationState
 
-RECENT_RESULTS = 64
-RECENT_BYTES = 64 << 10
-"""The newest ``RECENT_RESULTS`` results with payloads up to this size are served from memory."""
+_UNSENT = (OperationState.WRITING, OperationState.QUEUED)
+
+
+@dataclass(eq=False)
+class Parked:
+    """The parked state of a run.
+
+    Attributes:
+        error: The reason.
+        since: Unix time in seconds.
+        attempts: Number of failures in a row.
+        trying: Whether the run is being tried again.
+    """
+
+    error: pb.Error
+    since: float
+    attempts: int = 1
+    trying: bool = False
 
 
 @dataclass(eq=False)
 class RunQueue:
     """The queue of one run, and the server's state of the run outside the database.
+
+    Only the queue changes the states of its operations and the progress in the run's record.
 
     Attributes:
         record: The run's row.
@@ -48,10 +71,9 @@ class RunQueue:
         handing: Lock held while an operation is sent to the engine; keeps them in order.
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
         generation: Generation of the engine process that holds the run; 0 for none.
-        replay_deaths: Engine crashes during the replay of an operation, by number.
-        behind_checkpoint: Since the newest checkpoint: optimizer steps that a recovery would replay, and bytes that
-            the journal holds for it.
+        since_checkpoint: What a recovery would replay.
         closed: Error for readers and writers once the run is closed.
+        parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
     """
 
     record: RunRecord
@@ -66,19 +88,18 @@ class RunQueue:
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
     finishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     generation: int = 0
-    replay_deaths: dict[int, int] = field(default_factory=dict)
-    behind_checkpoint: tuple[int, int] = (0, 0)
+    since_checkpoint: SinceCheckpoint = field(default_factory=SinceCheckpoint)
     closed: ServiceError | None = None
+    parked: Parked | None = None
 
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
         self.queued_bytes = 0
         self._last_sent = 0
         self._gap = False
-        self._stored: set[int] = set()
-        self._recent: OrderedDict[int, StoredResult] = OrderedDict()
+        self._results = RecentResults(self.record)
         self._changed = asyncio.Event()
-        self._dropped_steps: list[int] = []
+        self._replay_deaths: Counter[int] = Counter()
 
     # ---- admission ----
 
@@ -111,7 +132,7 @@ class RunQueue:
         """Put an operation into the window. If it was submitted before and has no result yet, return its ack instead.
 
         Raises:
-            ServiceError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED. The number is not consumed.
+            ServiceError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED, RUN_PARKED. The number is not consumed.
         """
         seq, limits = operation.seq, self.limits
         known = self.window.get(seq) or self.pending.get(seq)
@@ -119,42 +140,39 @@ class RunQueue:
             if known.content != operation.content:
                 raise reused(seq)
             return known.ack
-        if seq >= self.next_seq + limits.max_window:
-            raise ServiceError(
-                pb.ERROR_CODE_SEQ_GAP,
-                f"operation {seq} is too far ahead: {self.next_seq} is expected next, and at most {limits.max_window}"
-                " numbers wait (--limit max_window=N); submit the missing ones first",
-            )
-        closes_gap = seq == self.next_seq and bool(self.window)
-        if len(self.window) + len(self.pending) >= limits.max_queued_operations and not closes_gap:
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"the run has {limits.max_queued_operations} operations queued (--limit max_queued_operations=N); await"
-                " some results, then submit this one again",
-            )
+        if self.parked is not None:
+            raise parked_error(self.record.run_id, self.parked.error)
         size = operation.header.payload_bytes
-        if self.queued_bytes + size > limits.max_queued_bytes and self.queued_bytes and not closes_gap:
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"the run's queued operations hold {self.queued_bytes} bytes, and this one would pass"
-                f" {limits.max_queued_bytes} (--limit max_queued_bytes=N); await some results, then"
-                " submit this one again",
-            )
-        waiting = sum(each.header.payload_bytes for each in self.window.values())
-        if seq > self.next_seq and waiting and waiting + size > limits.max_window_bytes:
-            raise ServiceError(
-                pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{waiting} bytes wait for operation {self.next_seq}, and this one would pass {limits.max_window_bytes}"
-                " (--limit max_window_bytes=N); submit the missing one, then this one again",
-                rule=f"max_window_bytes = {limits.max_window_bytes}",
-            )
+        check_distance(seq, self.next_seq, limits)
+        closes_gap = seq == self.next_seq and bool(self.window)
+        if not closes_gap:
+            check_queue(len(self.window) + len(self.pending), self.queued_bytes, size, limits)
+        if seq > self.next_seq:
+            waiting = sum(each.header.payload_bytes for each in self.window.values())
+            check_window(self.next_seq, waiting, size, limits)
         if not closes_gap:
             self.usage.check(size, tokens_of(operation.header.operation, operation.header.tensors))
+        operation.enter(OperationState.WAITING)
         self.window[seq] = operation
-        self.hold(operation)
+        self._hold(operation)
         return None
 
-    def hold(self, operation: QueuedOperation) -> None:
+    def load(self, operation: QueuedOperation) -> None:
+        """Queue an operation that the journal holds from before the server started."""
+        operation.enter(OperationState.QUEUED)
+        self.pending[operation.seq] = operation
+        self._hold(operation)
+
+    def find(self, seq: int) -> QueuedOperation | None:
+        """The operation with this number that has no result; None if there is none."""
+        return self.window.get(seq) or self.pending.get(seq)
+
+    @property
+    def unfinished(self) -> list[QueuedOperation]:
+        """Every operation without a result."""
+        return [*self.pending.values(), *self.window.values()]
+
+    def _hold(self, operation: QueuedOperation) -> None:
         """Count an operation without a result against the run's and the key's limits."""
         self.queued_bytes += operation.header.payload_bytes
         self.usage.operations += 1
@@ -171,8 +189,21 @@ class RunQueue:
         while (operation := self.window.pop(self.next_seq, None)) is not None:
             self.pending[self.next_seq] = operation
             self.next_seq += 1
+            if operation.state is OperationState.WAITING:
+                operation.enter(OperationState.WRITING)
             admitted.append(operation)
         return admitted
+
+    def journaled(self, operation: QueuedOperation, location: Location | None) -> bool:
+        """Record that an operation is in the journal; False if a rewind or deletion has removed it meanwhile."""
+        if self.pending.get(operation.seq) is not operation:
+            return False
+        operation.location = location
+        if operation.state is not OperationState.CANCELLING:
+            early = operation.state is OperationState.EARLY
+            operation.enter(OperationState.SENT if early else OperationState.QUEUED)
+        self.record.accepted_seq = max(self.record.accepted_seq, operation.seq)
+        return True
 
     def refuse(self, operation: QueuedOperation, error: BaseException) -> None:
         """Remove an operation that could not be journaled; its number is free again.
@@ -181,7 +212,8 @@ class RunQueue:
         """
         if self.sent.get(operation.seq) is operation:
             self.generation = 0
-        self._drop(operation)
+        if self._drop(operation):
+            operation.enter(OperationState.DROPPED)
         self.next_seq = min(self.next_seq, operation.seq)
         if not operation.ack.done():
             operation.ack.set_exception(error)
@@ -190,6 +222,7 @@ class RunQueue:
         """Refuse the operations in the window: a new writer starts after the last accepted number."""
         waiting, self.window = self.window, {}
         for operation in waiting.values():
+            operation.enter(OperationState.DROPPED)
             self._release(operation)
             if not operation.ack.done():
                 try:
@@ -202,11 +235,11 @@ class RunQueue:
     @property
     def head(self) -> QueuedOperation | None:
         """The next operation to send to the engine; None if there is none."""
-        if self.closed is not None:
+        if self.closed is not None or (self.parked is not None and not self.parked.trying):
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
             head = self.pending.get(seq)
-            if head is not None and not head.cancelled and seq not in self.sent:
+            if head is not None and head.state in _UNSENT and seq not in self.sent:
                 return head
         return None
 
@@ -215,14 +248,26 @@ class RunQueue:
 
         It may not if an earlier operation failed to be journaled, as its number is then no longer below ``next_seq``.
         """
-        there = operation.durable or (operation.early and operation.seq < self.next_seq)
+        there = operation.state is OperationState.QUEUED or (
+            operation.state is OperationState.WRITING and operation.may_be_early and operation.seq < self.next_seq
+        )
         return there and not (self.apart or self.record.failure_seq or operation.refusal or operation.apart)
 
     def send(self, operation: QueuedOperation) -> None:
         """Mark an operation as sent."""
+        written = operation.state is OperationState.QUEUED
+        operation.enter(OperationState.SENT if written else OperationState.EARLY)
         self.sent[operation.seq] = operation
         self._last_sent = operation.seq
         self.apart = operation.apart
+
+    def handed(self, operation: QueuedOperation, answer: asyncio.Future[EngineAnswer]) -> None:
+        """Keep the engine's pending answer to a sent operation."""
+        operation.answer = answer
+
+    def go_alone(self) -> None:
+        """Send nothing more until the operations in :attr:`sent` are answered."""
+        self.apart = True
 
     def back(self, operation: QueuedOperation) -> None:
         """Unmark a sent operation that has its result or must be sent again.
@@ -232,13 +277,21 @@ class RunQueue:
         operation.answer = None
         if self.sent.get(operation.seq) is operation:
             del self.sent[operation.seq]
+        if operation.state is OperationState.SENT:
+            operation.enter(OperationState.QUEUED)
+        elif operation.state is OperationState.EARLY:
+            operation.enter(OperationState.WRITING)
         self._gap = bool(self.sent) and (self._gap or operation.seq in self.pending)
         self.apart = bool(self.sent) and (self.apart or self._gap)
 
     def is_next(self, operation: QueuedOperation) -> bool:
         """Whether a sent operation may be handed to the engine, given that every earlier one was."""
-        there = self.pending.get(operation.seq) is operation and not operation.cancelled
-        return there and not self._gap and not self.record.failure_seq
+        there = operation.state in (OperationState.SENT, OperationState.EARLY)
+        return there and not self._gap and not self._aborts(operation)
+
+    def _aborts(self, operation: QueuedOperation) -> bool:
+        """Whether a failure that the operation's writer had not seen aborts it."""
+        return self.record.failure_seq > operation.header.failure_seen
 
     def is_first(self, operation: QueuedOperation) -> bool:
         """Whether every operation before this one has a result."""
@@ -247,9 +300,7 @@ class RunQueue:
     def verdict(self, operation: QueuedOperation) -> pb.OperationResult | None:
         """The result of an operation that must not be executed, aborted or refused; None if it must be executed."""
         record = self.record
-        if record.failure_seq and operation.header.failure_seen >= record.failure_seq:
-            record.failure_seq, record.failure = 0, ""
-        if record.failure_seq:
+        if self._aborts(operation):
             result = failed(
                 operation.seq,
                 pb.ERROR_CODE_ABORTED_PREDECESSOR,
@@ -265,38 +316,33 @@ class RunQueue:
     def finish(self, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
         """Apply a result to the run; return the values for the run's row."""
         record = self.record
+        operation.enter(OperationState.FINISHED)
         self._drop(operation)
+        record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
+        if result.status != pb.STATUS_CANCELLED and not self._aborts(operation):
+            record.failure_seq, record.failure = 0, ""
         if result.status == pb.STATUS_FAILED:
             if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
                 record.failure_seq, record.failure = operation.seq, result.error.message
             elif operation.kind == "optim_step":
                 record.failure_seq, record.failure = 0, ""
-        self.count(operation.header, result.status)
+        self.since_checkpoint.count(operation.header, result.status)
         if result.status == pb.STATUS_SUCCEEDED:
             if operation.kind == "save_checkpoint":
-                self.behind_checkpoint = (0, 0)
+                self.checkpointed()
             elif operation.kind == "optim_step":
                 record.step = result.optim_step.step
             elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
                 record.step = result.checkpoint.step
         return RunMarks(record.step, record.failure_seq, record.failure)
 
-    def count(self, header: pb.OperationHeader, status: pb.Status.ValueType) -> None:
-        """Count the journal's bytes and the replayed steps of an operation since the newest checkpoint."""
-        if drops_accumulation(header.operation, status):
-            insort(self._dropped_steps, header.seq)
-        steps, size = self.behind_checkpoint
-        size += header.ByteSize()
-        if is_replayed_with(header.operation, status):
-            steps += header.operation.WhichOneof("kind") == "optim_step"
-            size += header.payload_bytes
-        self.behind_checkpoint = (steps, size)
+    def cancel(self, operation: QueuedOperation) -> None:
+        """Cancel an operation that is not in the journal yet; it gets its result once it is."""
+        operation.enter(OperationState.CANCELLING)
 
     def dropped_step(self, seq: int) -> int:
         """The newest operation before this number that ended an accumulation without succeeding; 0 for none."""
-        before = bisect_left(self._dropped_steps, seq)
-        del self._dropped_steps[: max(before - 1, 0)]
-        return self._dropped_steps[0] if before else 0
+        return self.since_checkpoint.dropped_step(seq)
 
     async def settled(self, seq: int) -> bool:
         """Wait until the results up to a number are durable; False if the run is closed or rewound first."""
@@ -309,56 +355,100 @@ class RunQueue:
                 return True
             await changed.wait()
 
-    def _drop(self, operation: QueuedOperation) -> None:
-        if self.pending.pop(operation.seq, None) is not None:
-            self._release(operation)
+    def _drop(self, operation: QueuedOperation) -> bool:
+        if self.pending.get(operation.seq) is not operation:
+            return False
+        del self.pending[operation.seq]
+        self._release(operation)
+        return True
+
+    # ---- parking ----
+
+    def park(self, error: pb.Error) -> None:
+        """Execute nothing from now on; the run is restored in the engine before it goes on."""
+        before = self.parked
+        self.parked = Parked(error, before.since, before.attempts + 1) if before else Parked(error, time.time())
+        self.generation = 0
+        self.notify()
+
+    def try_again(self) -> None:
+        """Try to go on, still parked."""
+        if self.parked is not None:
+            self.parked.trying = True
+
+    def go_on(self) -> None:
+        """End being parked."""
+        self.parked = None
+        self.notify()
+
+    # ---- the run in the engine ----
+
+    def held_by(self, generation: int) -> None:
+        """Record that this generation of the engine holds the run, which was just created."""
+        self.generation = generation
+
+    def restored(self, generation: int, entries: Iterable[JournalEntry]) -> None:
+        """Record that this generation of the engine holds the run, restored in front of these entries with a result."""
+        self.generation = generation
+        self._replay_deaths.clear()
+        self.checkpointed()
+        for entry in entries:
+            self.since_checkpoint.count(entry.header, entry.status)
+
+    def replay_died(self, seq: int) -> int:
+        """Count an engine that died while it replayed an operation; return the count."""
+        self._replay_deaths[seq] += 1
+        return self._replay_deaths[seq]
+
+    def died(self, operation: QueuedOperation, suspect: bool) -> None:
+        """Record that the engine died before it answered an operation, perhaps because of it if ``suspect``."""
+        operation.retried = True
+        operation.deaths += suspect
+
+    def checkpointed(self) -> None:
+        """Count :attr:`since_checkpoint` from here."""
+        self.since_checkpoint.restart()
 
     # ---- results ----
 
-    def stored(self, result: StoredResult) -> None:
-        """Publish a durable result to readers, and keep it in memory if it is small."""
-        if len(result.payload) <= RECENT_BYTES:
-            self._recent[result.header.seq] = result
-            if len(self._recent) > RECENT_RESULTS:
-                self._recent.popitem(last=False)
-        self.skip(result.header.seq)
+    def stored(self, result: StoredResult, checkpoint: pb.Checkpoint | None) -> None:
+        """Publish a durable result to readers, and the checkpoint that the operation has saved."""
+        if checkpoint is not None:
+            self.record.checkpoints[checkpoint.name] = checkpoint
+        self._results.add(result)
+        self.notify()
 
     def skip(self, seq: int) -> None:
-        """Mark a result as durable without keeping it in memory."""
-        self._stored.add(seq)
-        while self.record.applied_seq + 1 in self._stored:
-            self.record.applied_seq += 1
-            self._stored.discard(self.record.applied_seq)
+        """Mark a result from before the server started as durable."""
+        self._results.count(seq)
         self.notify()
 
     def recent(self, seq: int) -> list[StoredResult]:
         """The durable results from this number on that are in memory without a gap."""
-        there = map(self._recent.get, range(seq, self.record.applied_seq + 1))
-        return [result for result in takewhile(lambda result: result is not None, there) if result is not None]
+        return self._results.since(seq)
 
     def released(self, up_to_seq: int) -> None:
         """Drop released results from memory and wake their readers."""
-        self.record.released_seq = max(self.record.released_seq, up_to_seq)
-        for seq in [seq for seq in self._recent if seq <= up_to_seq]:
-            del self._recent[seq]
+        self._results.release(up_to_seq)
         self.notify()
 
-    def reset(self) -> None:
-        """Empty the queue after a rewind, and drop results after the point of the rewind."""
-        error = self.rewound()
-        for operation in [*self.pending.values(), *self.window.values()]:
-            if not operation.ack.done():
-                operation.ack.set_exception(error)
+    def rewind(self, to_seq: int, step: int) -> None:
+        """Empty the queue, and go back to the state after operation ``to_seq``, when the journal has done so."""
+        record = self.record
+        record.accepted_seq, record.applied_seq, record.step = to_seq, min(record.applied_seq, to_seq), step
+        record.failure_seq, record.failure, record.writer = 0, "", ""
+        record.rewound_to_seq, record.rewound_epoch, record.epoch = to_seq, record.epoch, record.epoch + 1
+        self._refuse_all(self.rewound())
         self.empty()
-        self._stored.clear()
-        self._recent.clear()
-        self._dropped_steps.clear()
-        self.next_seq = self.record.accepted_seq + 1
+        self._results.clear()
+        self.since_checkpoint.forget()
+        self.next_seq = record.accepted_seq + 1
         self.notify()
 
     def empty(self) -> None:
         """Remove every queued operation."""
-        for operation in [*self.pending.values(), *self.window.values()]:
+        for operation in self.unfinished:
+            operation.enter(OperationState.DROPPED)
             self._release(operation)
         self.pending.clear()
         self.window.clear()
@@ -366,10 +456,13 @@ class RunQueue:
     def close(self, reason: ServiceError) -> None:
         """Close the run: fail its readers and unacknowledged submissions with ``reason``."""
         self.closed = reason
-        for operation in [*self.pending.values(), *self.window.values()]:
+        self._refuse_all(reason)
+        self.notify()
+
+    def _refuse_all(self, reason: ServiceError) -> None:
+        for operation in self.unfinished:
             if not operation.ack.done():
                 operation.ack.set_exception(reason)
-        self.notify()
 
     def notify(self) -> None:
         """Wake everyone who waits for :attr:`changed`."""

@@ -18,7 +18,7 @@ from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.process import EngineClient
-from gradwire_server.errors import shutting_down, unknown_run
+from gradwire_server.errors import ServiceError, shutting_down, unknown_run
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.observability.metrics import Backlog, Metrics
@@ -45,6 +45,9 @@ class Scheduler:
         admission: Accepts operations.
         dispatcher: Sends them to the engine.
         results: Stores their results and serves them.
+
+    Args:
+        parked: Called with the number of parked runs whenever it may have changed.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Scheduler:
         quota_of: Callable[[str], Quota] = lambda _: Quota(),
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
+        parked: Callable[[int], object] = bool,
     ) -> None:
         self._metrics = metrics or Metrics()
         self._journal, self._runs, self._limits, self._quota_of = journal, runs, config.limits, quota_of
@@ -68,7 +72,14 @@ class Scheduler:
             engine, journal, runs, config.checkpoint_every_steps, int(config.checkpoint_every_mib * (1 << 20))
         )
         self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
-        self.dispatcher = Dispatcher(engine, self._executor, self._auto_checkpoint, self.results, self._metrics)
+        self.dispatcher = Dispatcher(
+            engine,
+            self._executor,
+            self._auto_checkpoint,
+            self.results,
+            self._metrics,
+            lambda: parked(self.num_parked),
+        )
         self.admission = Admission(
             self._queues,
             journal,
@@ -88,7 +99,10 @@ class Scheduler:
         for record in records:
             queue = self._queues[record.run_id] = self._new_queue(record)
             if not self._journal.keep_payloads:
-                await self._executor.rewind_if_lossy(queue, queued_too=True)
+                try:
+                    await self._executor.rewind_if_lossy(queue, queued_too=True)
+                except ServiceError as error:
+                    self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)
         self._collecting = asyncio.create_task(self._collect())
         for queue in self._queues.values():
@@ -186,6 +200,16 @@ class Scheduler:
             raise unknown_run(record.run_id)
         return self._queues[record.run_id]
 
+    @property
+    def num_parked(self) -> int:
+        """Number of parked runs."""
+        return sum(queue.parked is not None for queue in self._queues.values())
+
+    def parked(self, run_id: str) -> pb.Error | None:
+        """Why a run is parked; None if it is not."""
+        queue = self._queues.get(run_id)
+        return queue.parked.error if queue is not None and queue.parked is not None else None
+
     def usage(self, owner: str) -> Usage:
         """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))
@@ -206,6 +230,7 @@ class Scheduler:
             runs=len(queues),
             operations=sum(len(queue.pending) for queue in queues),
             bytes=sum(queue.queued_bytes for queue in queues),
+            parked=self.num_parked,
             early=sum(len(queue.window) for queue in queues),
             oldest_s=max(now - min(oldest, default=now), 0.0),
         )

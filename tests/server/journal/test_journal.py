@@ -76,7 +76,7 @@ async def test_a_result_is_stored_once(tmp_path: Path) -> None:
     await journal.close()
 
 
-async def test_the_marks_of_a_run_are_those_of_its_newest_result_in_whatever_order_the_disk_takes_them(
+async def test_results_are_stored_in_order_and_the_marks_of_a_run_are_those_of_the_newest(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path)
@@ -85,10 +85,13 @@ async def test_the_marks_of_a_run_are_those_of_its_newest_result_in_whatever_ord
         await append(journal, operation(run_id, seq))
     stored = [
         (3, pb.STATUS_CANCELLED, RunMarks(0, 0, "")),
-        (2, pb.STATUS_SUCCEEDED, RunMarks(1, 0, "")),
         (1, pb.STATUS_FAILED, RunMarks(0, 1, "no room")),
+        (2, pb.STATUS_SUCCEEDED, RunMarks(1, 0, "")),
         (3, pb.STATUS_CANCELLED, RunMarks(0, 0, "")),
     ]
+    with pytest.raises(LookupError, match="before 2 has no result"):  # storing the first one has failed
+        early = pb.OperationResult(seq=2, status=pb.STATUS_SUCCEEDED)
+        await journal.put_result(run_id, early, [], RunMarks(1, 0, ""))
     for seq, status, marks in stored:
         await journal.put_result(run_id, pb.OperationResult(seq=seq, status=status), [], marks)
     await journal.close()

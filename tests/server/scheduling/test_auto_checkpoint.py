@@ -100,7 +100,10 @@ async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
             assert await client.statuses(1, 11) == ["ok"]
             assert door.engine.runs[client.run_id].history == [*history, "last"]
         else:  # better no state than another one
-            assert await client.statuses(1, 11) == ["checkpoint_corrupt"]
+            await until(lambda: door.server.core.scheduler.num_parked)
+            run = await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))
+            assert run.parked.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT
+            assert (run.accepted_seq, run.applied_seq) == (11, 10)
 
 
 async def test_one_that_cannot_be_read_back_makes_nothing_superfluous(start: Start) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal.journal import Journal, StoredResult
 from gradwire_server.scheduling.fairness import SMALL_AHEAD
-from gradwire_server.scheduling.run_queue import RECENT_BYTES
+from gradwire_server.scheduling.recent_results import RECENT_BYTES
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 

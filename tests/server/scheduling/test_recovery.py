@@ -243,7 +243,7 @@ async def test_a_creation_that_the_engine_refuses_leaves_nothing(door: Door) -> 
     assert not (await client.stub.ListRuns(pb.ListRunsRequest())).runs
 
 
-async def test_a_run_that_cannot_be_restored_says_why(start: Start, tmp_path: Path) -> None:
+async def test_a_run_that_cannot_be_restored_is_parked_and_says_why(start: Start, tmp_path: Path) -> None:
     async with start() as door:
         client = await (await door.client()).begin()
         await client.fb(1, "a", b"payload")
@@ -254,8 +254,13 @@ async def test_a_run_that_cannot_be_restored_says_why(start: Start, tmp_path: Pa
     async with start() as door:
         client = await (await door.client()).open(client.run_id)
         await client.fb(2, "b")
-        [(result, _)] = await client.results(1, 2)
-        assert result.error.code == pb.ERROR_CODE_PAYLOAD_CORRUPT and "operation 1" in result.error.message
+        await until(lambda: door.server.core.scheduler.num_parked)
+        parked = (await run_info(client)).parked
+        assert parked.code == pb.ERROR_CODE_PAYLOAD_CORRUPT and "operation 1" in parked.message
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.results(1, 2)
+        error = error_of(caught)
+        assert error.code == pb.ERROR_CODE_RUN_PARKED and parked.message in error.message
 
 
 def test_an_error_keeps_what_it_was_given() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from gradwire_server.doors.grpc.interceptors import Guard
 from gradwire_server.doors.grpc.service import TrainingService
 
 SERVICE = "gradwire.v1.TrainingService"
+RUNS = "gradwire.v1.Runs"
+"""Name of the health check that fails while a run is parked."""
 STREAMS_GRACE_S = 5.0
 
 
@@ -35,7 +38,7 @@ class GrpcDoor:
         self._health: Any = health.aio.HealthServicer()
         self._service: TrainingService | None = None
         self._grpc: Any = None
-        self._changing: asyncio.Future[None] | None = None
+        self._changing: set[asyncio.Future[None]] = set()
         self.address = ""
 
     async def open(self) -> None:
@@ -59,12 +62,23 @@ class GrpcDoor:
         await self._grpc.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_ready(True)
+        await self._set_parked(self._core.scheduler.num_parked)
         self.address = f"{config.address.rpartition(':')[0]}:{port}"
 
     def engine_changed(self, ready: bool) -> None:
         """Report to health checks whether an engine is ready."""
         if self._grpc is not None:
-            self._changing = asyncio.ensure_future(self._set_ready(ready))
+            self._report(self._set_ready(ready))
+
+    def parked_changed(self, count: int) -> None:
+        """Report to health checks whether a run is parked."""
+        if self._grpc is not None:
+            self._report(self._set_parked(count))
+
+    def _report(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
 
     @property
     def is_open(self) -> bool:
@@ -85,6 +99,10 @@ class GrpcDoor:
     async def _set_ready(self, ready: bool) -> None:
         status = health_pb2.HealthCheckResponse
         await self._health.set(SERVICE, status.SERVING if ready else status.NOT_SERVING)
+
+    async def _set_parked(self, count: int) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(RUNS, status.NOT_SERVING if count else status.SERVING)
 
 
 def grpc_options(limits: Limits) -> list[tuple[str, int]]:

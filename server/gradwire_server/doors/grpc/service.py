@@ -112,6 +112,10 @@ class TrainingService(TrainingServiceServicer):
         cancelled = await self._core.cancel(CALLER.get(), request.run_id, request.seq, request.epoch)
         return pb.CancelResponse(cancelled=cancelled)
 
+    async def DiscardPending(self, request: pb.DiscardPendingRequest, context: Any) -> pb.DiscardPendingResponse:
+        count = await self._core.discard_pending(CALLER.get(), request.run_id, request.epoch)
+        return pb.DiscardPendingResponse(num_discarded=count)
+
     # ---- sampling outside a run ----
 
     async def Sample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:

@@ -89,15 +89,11 @@ class GroupedRuns:
         context, asked = self._context, request.message.operation
         execution = Execution(context, asked)
         run, generators = execution.run, execution.run.rng_tensors()
-        had_ema = run.ema is not None
         try:
             with context.within(budget), run.rng():
                 training = batches.prepare(context, run, asked.operation.forward_backward, request.columns)
         except Exception as error:  # raised again, and answered, when the request is executed alone
-            if is_fatal(error):
-                raise
-            if not had_ema:
-                run.drop_ema()
+            execution.undo(error)
             return None
         return _Member(request, budget, execution, training, generators, execution.seconds)
 

@@ -105,8 +105,8 @@ class Execution:
         crash_point("engine.before_reply")
         return answer
 
-    def failed(self, error: Exception) -> Answer:
-        """Make the answer to an operation that raised, and record its failure; its run is otherwise unchanged.
+    def undo(self, error: Exception) -> None:
+        """Remove what an operation that raised has left in its run.
 
         Raises:
             Exception: The error itself, if the process cannot continue after it.
@@ -115,6 +115,14 @@ class Execution:
             raise error
         if not self._had_ema:
             self.run.drop_ema()
+
+    def failed(self, error: Exception) -> Answer:
+        """Make the answer to an operation that raised, and record its failure; its run is otherwise unchanged.
+
+        Raises:
+            Exception: The error itself, if the process cannot continue after it.
+        """
+        self.undo(error)
         self.run.seq = self._asked.seq
         return failure(self._context, self._asked, error, self.seconds)
 

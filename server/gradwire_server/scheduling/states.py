@@ -1,0 +1,82 @@
+"""The states of an operation and the transitions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class OperationState(Enum):
+    """State of one submitted operation. Only its :class:`.run_queue.RunQueue` changes it.
+
+    The diagram is in Mermaid's syntax::
+
+        stateDiagram-v2
+            [*] --> NEW
+            NEW --> WAITING: submitted
+            NEW --> QUEUED: found in the journal when the server starts
+            WAITING --> WRITING: every earlier number has been admitted
+            WAITING --> CANCELLING: cancelled
+            WAITING --> DROPPED: another writer has opened the run, or the run is deleted
+            WRITING --> QUEUED: journaled
+            WRITING --> EARLY: sent to the engine before it is journaled
+            WRITING --> CANCELLING: cancelled
+            WRITING --> DROPPED: the journal could not be written, or the run is deleted
+            EARLY --> SENT: journaled
+            EARLY --> WRITING: not begun by the engine, to be sent again
+            EARLY --> CANCELLING: cancelled before the engine began it
+            EARLY --> DROPPED: the journal could not be written, or the run is deleted
+            CANCELLING --> FINISHED: journaled; its result says that it was cancelled
+            CANCELLING --> DROPPED: not journaled, fenced, or the run is deleted
+            QUEUED --> SENT: sent to the engine
+            QUEUED --> FINISHED: aborted, refused or cancelled
+            QUEUED --> DROPPED: the run is rewound or deleted
+            SENT --> QUEUED: not begun by the engine, to be sent again
+            SENT --> FINISHED: answered by the engine, quarantined, or cancelled before the engine began it
+            SENT --> DROPPED: the run is rewound or deleted
+            FINISHED --> [*]
+            DROPPED --> [*]
+
+    Attributes:
+        NEW: Not accepted by a queue.
+        WAITING: In memory and unacknowledged until the numbers before it have arrived.
+        WRITING: Being written to the journal.
+        EARLY: Being written to the journal, and sent to the engine or about to be.
+        CANCELLING: Cancelled, and to be written to the journal before its result.
+        QUEUED: In the journal, and waiting for its turn.
+        SENT: In the journal, and sent to the engine or about to be.
+        FINISHED: Has its result, which is being stored or is stored.
+        DROPPED: Removed without a result; its number is free again, or its run is gone.
+    """
+
+    NEW = "new"
+    WAITING = "waiting"
+    WRITING = "writing"
+    EARLY = "early"
+    CANCELLING = "cancelling"
+    QUEUED = "queued"
+    SENT = "sent"
+    FINISHED = "finished"
+    DROPPED = "dropped"
+
+
+_S = OperationState
+TRANSITIONS: Mapping[OperationState, frozenset[OperationState]] = {
+    _S.NEW: frozenset({_S.WAITING, _S.QUEUED}),
+    _S.WAITING: frozenset({_S.WRITING, _S.CANCELLING, _S.DROPPED}),
+    _S.WRITING: frozenset({_S.QUEUED, _S.EARLY, _S.CANCELLING, _S.DROPPED}),
+    _S.EARLY: frozenset({_S.SENT, _S.WRITING, _S.CANCELLING, _S.DROPPED}),
+    _S.CANCELLING: frozenset({_S.FINISHED, _S.DROPPED}),
+    _S.QUEUED: frozenset({_S.SENT, _S.FINISHED, _S.DROPPED}),
+    _S.SENT: frozenset({_S.QUEUED, _S.FINISHED, _S.DROPPED}),
+    _S.FINISHED: frozenset(),
+    _S.DROPPED: frozenset(),
+}
+"""The states that may follow each state, as drawn in :class:`OperationState`."""
+
+JOURNALED = (_S.QUEUED, _S.SENT)
+"""The states of an operation that is in the journal and may still be executed."""
+
+
+class IllegalTransitionError(RuntimeError):
+    """A fault of the server: an operation was moved to a state that may not follow its present one."""

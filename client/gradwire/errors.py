@@ -22,6 +22,7 @@
     ├── OperationError                  an accepted operation failed; the run is unchanged by it
     │   ├── AbortedPredecessorError         .cause_seq; __cause__ is the first failure
     │   ├── OperationCancelledError
+    │   ├── DeadlineExceededError
     │   ├── AbandonedError
     │   ├── NonFiniteError
     │   ├── OutOfMemoryError
@@ -159,7 +160,11 @@ class AbortedPredecessorError(OperationError):
 
 
 class OperationCancelledError(OperationError):
-    """The operation was cancelled before it started."""
+    """The operation was cancelled before it was done; the run is as if it had not been submitted."""
+
+
+class DeadlineExceededError(OperationError):
+    """The operation had no result when its ``timeout`` was over; a running one was stopped."""
 
 
 class AbandonedError(OperationError):
@@ -288,6 +293,7 @@ EXCEPTIONS: Mapping[pb.ErrorCode.ValueType, type[GradwireError]] = {
     pb.ERROR_CODE_UNSUPPORTED: UnsupportedError,
     pb.ERROR_CODE_SHUTTING_DOWN: ShuttingDownError,
     pb.ERROR_CODE_RUN_PARKED: RunParkedError,
+    pb.ERROR_CODE_DEADLINE_EXCEEDED: DeadlineExceededError,
 }
 
 # A gRPC status without details comes from a proxy, from grpc itself, or from another kind of server.

@@ -75,9 +75,11 @@ class Future(Generic[T]):
         return self._inner.done()
 
     def cancel(self) -> bool:
-        """Ask the server to drop the operation if it has not started; return False if the operation has already ended.
+        """Ask the server to cancel the operation; return False if the operation has already ended.
 
-        A dropped operation raises :class:`~gradwire.errors.OperationCancelledError`.
+        A cancelled operation raises :class:`~gradwire.errors.OperationCancelledError`. An operation that is being
+        executed is stopped between two micro-batches or tokens, and the run is as it was before it; an optimizer step
+        or a save that has begun continues.
         """
         ask = self._on_cancel
         if ask is None:

@@ -53,6 +53,7 @@ class Operations:
         loss_kwargs: Mapping[str, Any] | None = None,
         outputs: Sequence[Output] = (),
         on_nonfinite: OnNonFinite = "error",
+        timeout: float | None = None,
     ) -> Future[LossResult]:
         """Compute a loss of the batch and add its gradients to those accumulated since the last ``optim_step``.
 
@@ -67,6 +68,8 @@ class Operations:
             outputs: Per-token outputs to return beside loss and metrics; none by default. See :meth:`forward`.
             on_nonfinite: ``"error"``: a loss or gradient that is not finite fails the operation and names the row.
                 ``"skip"``: it leaves the batch out with a warning; the batch adds no gradient and its loss is NaN.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
 
         Returns:
             A future of the loss, the metrics, the outputs, the token counts and the timings in seconds.
@@ -84,7 +87,7 @@ class Operations:
         def build() -> Request:
             return requests.forward_backward(self._losses, batch_data, loss_fn, loss_kwargs, outputs, on_nonfinite)
 
-        return self._queue.submit("forward_backward", build, LossResult.from_wire)
+        return self._queue.submit("forward_backward", build, LossResult.from_wire, timeout)
 
     def forward(
         self,
@@ -94,6 +97,7 @@ class Operations:
         outputs: Sequence[Output] = ("logprobs",),
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
+        timeout: float | None = None,
     ) -> Future[LossResult]:
         """Score the batch without gradients.
 
@@ -109,6 +113,8 @@ class Operations:
             model: The model to score with instead of the run: ``"base"``, ``"ema"``, a checkpoint, or a model of the
                 server.
             temperature: Divides the logits; only without a loss.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
 
         Errors of the future: those of :meth:`forward_backward`.
         """
@@ -126,7 +132,7 @@ class Operations:
                 )
             return requests.forward_loss(self._losses, batch_data, loss_fn, loss_kwargs, outputs, model)
 
-        return self._queue.submit("forward", build, LossResult.from_wire)
+        return self._queue.submit("forward", build, LossResult.from_wire, timeout)
 
     def forward_backward_custom(
         self,
@@ -175,6 +181,7 @@ class Operations:
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
         on_nonfinite: OnNonFinite = "error",
+        timeout: float | None = None,
     ) -> Future[OptimStepResult]:
         """Take one AdamW step with the gradients accumulated since the last one.
 
@@ -189,6 +196,8 @@ class Operations:
             weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019).
             max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping.
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
 
         Returns:
             A future of the gradient norm before clipping, the learning rate, the number of steps so far, and the
@@ -216,7 +225,7 @@ class Operations:
             )
             return Request.of(pb.Operation(optim_step=step))
 
-        return self._queue.submit("optim_step", build, OptimStepResult.from_wire)
+        return self._queue.submit("optim_step", build, OptimStepResult.from_wire, timeout)
 
     def zero_grad(self) -> Future[None]:
         """Discard the gradients accumulated since the last ``optim_step``.
@@ -238,6 +247,7 @@ class Operations:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         ignore_eos: bool = False,
+        timeout: float | None = None,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts with the run's weights at this point of the program.
 
@@ -252,6 +262,8 @@ class Operations:
             stop_token_ids: Stop tokens in addition to the model's own end tokens.
             seed: The same seed gives the same samples; None draws from the run's own generator.
             ignore_eos: Continue past the model's end tokens.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
@@ -272,7 +284,7 @@ class Operations:
             )
             return Request.of(pb.Operation(sample=call), columns)
 
-        return self._queue.submit("sample", build, SampleResult.from_wire)
+        return self._queue.submit("sample", build, SampleResult.from_wire, timeout)
 
     def compute_logprobs(
         self,

@@ -10,6 +10,7 @@ that reached it; :class:`OperationQueue` decides it for operations that the clie
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class Entry:
         acknowledged: True once the server has it.
         tries: How often the server refused it.
         traceparent: Trace context of the operation's span.
+        timeout_s: Seconds after its acceptance from which on it fails; 0 for never.
     """
 
     index: int
@@ -97,6 +99,7 @@ class Entry:
     acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     tries: int = 0
     traceparent: str = ""
+    timeout_s: float = 0.0
 
 
 class OperationQueue:
@@ -129,15 +132,22 @@ class OperationQueue:
 
     # ---- calls, from any thread
 
-    def submit(self, label: str, build: Callable[[], Request], decode_result: Decode[T]) -> Future[T]:
+    def submit(
+        self, label: str, build: Callable[[], Request], decode_result: Decode[T], timeout: float | None = None
+    ) -> Future[T]:
         """Append an operation. If ``build`` raises, the future fails and no number is taken.
 
         Args:
             label: The kind of operation; ``"optim_step"`` ends an accumulation.
             build: Builds the request.
             decode_result: Converts the result to the future's value.
+            timeout: Seconds after its acceptance from which on the operation fails; None for never.
         """
         built = self._build(build)
+        if timeout is not None and not 0 < timeout < math.inf:
+            built = errors.InvalidArgumentError(
+                f"timeout is {timeout}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
+            )
         with self._lock:
             request = self._admit(label, built)
             if isinstance(request, Future):
@@ -146,6 +156,7 @@ class OperationQueue:
                     self._end_accumulation()
             else:
                 entry, future = self._entry(label, self.last_index + 1, request, decode_result)
+                entry.timeout_s = timeout or 0.0
                 self._append(entry)
         self._on_loop(self.on_submitted)
         return future
@@ -330,6 +341,7 @@ class OperationQueue:
             # Failures before this client opened the run were raised to an earlier writer.
             failure_seen=max(self.base, entry.failure_seen),
             traceparent=entry.traceparent,
+            timeout_s=entry.timeout_s,
         )
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:

@@ -20,6 +20,7 @@ class OperationKind:
         changes_state: Whether a replay must repeat it. So must a sample without a seed: see :func:`is_replayed`.
         barrier: Whether no other operation of its run may be in the engine at the same time.
         writes_files: Whether it writes files into the state folder, so that it may start only once it is journaled.
+        stoppable: Whether it can be stopped while it is executed, between micro-batches or tokens.
         divisible: Whether it may be retried in smaller pieces when memory runs out.
         swaps_generators: Whether it reads or replaces the state of the run's random generators itself.
         gives_checkpoint: Whether its result names a new checkpoint of the run.
@@ -31,6 +32,7 @@ class OperationKind:
     changes_state: bool = False
     barrier: bool = False
     writes_files: bool = False
+    stoppable: bool = False
     divisible: bool = False
     swaps_generators: bool = False
     gives_checkpoint: bool = False
@@ -41,13 +43,13 @@ class OperationKind:
 KINDS: Mapping[str, OperationKind] = {
     kind.name: kind
     for kind in (
-        OperationKind("forward_backward", changes_state=True, divisible=True),
-        OperationKind("forward", divisible=True),
-        OperationKind("kept_forward", changes_state=True, divisible=True, keeps_graph=True),
+        OperationKind("forward_backward", changes_state=True, stoppable=True, divisible=True),
+        OperationKind("forward", stoppable=True, divisible=True),
+        OperationKind("kept_forward", changes_state=True, stoppable=True, divisible=True, keeps_graph=True),
         OperationKind("backward", changes_state=True),
         OperationKind("optim_step", changes_state=True, ends_accumulation=True),
         OperationKind("zero_grad", changes_state=True, ends_accumulation=True),
-        OperationKind("sample"),
+        OperationKind("sample", stoppable=True),
         OperationKind("save_checkpoint", barrier=True, writes_files=True, swaps_generators=True, gives_checkpoint=True),
         OperationKind("load_checkpoint", changes_state=True, barrier=True, swaps_generators=True),
         OperationKind("update_reference", changes_state=True),

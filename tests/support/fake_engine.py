@@ -78,6 +78,10 @@ class FakeEngine:
         answer.set_result((engine_pb2.EngineReply(not_started=pb.Empty()), b""))
         return True
 
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """What it carries out cannot be stopped."""
+        return False
+
     async def _answer(
         self,
         answer: asyncio.Future[EngineAnswer],

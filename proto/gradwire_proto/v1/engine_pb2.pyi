@@ -141,6 +141,7 @@ class EngineOperation(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     UNLESS_FAILED_FIELD_NUMBER: _builtins.int
     DROPPED_STEP_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     traceparent: _builtins.str
@@ -151,6 +152,8 @@ class EngineOperation(_message.Message):
     """
     dropped_step: _builtins.int
     """The newest earlier optimizer step that was not executed: gradients accumulated before it are dropped. 0: none."""
+    deadline: _builtins.float
+    """Unix time from which on the operation fails; 0: never"""
     @_builtins.property
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property
@@ -165,10 +168,11 @@ class EngineOperation(_message.Message):
         traceparent: _builtins.str = ...,
         unless_failed: _builtins.int = ...,
         dropped_step: _builtins.int = ...,
+        deadline: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_step", b"dropped_step", "operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "dropped_step", b"dropped_step", "operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,6 +128,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_SHUTTING_DOWN: _ErrorCode.ValueType  # 31
     ERROR_CODE_RUN_PARKED: _ErrorCode.ValueType  # 32
     """the run cannot go on for now; its operations wait: see Run.parked"""
+    ERROR_CODE_DEADLINE_EXCEEDED: _ErrorCode.ValueType  # 33
+    """the operation had no result timeout_s after it was accepted"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """============================================================ errors
@@ -188,6 +190,8 @@ ERROR_CODE_UNSUPPORTED: ErrorCode.ValueType  # 30
 ERROR_CODE_SHUTTING_DOWN: ErrorCode.ValueType  # 31
 ERROR_CODE_RUN_PARKED: ErrorCode.ValueType  # 32
 """the run cannot go on for now; its operations wait: see Run.parked"""
+ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode.ValueType  # 33
+"""the operation had no result timeout_s after it was accepted"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _TrainOn:
@@ -1641,6 +1645,7 @@ class OperationHeader(_message.Message):
     FAILURE_SEEN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
@@ -1651,6 +1656,8 @@ class OperationHeader(_message.Message):
     """the newest failure of this run that was reported to the caller"""
     traceparent: _builtins.str
     """W3C trace context of the caller's span; not part of the content"""
+    timeout_s: _builtins.float
+    """the operation fails if it is not done so long after it was accepted; 0: never"""
     @_builtins.property
     def operation(self) -> Global___Operation: ...
     @_builtins.property
@@ -1672,10 +1679,11 @@ class OperationHeader(_message.Message):
         failure_seen: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         refusal: Global___Error | None = ...,
+        timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "refusal", b"refusal", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "refusal", b"refusal", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -285,7 +285,8 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels an operation that has not started; a started one continues.
+        """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
+        been submitted; one that cannot be stopped (a step, a save) continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -93,7 +93,9 @@ class TrainingServiceStub:
     """
     AckResults: _grpc.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]
-    """Cancels an operation that has not started; a started one continues."""
+    """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
+    been submitted; one that cannot be stopped (a step, a save) continues.
+    """
     DiscardPending: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
@@ -147,7 +149,9 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """
     AckResults: _aio.UnaryUnaryMultiCallable[_training_pb2.AckResultsRequest, _training_pb2.AckResultsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_training_pb2.CancelRequest, _training_pb2.CancelResponse]  # type: ignore[assignment]
-    """Cancels an operation that has not started; a started one continues."""
+    """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
+    been submitted; one that cannot be stopped (a step, a save) continues.
+    """
     DiscardPending: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]  # type: ignore[assignment]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
@@ -312,7 +316,9 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.CancelResponse, _abc.Awaitable[_training_pb2.CancelResponse]]:
-        """Cancels an operation that has not started; a started one continues."""
+        """Cancels an operation. One that is being executed is stopped between two micro-batches or tokens, as if it had not
+        been submitted; one that cannot be stopped (a step, a save) continues.
+        """
 
     @_abc_1.abstractmethod
     def DiscardPending(

@@ -75,6 +75,12 @@ class EngineClient(Protocol):
     def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         """Takes a request back: its answer is ``not_started`` at once. False when it was begun already."""
 
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        """Ask the engine to stop a request between two micro-batches or tokens; False if it cannot be asked.
+
+        The answer says whether it was stopped: its result is then cancelled.
+        """
+
 
 def command(settings: EngineSettings, fd: int, marks_fd: int) -> list[str]:
     """The command line of an engine's process."""
@@ -103,6 +109,9 @@ class _Connection:
             return False
         self._settle(answer, (engine_pb2.EngineReply(not_started=pb.Empty()), b""))
         return True
+
+    def stop(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        return answer in self._ids and self._marks.stop(self._ids[answer])
 
     async def receive(self) -> None:
         while True:
@@ -185,6 +194,9 @@ class EngineProcess:
 
     def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         return self._connection is not None and self._connection.withdraw(answer)
+
+    def interrupt(self, answer: asyncio.Future[EngineAnswer]) -> bool:
+        return self._connection is not None and self._connection.stop(answer)
 
     async def stop(self, grace_s: float) -> None:
         """Lets the engine finish what it does, for so long, and ends it."""

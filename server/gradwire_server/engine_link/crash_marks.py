@@ -1,11 +1,12 @@
-"""A page of shared memory in which front and engine mark requests as started or withdrawn.
+"""A page of shared memory in which front and engine mark requests as started, withdrawn or to be stopped.
 
 The page survives the engine, so after a crash the front can read which requests may have caused it. It also lets the
 front withdraw a request in time: in the stream, a withdrawal would arrive after the request itself.
 
-The page holds 128 little-endian uint64, 0 for a free slot: first the ids of the requests that the engine has started
-and whose answers the front has not read, then the ids of those that the front has withdrawn. A request is started or
-withdrawn, never both: each side checks the other's half and writes its own under one file lock, which the system
+The page holds 192 little-endian uint64, 0 for a free slot: first the ids of the requests that the engine has started
+and whose answers the front has not read, then the ids of those that the front has withdrawn, then of those that the
+engine is to stop between two micro-batches or tokens. A request is started or
+withdrawn, never both: each side checks the other's part and writes its own under one file lock, which the system
 releases if its holder dies.
 
 A mark costs both ends 5 microseconds of processor time; a message that a request begins would cost 80, and two
@@ -23,8 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SLOTS = 64
-"""Slots per half of the page; at most this many requests are in the engine at a time."""
-_SIZE = 2 * SLOTS * 8
+"""Slots per part of the page; at most this many requests are in the engine at a time."""
+_SIZE = 3 * SLOTS * 8
 
 
 class CrashMarks:
@@ -41,7 +42,7 @@ class CrashMarks:
         self.fd = fd
         self._page = mmap.mmap(fd, _SIZE)
         slots = memoryview(self._page).cast("Q")
-        self._begun, self._withdrawn = slots[:SLOTS], slots[SLOTS:]
+        self._begun, self._withdrawn, self._stopped = slots[:SLOTS], slots[SLOTS : 2 * SLOTS], slots[2 * SLOTS :]
 
     def begin(self, request_id: int) -> bool:
         """Mark a request as started; called by the engine. False if the front has withdrawn it.
@@ -62,10 +63,19 @@ class CrashMarks:
         with self._locked():
             return request_id not in self._begun and _replace(self._withdrawn, 0, request_id)
 
+    def stop(self, request_id: int) -> bool:
+        """Ask the engine to stop a request; called by the front. False if no slot is free."""
+        return request_id in self._stopped or _replace(self._stopped, 0, request_id)
+
+    def stops(self, request_id: int) -> bool:
+        """Whether the front has asked to stop a request; called by the engine."""
+        return request_id in self._stopped
+
     def answered(self, request_id: int) -> None:
         """Free the slot of a request; called by the front once it has read the answer."""
         _replace(self._begun, request_id, 0)
         _replace(self._withdrawn, request_id, 0)
+        _replace(self._stopped, request_id, 0)
 
     @property
     def begun(self) -> set[int]:
@@ -76,6 +86,7 @@ class CrashMarks:
         """Release the page and close its file descriptor."""
         self._begun.release()
         self._withdrawn.release()
+        self._stopped.release()
         os.close(self.fd)
 
     @contextmanager

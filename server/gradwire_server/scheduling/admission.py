@@ -225,7 +225,7 @@ class Admission:
         self._dispatcher.wake(queue)  # the engine may start while the operation is being written
 
     async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> bool:
-        """Cancel an operation that has not started; return whether it is cancelled.
+        """Cancel an operation, also one that is executed if its kind can be stopped; return whether it is cancelled.
 
         The cancellation of a journaled operation is durable when this returns.
 
@@ -238,8 +238,10 @@ class Admission:
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
         if operation is not None and operation.state is OperationState.CANCELLING:
             return True
-        if operation is None or not self._dispatcher.withdraw(operation):
+        if operation is None:
             return False
+        if not self._dispatcher.withdraw(operation):
+            return await self._dispatcher.interrupt(operation) and await queue.settled(seq)
         stored = self._finish_or_cancel(queue, operation, cancelled(seq))
         self._dispatcher.wake(queue)
         if stored is not None:

@@ -25,6 +25,10 @@ def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
         return _invalid(
             "the operation is of a kind that this server does not know; is it older than the client?", "operation"
         )
+    if not 0 <= header.timeout_s < float("inf"):
+        return _invalid(
+            f"timeout_s is {header.timeout_s}; it is a number of seconds, 0 for no limit", "timeout", ">= 0"
+        )
     if header.payload_bytes > limits.max_payload_bytes:
         return _limit(f"a payload of {header.payload_bytes} bytes", "max_payload_bytes", limits.max_payload_bytes)
     if len(header.tensors) > limits.max_tensors:

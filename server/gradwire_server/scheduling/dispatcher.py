@@ -149,6 +149,22 @@ class Dispatcher:
         """Withdraw an operation from the engine; False if it has started there."""
         return operation.answer is None or self._engine.withdraw(operation.answer)
 
+    async def interrupt(self, operation: QueuedOperation) -> bool:
+        """Stop an operation that the engine executes; False if it cannot be stopped or was done before."""
+        answer = operation.answer
+        if answer is None or not kind_of(operation.header.operation).stoppable or not self._engine.interrupt(answer):
+            return False
+        await asyncio.wait([answer])
+        if answer.cancelled() or answer.exception() is not None:
+            return False
+        return answer.result()[0].result.status == pb.STATUS_CANCELLED
+
+    def interrupt_all(self, queue: RunQueue) -> None:
+        """Withdraw or stop every operation of a run that is in the engine, without waiting."""
+        for operation in queue.sent.values():
+            if operation.answer is not None and not self._engine.withdraw(operation.answer):
+                self._engine.interrupt(operation.answer)
+
     async def enter(self, owner: str, tokens: int = PIPE_TOKENS) -> None:
         """Wait for a place in the engine for a request outside any run's queue; :meth:`leave` frees the place.
 

@@ -161,6 +161,7 @@ class Executor:
     def _request(self, queue: RunQueue, operation: QueuedOperation) -> engine_pb2.EngineRequest:
         request = operation_request(operation.header, queue.dropped_step(operation.seq))
         request.operation.traceparent = operation.trace.traceparent
+        request.operation.deadline = operation.deadline
         before = next(iter(queue.sent), operation.seq)
         request.operation.unless_failed = before if before < operation.seq else 0
         if operation.retried and operation.kind == "save_checkpoint":

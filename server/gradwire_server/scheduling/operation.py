@@ -102,6 +102,11 @@ class QueuedOperation:
         return tokens_of(self.header.operation, self.header.tensors, sampled=False)
 
     @property
+    def deadline(self) -> float:
+        """Unix time from which on it fails; 0 for never."""
+        return self.accepted_at + self.header.timeout_s if self.header.timeout_s > 0 else 0.0
+
+    @property
     def apart(self) -> bool:
         """Whether no other operation of its run may be in the engine with it.
 

@@ -164,6 +164,7 @@ class Scheduler:
         if queue is None:
             raise unknown_run(record.run_id)  # another call has deleted it meanwhile
         queue.close(unknown_run(record.run_id))
+        self.dispatcher.interrupt_all(queue)
         for operation in queue.pending.values():
             self._memory.let_go(operation)
         queue.empty()

@@ -16,10 +16,11 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
+from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations import batches
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
-from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, not_started
+from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, check, not_started
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.scoring.planner import Budget
@@ -82,7 +83,7 @@ class GroupedRuns:
         else:
             alone += [(member.request, member.budget) for member in members]
         for request, budget in alone:
-            yield _to(request, carry_out(self._context, request.message.operation, request.columns, budget))
+            yield _to(request, carry_out(self._context, request.message, request.columns, budget))
 
     def _prepare(self, request: Request, budget: Budget) -> _Member | None:
         """Prepare a request for the group; None if that fails, and executing it alone then reports the error."""
@@ -105,7 +106,10 @@ class GroupedRuns:
         policy = trainings[0].policy
         found: Sequence[LossEvaluation | None] | None = None
         try:
-            with suited_threads(policy.device, tokens, policy.facts.num_parameters):
+            with (
+                suited_threads(policy.device, tokens, policy.facts.num_parameters),
+                interruptible(lambda: self._check(members)),
+            ):
                 found = unless_out_of_memory(
                     lambda: forward_backward_together(trainings, [member.run.rng for member in members])
                 )
@@ -121,6 +125,10 @@ class GroupedRuns:
             else:
                 share = seconds * len(member.training.batch.input_ids) / tokens
                 yield member, self._succeeded(member, evaluation, member.seconds + share, len(members))
+
+    def _check(self, members: Sequence[_Member]) -> None:
+        for member in members:
+            check(self._context, member.request.message)
 
     def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
         outcome = batches.trained(member.run, member.call, member.training, lambda: evaluation)

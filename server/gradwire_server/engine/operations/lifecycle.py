@@ -48,6 +48,26 @@ def begins(context: EngineContext, request: engine_pb2.EngineRequest) -> bool:
     return context.crash_marks is None or context.crash_marks.begin(request.id)
 
 
+def check(context: EngineContext, request: engine_pb2.EngineRequest) -> None:
+    """Check that a request is to be executed further; called between micro-batches and between tokens.
+
+    Raises:
+        OperationError: CANCELLED if the front has asked to stop it, DEADLINE_EXCEEDED.
+    """
+    asked = request.operation
+    if context.crash_marks is not None and context.crash_marks.stops(request.id):
+        raise OperationError(
+            training_pb2.ERROR_CODE_CANCELLED,
+            f"operation {asked.seq} was cancelled while it was executed; the run is as it was before it",
+        )
+    if 0 < asked.deadline < time.time():
+        raise OperationError(
+            training_pb2.ERROR_CODE_DEADLINE_EXCEEDED,
+            f"operation {asked.seq} was not done when its timeout was over; the run is as it was before it",
+            field="timeout",
+        )
+
+
 class Execution:
     """One begun operation of a run. End it with :meth:`succeeded` or :meth:`failed`, or drop it.
 
@@ -142,13 +162,17 @@ def success(outcome: Outcome, seq: int, seconds: float) -> Answer:
 def failure(
     context: EngineContext, asked: engine_pb2.EngineOperation, error: Exception, seconds: float = 0.0
 ) -> Answer:
-    """Make the answer to a failed operation, also one that could not begin, and record the failure in its run."""
-    if asked.run_id in context.runs:
+    """Make the answer to a failed operation, also one that could not begin, and record the failure in its run.
+
+    A cancelled operation is no failure: those behind it are executed.
+    """
+    cancelled = isinstance(error, OperationError) and error.code == training_pb2.ERROR_CODE_CANCELLED
+    if asked.run_id in context.runs and not cancelled:
         context.runs[asked.run_id].failed_seq = asked.seq
     what = f"{asked.operation.WhichOneof('kind')} {asked.seq} of {asked.run_id}"
     result = training_pb2.OperationResult(
         seq=asked.seq,
-        status=training_pb2.STATUS_FAILED,
+        status=training_pb2.STATUS_CANCELLED if cancelled else training_pb2.STATUS_FAILED,
         error=to_error(error, what),
         timings=training_pb2.Timings(engine_s=seconds),
     )

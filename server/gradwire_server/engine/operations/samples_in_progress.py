@@ -14,12 +14,14 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from torch import Tensor
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.lifecycle import (
     Answer,
     Execution,
     begins,
+    check,
     failure,
     not_started,
     plain_answer,
@@ -113,7 +115,10 @@ class SamplesInProgress:
         return [sampling.message.id for sampling in self._all() if sampling.started and sampling.started.job in jobs]
 
     def step(self) -> None:
-        """Advance some of the samples by a token."""
+        """Advance some of the samples by a token; end those that are to end."""
+        for sampling in self._all():
+            if sampling.started is not None and not sampling.ended:
+                self._check(sampling, sampling.started)
         if self._context.sampler.turn():
             self._context.sampler.step()
 
@@ -180,6 +185,13 @@ class SamplesInProgress:
         if asked.run_id in self._context.runs:
             return failure(self._context, asked, error)
         return plain_answer(error=to_error(error, "request sample"))
+
+    def _check(self, sampling: _Sampling, started: Started) -> None:
+        try:
+            check(self._context, sampling.message)
+        except OperationError as error:
+            self._context.sampler.cancel(started.job)
+            sampling.started, sampling.answer = None, self._failed(sampling, error)
 
     def _take_back(self, of_run: _OfRun) -> None:
         """Cancel the samples of a run that must not be executed after the failure of one before them."""

@@ -11,9 +11,10 @@ from gradwire_proto.v1 import engine_pb2
 
 from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.interruption import between_micro_batches, interruptible
 from gradwire_server.engine.operations import batches, checkpoints, steps
 from gradwire_server.engine.operations.context import EngineContext
-from gradwire_server.engine.operations.lifecycle import Answer, Execution
+from gradwire_server.engine.operations.lifecycle import Answer, Execution, check
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -37,7 +38,7 @@ HANDLERS: Mapping[str, Handler] = {
 """Handlers by kind, except samples, which are generated one token at a time: see :mod:`.samples_in_progress`."""
 
 
-def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns: Columns, budget: Budget) -> Answer:
+def carry_out(context: EngineContext, request: engine_pb2.EngineRequest, columns: Columns, budget: Budget) -> Answer:
     """Execute a begun operation of a run. One that raises leaves the run's state unchanged.
 
     Args:
@@ -48,9 +49,11 @@ def carry_out(context: EngineContext, asked: engine_pb2.EngineOperation, columns
         OperationError: The engine does not hold the run.
         torch.AcceleratorError: The device is lost, and the process with it.
     """
+    asked = request.operation
     execution = Execution(context, asked)
     try:
-        with execution.span():
+        with execution.span(), interruptible(lambda: check(context, request)):
+            between_micro_batches()
             outcome = _handled(context, execution.run, asked, columns, budget)
     except Exception as error:  # the boundary: the error becomes the operation's result
         return execution.failed(error)

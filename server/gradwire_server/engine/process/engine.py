@@ -150,7 +150,7 @@ class Engine:
     # -------------------------------------------------------------- requests
 
     def _operation(self, request: Request, budget: Budget) -> Answer:
-        return carry_out(self.context, request.message.operation, request.columns, budget)
+        return carry_out(self.context, request.message, request.columns, budget)
 
     def _create_run(self, request: Request, budget: Budget) -> Answer:
         create, context = request.message.create_run, self.context

@@ -11,6 +11,7 @@ import torch
 from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
+from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
@@ -100,6 +101,7 @@ class Reading:
 
         def compute() -> dict[str, Tensor]:
             teacher_states = self.teacher_states()
+            between_micro_batches()
             hidden = self.policy.hidden(
                 batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
             )

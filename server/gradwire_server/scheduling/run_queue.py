@@ -287,7 +287,9 @@ class RunQueue:
     def is_next(self, operation: QueuedOperation) -> bool:
         """Whether a sent operation may be handed to the engine, given that every earlier one was."""
         there = operation.state in (OperationState.SENT, OperationState.EARLY)
-        return there and not self._gap and not self._aborts(operation)
+        if self.record.failure_seq and (self._aborts(operation) or not self.is_first(operation)):
+            return False  # also if its writer has seen the failure: those before it get their results first
+        return there and not self._gap
 
     def _aborts(self, operation: QueuedOperation) -> bool:
         """Whether a failure that the operation's writer had not seen aborts it."""

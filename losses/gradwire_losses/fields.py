@@ -123,6 +123,12 @@ GROUP_FIELDS = (
     ),
 )
 
+SAMPLER_LOG_PROBS = row_field(
+    "sampler_log_probs",
+    ROW_TOKENS,
+    "Log-probability of each token as the sampler computed it, for sampler_correction and the sampler's metrics.",
+)
+
 GROUP_ADVANTAGES = sample_field(
     "advantages",
     ("[rows, samples]", SAMPLE_TOKENS[0]),

@@ -9,11 +9,12 @@ from pydantic import Field
 from gradwire_losses.kl import KL_ESTIMATORS, KLEstimator
 from gradwire_losses.reduction import Reduction, ReductionConfig
 from gradwire_losses.registry import PolicyConfig
+from gradwire_losses.sampler import SamplerConfig
 
 Surrogate = Literal["clip", "cispo", "sapo", "gmpo", "reinforce", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
 
 
-class GRPOConfig(PolicyConfig, ReductionConfig):
+class GRPOConfig(SamplerConfig, PolicyConfig, ReductionConfig):
     """Arguments of ``grpo``."""
 
     beta: float = Field(
@@ -89,13 +90,6 @@ class GRPOConfig(PolicyConfig, ReductionConfig):
         False,
         description="exclude groups whose rewards are all equal; advantages in the batch are all used",
     )
-    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = Field(
-        None,
-        description="weight the policy loss by the ratio of old_log_probs' to sampler_log_probs' probabilities, per "
-        "token or per response, truncated to sampler_ratio_min ... sampler_ratio_max, or set to 0 outside",
-    )
-    sampler_ratio_max: float = Field(3.0, gt=0, description="for sampler_correction: the largest weight")
-    sampler_ratio_min: float = Field(0.0, ge=0, description="for sampler_correction: the smallest weight")
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus")
     kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
     use_bias_correction_kl: bool = Field(

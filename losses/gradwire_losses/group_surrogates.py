@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire_losses.batch import Batch, BatchError, beside, segment_sum, spread
+from gradwire_losses.batch import beside, segment_sum, spread
 from gradwire_losses.group_config import GRPOConfig
 from gradwire_losses.policy import (
     clipped_surrogate,
@@ -189,29 +189,3 @@ def _drawn(among: Tensor, share: float, seed: int) -> Tensor:
     numbers = torch.rand(len(among), generator=torch.Generator().manual_seed(seed))
     ranks = torch.where(among, beside(numbers, among), torch.inf).argsort().argsort()
     return among & (ranks < max(1, int(len(among) * share)))
-
-
-def sampler_weights(batch: Batch, old: Tensor, config: GRPOConfig) -> Tensor | None:
-    """``[T]``: truncated or masked importance weights between the trainer's and the sampler's log-probabilities.
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
-    if config.sampler_correction is None:
-        return None
-    sampler = batch.get("sampler_log_probs")
-    if sampler is None:
-        raise BatchError(
-            "sampler_correction needs sampler_log_probs, the log-probabilities that the sampler returned with its "
-            "tokens",
-            field="sampler_log_probs",
-            rule="required with sampler_correction",
-        )
-    level, action = config.sampler_correction.split("_")
-    difference = old - sampler
-    if level == "sequence":
-        difference = spread(segment_sum(difference, batch.row_lengths), batch.row_lengths)
-    weights = probability_ratio(difference, torch.zeros_like(difference))
-    low, high = config.sampler_ratio_min, config.sampler_ratio_max
-    if action == "truncate":
-        return weights.clamp(low, high)
-    return torch.where((weights >= low) & (weights <= high), weights, 0.0)

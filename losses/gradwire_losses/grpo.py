@@ -6,8 +6,6 @@ papers' named variants, which only change its defaults, are in ``grpo_variants.p
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,12 +21,19 @@ from gradwire_losses.baselines import gpg_scale
 from gradwire_losses.batch import Batch, BatchError, Scores, segment_sum, select, spread
 from gradwire_losses.fields import GROUP_POLICY_FIELDS
 from gradwire_losses.group_config import GRPOConfig
-from gradwire_losses.group_surrogates import Tokens, sampler_weights, surrogate_losses, token_ratios, uncertain_tokens
+from gradwire_losses.group_surrogates import Tokens, surrogate_losses, token_ratios, uncertain_tokens
 from gradwire_losses.kl import kl_estimate
-from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Std, Term
+from gradwire_losses.outputs import LossOutput, Mean, Metric, Std, Term
 from gradwire_losses.reduction import reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import ScoreName, register_loss
+from gradwire_losses.sampler import (
+    SAMPLER_METRICS,
+    SAMPLER_RATIO_METRIC,
+    sampler_metrics,
+    sampler_ratio,
+    sampler_weights,
+)
 
 GRPO_METRICS = {
     "policy_loss": "the surrogate",
@@ -44,9 +49,8 @@ GRPO_METRICS = {
     "group_reward_std": "mean over groups of the standard deviation of the group's rewards",
     "zero_spread_groups": "share of groups whose rewards are all equal, which give no gradient",
     "kept_fraction": "share of scored tokens left by mask_truncated and mask_zero_spread",
-    "sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it",
-    "sampler_kl": "mean KL per token from the sampler to old_log_probs, by k3 (nats); NaN without sampler_log_probs",
-    "sampler_logprob_diff_max": "largest difference between sampler_log_probs and old_log_probs of a token",
+    **SAMPLER_RATIO_METRIC,
+    **SAMPLER_METRICS,
     "planning_fraction": "share of scored tokens that planning_mask marks; NaN without it",
 }
 
@@ -181,23 +185,11 @@ def group_objective(
             "advantage_std": Std.of(reported),
             **_reward_metrics(batch),
             "kept_fraction": Mean.of(kept),
-            "sampler_ratio_mean": Mean(0.0, 0) if weights is None else Mean.of(weights),
-            **sampler_metrics(batch, old),
+            "sampler_ratio_mean": sampler_ratio(weights),
+            **sampler_metrics(batch, scores.logprobs, batch.get("old_log_probs")),
             "planning_fraction": Mean(0.0, 0) if planning is None else Mean.of(planning),
         },
     )
-
-
-def sampler_metrics(batch: Batch, old: Tensor) -> dict[str, Metric]:
-    """Differences between the sampler's and the trainer's log-probabilities of the same policy; NaN without the
-    sampler's."""
-    sampler = batch.get("sampler_log_probs")
-    if sampler is None:
-        return {"sampler_kl": Mean(0.0, 0), "sampler_logprob_diff_max": Max(-math.inf)}
-    return {
-        "sampler_kl": Mean.of(kl_estimate(sampler, old, "k3")),
-        "sampler_logprob_diff_max": Max.of((sampler - old).abs()),
-    }
 
 
 def _planning(batch: Batch, config: GRPOConfig) -> Tensor | None:

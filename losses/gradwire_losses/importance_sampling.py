@@ -21,6 +21,7 @@ from gradwire_losses.policy import probability_ratio
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
+from gradwire_losses.sampler import SAMPLER_METRICS, sampler_metrics
 from gradwire_losses.tinker import MASK, TARGET_TOKENS, written
 
 
@@ -42,6 +43,12 @@ class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
         "variance; not PPO's distance from 1. None is 10, and with target_tokens no bound",
     )
     kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
+
+
+IS_SAMPLER_METRICS = {
+    name: text + "; old_log_probs are behavior_log_probs [rows, tokens], NaN without"
+    for name, text in SAMPLER_METRICS.items()
+}
 
 
 def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -132,6 +139,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "kl_divergence": "mean KL per token to the reference (nats); NaN without a reference",
         "advantage_mean": "mean advantage per token or row",
         "reward_mean": "mean over rows of the row's total reward; NaN without rewards",
+        **IS_SAMPLER_METRICS,
         "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
@@ -206,6 +214,7 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
         "reward_mean": _row_rewards(batch),
+        **sampler_metrics(batch, logprobs, batch[behavior] if by_token and not tinker else None),
         "loss:sum": _loss_sum(weighted, kl, config) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

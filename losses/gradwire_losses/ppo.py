@@ -29,6 +29,7 @@ from gradwire_losses.fields import (
     REF_LOG_PROBS,
     ROW_TOKENS,
     ROWS_OR_TOKENS,
+    SAMPLER_LOG_PROBS,
     row_field,
 )
 from gradwire_losses.kl import KL_ESTIMATORS, AdaptiveKL, KLEstimator, kl_estimate
@@ -38,9 +39,17 @@ from gradwire_losses.policy import clipped_surrogate, probability_ratio
 from gradwire_losses.reduction import reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
+from gradwire_losses.sampler import (
+    SAMPLER_METRICS,
+    SAMPLER_RATIO_METRIC,
+    SamplerConfig,
+    sampler_metrics,
+    sampler_ratio,
+    sampler_weights,
+)
 
 
-class PPOConfig(AdvantageConfig, PolicyConfig):
+class PPOConfig(SamplerConfig, AdvantageConfig, PolicyConfig):
     """Arguments of ``enhanced_ppo``."""
 
     clip_epsilon: float = Field(0.2, gt=0, description="the ratio is clipped to 1 - clip_epsilon and 1 + clip_epsilon")
@@ -95,6 +104,7 @@ PPO_FIELDS = (
         "Value of the state after the last token of truncated rows; 0 for terminated rows.",
     ),
     REF_LOG_PROBS,
+    SAMPLER_LOG_PROBS,
 )
 
 PPO_METRICS = {
@@ -113,6 +123,8 @@ PPO_METRICS = {
     "value_mean": "mean of the critic's values",
     "return_mean": "mean return per token",
     "reward_mean": "mean over rows of the row's total reward",
+    **SAMPLER_RATIO_METRIC,
+    **SAMPLER_METRICS,
     "next_beta": "the beta for the next call, to keep kl_divergence at kl_target",
 }
 
@@ -162,6 +174,9 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
     high = config.clip_epsilon if config.clip_epsilon_high is None else config.clip_epsilon_high
     surrogate, clipped = clipped_surrogate(ratio, advantages, 1 - config.clip_epsilon, 1 + high, config.dual_clip)
     kl = kl_estimate(scores.logprobs, old if reference is None else reference, config.kl_estimator)
+    weights = sampler_weights(batch, old, config)
+    if weights is not None:
+        surrogate = weights * surrogate
 
     policy = reduced(surrogate, lengths, config)
     terms: dict[str, Term] = {"policy": policy}
@@ -189,6 +204,8 @@ def enhanced_ppo(batch: Batch, scores: Scores, config: PPOConfig) -> LossOutput:
         "advantage_mean_raw": Mean.of(raw),
         "advantage_std_raw": Std.of(raw),
         "reward_mean": reward_mean(batch),
+        "sampler_ratio_mean": sampler_ratio(weights),
+        **sampler_metrics(batch, scores.logprobs, old),
         "next_beta": AdaptiveKL(config.beta, config.kl_target, config.kl_horizon, Mean.of(kl), rows),
     }
     return LossOutput(terms, {**metrics, **critic_metrics})

@@ -14,13 +14,22 @@ from torch import Tensor
 from gradwire_losses.advantages import rewards_to_go, whiten
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.critic import reward_mean, token_rewards
-from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, OLD_LOG_PROBS, REF_LOG_PROBS, ROWS_OR_TOKENS, row_field
+from gradwire_losses.fields import (
+    INPUT_IDS,
+    LOSS_MASK,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    ROWS_OR_TOKENS,
+    SAMPLER_LOG_PROBS,
+    row_field,
+)
 from gradwire_losses.kl import kl_estimate
 from gradwire_losses.outputs import LossOutput, Mean, Std, Term
 from gradwire_losses.policy import clipped_surrogate, probability_ratio
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
+from gradwire_losses.sampler import SAMPLER_METRICS, sampler_metrics
 
 
 class ReinforceConfig(PolicyConfig, ReductionConfig):
@@ -48,6 +57,7 @@ FIELDS = (
         description="Log-probability of each token under the policy that wrote it; if absent, the current policy.",
     ),
     REF_LOG_PROBS,
+    SAMPLER_LOG_PROBS,
 )
 METRICS = {
     "policy_loss": "the surrogate",
@@ -60,6 +70,7 @@ METRICS = {
     "advantage_std": "its standard deviation",
     "return_mean": "mean over tokens of the rewards to go, minus the KL penalty",
     "reward_mean": "mean over rows of the row's total reward",
+    **SAMPLER_METRICS,
 }
 
 
@@ -77,9 +88,8 @@ def _objective(
 ) -> LossOutput:
     """The objective with a baseline (a number, or ``[T]``), and with PPO's clipped ratio if ``clip`` is given."""
     lengths, reference, logprobs = batch.row_lengths, reference_logprobs(batch, scores), scores.logprobs
-    old = batch.get("old_log_probs")
-    if old is None:
-        old = logprobs.detach()
+    given = batch.get("old_log_probs")
+    old = logprobs.detach() if given is None else given
     rewards = token_rewards(batch)
     shaped = rewards if reference is None else rewards - config.beta * (old - reference)
     returns = rewards_to_go(shaped, lengths, config.gamma)
@@ -105,6 +115,7 @@ def _objective(
             "advantage_std": Std.of(advantages),
             "return_mean": Mean.of(returns),
             "reward_mean": reward_mean(batch),
+            **sampler_metrics(batch, logprobs, given),
         },
     )
 

@@ -133,6 +133,7 @@ class FakeEngine:
                 run.step = 0 if create.weights_only else run.history.count("step")
             reply.run_created.num_trainable_parameters = 7
             reply.run_created.step = run.step
+            reply.run_created.head, reply.run_created.num_labels = create.config.head, create.config.num_labels
         elif kind == "drop_run":
             self.runs.pop(request.drop_run.run_id, None)
             reply.empty.SetInParent()

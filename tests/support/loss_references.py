@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,21 @@ def shaped_rewards(row: SimpleNamespace, config: Any) -> list[float]:
     ]
 
 
+def sampler_figures(sequences: Iterable[SimpleNamespace], old: str = "old_log_probs") -> dict[str, float]:
+    """From the sampler's log-probabilities to the batch's; without the sampler's, from the batch's to the call's."""
+    pairs: list[tuple[float, float]] = []
+    for row in sequences:
+        given, sampler = getattr(row, old, None), getattr(row, "sampler_log_probs", None)
+        trainer = row.score_logprobs if sampler is None or given is None else given
+        sampler = given if sampler is None else sampler
+        if isinstance(sampler, list):
+            pairs += zip(sampler, trainer, strict=True)
+    return {
+        "sampler_kl": mean([kl("k3", s, t) for s, t in pairs]),
+        "sampler_logprob_diff_max": max((abs(s - t) for s, t in pairs), default=math.nan),
+    }
+
+
 def ppo(examples: Examples, config: Any) -> Result:
     rows = [row for [row] in examples]
     surrogates, value_losses, entropies, kls = [], [], [], []
@@ -201,6 +217,8 @@ def ppo(examples: Examples, config: Any) -> Result:
         "value_mean": mean(predictions),
         "return_mean": mean(returns_all),
         "reward_mean": mean(totals),
+        "sampler_ratio_mean": math.nan,
+        **sampler_figures(rows),
         "next_beta": config.beta * (1 + zero_if_nan(drift) * sum(row.n > 0 for row in rows) / config.kl_horizon),
     }
 
@@ -267,8 +285,7 @@ def grpo(examples: Examples, config: Any) -> Result:
         "zero_spread_groups": mean([float(len(set(group)) < 2) for group in rewards]),
         "kept_fraction": 1.0 if approx else math.nan,
         "sampler_ratio_mean": math.nan,
-        "sampler_kl": math.nan,
-        "sampler_logprob_diff_max": math.nan,
+        **sampler_figures(sample for group in examples for sample in group),
         "planning_fraction": math.nan,
     }
 
@@ -310,6 +327,7 @@ def importance_sampling(examples: Examples, config: Any) -> Result:
         "kl_divergence": mean(kls),
         "advantage_mean": mean(advantages_all),
         "reward_mean": mean(totals),
+        **sampler_figures((row for [row] in examples), "behavior_log_probs"),
         "loss:sum": math.nan,
     }
 

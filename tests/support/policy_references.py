@@ -14,6 +14,7 @@ from support.loss_references import (
     kl,
     mean,
     reduce,
+    sampler_figures,
     shaped_rewards,
     std,
     surrogate,
@@ -110,6 +111,8 @@ def importance_sum(examples: Examples, config: Any) -> Result:
         "kl_divergence": math.nan,
         "advantage_mean": mean([a for _, a in pairs]),
         "reward_mean": math.nan,
+        "sampler_kl": math.nan,
+        "sampler_logprob_diff_max": math.nan,
     }
 
 
@@ -319,7 +322,6 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
     differs = [len({sample.rewards for sample in group}) > 1 for group in examples]
     surrogates, kls, entropies, approx, clips, weights_all, kept_tokens = [], [], [], [], [], [], []
     every_kl: list[float] = []
-    sampler: list[tuple[float, float]] = []
     place = 0
     for group, differ in zip(examples, differs, strict=True):
         for sample in group:
@@ -351,8 +353,6 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
             if config.use_bias_correction_kl:
                 corrected = zip(divergences, sample.score_logprobs, old, strict=True)
                 kls[-1] = [d * math.exp(lp - o) for d, lp, o in corrected] if kept else []
-            for o, other in zip(old, getattr(sample, "sampler_log_probs", []), strict=False):
-                sampler.append((kl("k3", other, o), abs(other - o)))
             approx += [math.exp(lp - o) - 1 - (lp - o) for lp, o in zip(sample.score_logprobs, old, strict=True)]
             clips += [float(c) for c in active]
     policy = reduce(surrogates, config)
@@ -376,8 +376,7 @@ def groups(examples: Examples, config: Any, given: list[list[float]] | None = No
         "zero_spread_groups": mean([float(not differ) for differ in differs]) if rewarded else math.nan,
         "kept_fraction": mean(kept_tokens),
         "sampler_ratio_mean": mean(weights_all),
-        "sampler_kl": mean([k for k, _ in sampler]),
-        "sampler_logprob_diff_max": max((d for _, d in sampler), default=math.nan),
+        **sampler_figures(samples),
         "planning_fraction": mean([float(p) for s in samples for p in getattr(s, "planning_mask", [])]),
     }
 
@@ -472,6 +471,7 @@ def reinforce(examples: Examples, config: Any) -> Result:
         "advantage_std": std(everything),
         "return_mean": mean([g for *_, returns, _ in kept for g in returns]),
         "reward_mean": mean([math.fsum(rewards) for row, _, _, rewards, _, _ in kept if row.n]),
+        **sampler_figures(rows),
     }
 
 

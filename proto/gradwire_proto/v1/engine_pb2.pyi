@@ -91,7 +91,7 @@ class EngineCreateRun(_message.Message):
     weights_only: _builtins.bool
     """only its weights (a fork); else its whole state (a recovery)"""
     fresh_head: _builtins.bool
-    """a fork that changes the head: the checkpoint's head is not loaded"""
+    """the config's head, fresh if the checkpoint has another; else the checkpoint's own head"""
     @_builtins.property
     def config(self) -> _training_pb2.RunConfig: ...
     def __init__(
@@ -325,19 +325,26 @@ class EngineRunCreated(_message.Message):
     NUM_TRAINABLE_PARAMETERS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    NUM_LABELS_FIELD_NUMBER: _builtins.int
     num_trainable_parameters: _builtins.int
     step: _builtins.int
     seq: _builtins.int
+    head: _builtins.str
+    """as in RunConfig"""
+    num_labels: _builtins.int
     def __init__(
         self,
         *,
         num_trainable_parameters: _builtins.int = ...,
         step: _builtins.int = ...,
         seq: _builtins.int = ...,
+        head: _builtins.str = ...,
+        num_labels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_trainable_parameters", b"num_trainable_parameters", "seq", b"seq", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "num_labels", b"num_labels", "num_trainable_parameters", b"num_trainable_parameters", "seq", b"seq", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

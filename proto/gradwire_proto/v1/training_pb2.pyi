@@ -2354,12 +2354,14 @@ class LossResult(_message.Message):
     """the activation budget was exceeded, so the forward was computed twice"""
     grouped_runs: _builtins.int
     """number of runs, this one included, that shared one pass; 0: not grouped"""
-    added_head: _builtins.str
-    """the head added to the run for this loss; empty for none"""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def added_head(self) -> Global___AddedHead:
+        """the head that the run was given for this loss; absent for none"""
+
     def __init__(
         self,
         *,
@@ -2372,9 +2374,9 @@ class LossResult(_message.Message):
         num_microbatches: _builtins.int = ...,
         recomputed: _builtins.bool = ...,
         grouped_runs: _builtins.int = ...,
-        added_head: _builtins.str = ...,
+        added_head: Global___AddedHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -2383,6 +2385,30 @@ class LossResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___LossResult: _TypeAlias = LossResult  # noqa: Y015
+
+@_typing.final
+class AddedHead(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_TRAINABLE_PARAMETERS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """as in RunConfig.head"""
+    num_trainable_parameters: _builtins.int
+    """of the run with it"""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        num_trainable_parameters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "num_trainable_parameters", b"num_trainable_parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddedHead: _TypeAlias = AddedHead  # noqa: Y015
 
 @_typing.final
 class OptimStepResult(_message.Message):

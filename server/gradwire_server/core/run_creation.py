@@ -64,7 +64,7 @@ class RunCreation:
             config=config,
             checkpoint=f"{record.run_id}/{ORIGIN}",
             weights_only=not request.with_optimizer,
-            fresh_head=(config.head, config.num_labels) != (source.config.head, source.config.num_labels),
+            fresh_head=request.HasField("head"),
         )
         record.forked_from = checkpoint.path
         return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))

@@ -96,11 +96,20 @@ class StoredResult:
 
 @dataclass(frozen=True, slots=True)
 class RunMarks:
-    """Values of the run's row after a result, written in the same transaction."""
+    """Values of the run's row after a result, written in the same transaction.
+
+    Attributes:
+        step: Number of optimizer steps.
+        failure_seq, failure: As in the run's row.
+        config: The run's settings, serialized, if the operation gave the run a head; else empty.
+        num_trainable_parameters: With ``config``.
+    """
 
     step: int
     failure_seq: int
     failure: str
+    config: bytes = b""
+    num_trainable_parameters: int = 0
 
 
 class Journal:
@@ -266,6 +275,11 @@ class Journal:
                 f" digest = {OPERATION.replace('status, segment, offset', f'?, {kept}')} WHERE run_id = ? AND seq = ?",
                 (result.status, outcome, result.status, run_id, result.seq),
             )
+            if marks.config:
+                connection.execute(
+                    "UPDATE runs SET config = ?, num_trainable_parameters = ? WHERE run_id = ?",
+                    (marks.config, marks.num_trainable_parameters, run_id),
+                )
             change, values = "", tuple[int | str, ...]()
             if result.status != pb.STATUS_CANCELLED:
                 change, values = (

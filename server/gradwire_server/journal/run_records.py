@@ -290,8 +290,8 @@ class RunRecords:
 
     async def finish(self, record: RunRecord, num_trainable_parameters: int, step: int) -> None:
         """Mark a run as created; it is durable and visible from then on."""
-        query = "UPDATE runs SET ready = 1, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
-        values = (num_trainable_parameters, step, record.run_id)
+        query = "UPDATE runs SET ready = 1, config = ?, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
+        values = (record.config.SerializeToString(), num_trainable_parameters, step, record.run_id)
         record.num_trainable_parameters, record.step = num_trainable_parameters, step
         await asyncio.to_thread(self._describe, record)
         await self._store.write(lambda connection: connection.execute(query, values).close())

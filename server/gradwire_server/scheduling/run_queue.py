@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -336,7 +336,16 @@ class RunQueue:
                 record.step = result.optim_step.step
             elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
                 record.step = result.checkpoint.step
-        return RunMarks(record.step, record.failure_seq, record.failure)
+        marks = RunMarks(record.step, record.failure_seq, record.failure)
+        if result.loss.HasField("added_head"):
+            record.config.head = result.loss.added_head.kind
+            record.num_trainable_parameters = result.loss.added_head.num_trainable_parameters
+            marks = replace(
+                marks,
+                config=record.config.SerializeToString(),
+                num_trainable_parameters=record.num_trainable_parameters,
+            )
+        return marks
 
     def cancel(self, operation: QueuedOperation) -> None:
         """Cancel an operation that is not in the journal yet; it gets its result once it is."""

@@ -145,6 +145,8 @@ class Scheduler:
                 created = await self._executor.create(queue)
             finally:
                 self.dispatcher.leave(record.owner)
+            # A fork has the head of its checkpoint, which need not be the one that the source has now.
+            record.config.head, record.config.num_labels = created.head, created.num_labels
             await self._runs.finish(record, created.num_trainable_parameters, created.step)
         except BaseException:
             await self._runs.delete(record)

@@ -74,6 +74,7 @@ class CheckingRun:
         self.steps = 0
         self.saved: dict[str, int] = {}
         self.emas = 0
+        self.logprob, self.scored = -0.5, 0
         self.errors: list[Exception] = []
 
     async def info(self) -> Any:
@@ -102,6 +103,11 @@ class CheckingRun:
     def optim_step(self, learning_rate: float, **options: Any) -> Any:
         self.steps += 1
         return settled(SimpleNamespace(grad_norm=1.0, skipped=False, learning_rate=learning_rate, step=self.steps))
+
+    def compute_logprobs(self, batch: Any, temperature: float = 1.0) -> Any:
+        """A constant for every token, which is what the sampler of ``rule_inference`` gives."""
+        self.scored += 1
+        return settled([np.full(int(np.sum(mask)), self.logprob, np.float32) for mask in batch["loss_mask"]])
 
     def compute_values(self, batch: Any) -> Any:
         """The value of a state: the number of tokens before it."""
@@ -229,6 +235,35 @@ async def test_gigpo_sends_a_steps_advantage_with_its_tokens(rule_inference: Cal
         np.testing.assert_array_equal(advantages[~mask], 0)
     (metrics,) = await algorithm.train(1, progress_bar=False)
     assert 0 <= metrics["train/singleton_steps"] < 1  # found here; the loss, which has no steps, knows of none
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gigpo"])
+async def test_a_sampler_that_differs_from_the_trainer_is_corrected_for(
+    name: str, rule_inference: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, head, _ = ALGORITHMS[name]
+
+    async def trained(logprob: float, **loss_kwargs: Any) -> CheckingRun:
+        run = CheckingRun(head)
+        run.logprob = logprob
+        settings = config(loss_kwargs=loss_kwargs)
+        algorithm = kind(None, run, ["a"], arrived, settings, environment=Doors(), inference=rule_inference(walk))
+        await algorithm.train(3, progress_bar=False)
+        return run
+
+    run = await trained(-0.5)
+    assert run.scored == 1 and caplog.text.count("truncated importance weights") == 0  # measured once
+    assert all("sampler_correction" not in kwargs for _, kwargs, _ in run.batches)
+    run = await trained(-0.502)
+    assert run.scored == 3 and caplog.text.count("truncated importance weights") == 1  # said once
+    for _, kwargs, batch in run.batches:
+        assert kwargs["sampler_correction"] == "token_truncate"
+        np.testing.assert_allclose(batch["old_log_probs"], -0.502)
+        np.testing.assert_allclose(batch["sampler_log_probs"], -0.5)
+    run = await trained(-0.502, sampler_correction=None)
+    assert run.scored == 0 and all(kwargs["sampler_correction"] is None for _, kwargs, _ in run.batches)
+    run = await trained(-0.5, sampler_correction="sequence_mask")
+    assert run.scored == 3 and {kwargs["sampler_correction"] for _, kwargs, _ in run.batches} == {"sequence_mask"}
 
 
 def test_steps_that_continue_each_other_make_one_row() -> None:

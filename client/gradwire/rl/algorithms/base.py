@@ -36,6 +36,9 @@ from gradwire.rl.types import FloatArray, Trajectory
 
 logger = logging.getLogger("gradwire.rl")
 
+SAMPLER_TOLERANCE = 1e-3
+"""Difference in nats between log-probabilities of sampler and trainer from which on the loss corrects for it."""
+
 
 class Algorithm(ABC):
     """An algorithm that trains a run on tasks.
@@ -130,6 +133,7 @@ class Algorithm(ABC):
         self._reporter = Reporter(self.config, run.run_id, loggers, recorder)
         self._rollout_manager = rollout_manager
         self._collector: Collector | None = None
+        self._sampler_differs: bool | None = None
         self.version = 0
 
     # ---------------------------------------------------------------- defined by each algorithm
@@ -355,10 +359,49 @@ class Algorithm(ABC):
             straggler_s=self.straggler_s,
         )
 
-    async def _trained_logprobs(self, rows: Sequence[Row], kwargs: Mapping[str, Any]) -> list[FloatArray] | None:
-        """Return ``[tokens]`` per row, under the current policy, if the loss corrects for the sampler's."""
-        if not kwargs.get("sampler_correction") or not rows:
-            return None
+    async def _corrected(
+        self, rows: Sequence[Row], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[FloatArray] | None]:
+        """Return the loss's arguments, with the correction for the sampler if its log-probabilities differ.
+
+        The first batch, which the current policy wrote, shows whether they do: a forward under the policy is compared
+        with what the sampler gave. An explicit ``sampler_correction`` in ``config.loss_kwargs`` stands.
+
+        Returns:
+            The arguments, and with a correction the log-probabilities per row ``[tokens]`` under the policy as it is
+            now.
+        """
+        found = dict(kwargs)
+        if not rows:
+            return found, None
+        trained = None
+        if "sampler_correction" not in kwargs and self._sampler_differs is not False:
+            trained = await self._trained_logprobs(rows)
+            if self._sampler_differs is None:
+                self._sampler_differs = self._differs(rows, trained)
+            if self._sampler_differs:
+                found["sampler_correction"] = "token_truncate"
+        if not found.get("sampler_correction"):
+            return found, None
+        return found, trained if trained is not None else await self._trained_logprobs(rows)
+
+    def _differs(self, rows: Sequence[Row], trained: Sequence[FloatArray]) -> bool:
+        difference = max(
+            float(np.abs(logprobs - row.logprobs)[row.written].max()) for logprobs, row in zip(trained, rows)
+        )
+        if difference <= SAMPLER_TOLERANCE:
+            return False
+        self._reporter.warn_once(
+            "sampler_correction",
+            "the sampler's log-probabilities differ from the trainer's by up to %.2g nats (bfloat16, or another "
+            "sampler): the loss corrects for it with truncated importance weights from now on, at the price of a "
+            'forward per iteration. loss_kwargs={"sampler_correction": None} turns that off',
+            difference,
+        )
+        return True
+
+    async def _trained_logprobs(self, rows: Sequence[Row]) -> list[FloatArray]:
+        """Per row ``[tokens]``, under the policy as it is now; 0 at tokens that it did not write."""
         batch = {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
         scored = await self.run.compute_logprobs(batch, temperature=self.config.temperature)
         result = [np.zeros(len(row.ids), np.float32) for row in rows]

@@ -182,5 +182,6 @@ class GiGPOAlgorithm(Algorithm):
             "step_advantage_std": float(np.std(credit.step)),
         }
         shared = share_prompts(rows, trajectories)
-        columns = grouped_columns(rows, trajectories, fields, await self._trained_logprobs(rows, kwargs))
+        kwargs, trained = await self._corrected(rows, kwargs)
+        columns = grouped_columns(rows, trajectories, fields, trained)
         return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

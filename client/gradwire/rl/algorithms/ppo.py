@@ -65,15 +65,18 @@ class PPOAlgorithm(Algorithm):
             for step in row.ends:
                 steps[step].value = float(given[np.argmax(row.step_of == step)])
         rewards = [token_rewards(row, trajectories[row.trajectory]) for row in rows]
+        kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        kwargs, trained = await self._corrected(rows, kwargs)
         columns: dict[str, list[Any]] = {
             "input_ids": [row.ids for row in rows],
             "loss_mask": [row.written for row in rows],
-            "old_log_probs": [row.logprobs for row in rows],
+            "old_log_probs": [row.logprobs for row in rows] if trained is None else trained,
             "rewards": rewards,
             "old_values": values,
             "bootstrap_values": bootstrap.tolist(),
         }
-        kwargs = {"gamma": 1.0, "whiten_advantages": True, **self.config.kl_kwargs(), **self.config.loss_kwargs}
+        if trained is not None:
+            columns["sampler_log_probs"] = [row.logprobs for row in rows]
         write_step_advantages(rows, trajectories, rewards, values, bootstrap, kwargs)
         cut = [
             index for index, row in enumerate(rows) if row.last and trajectories[row.trajectory].status == "truncated"

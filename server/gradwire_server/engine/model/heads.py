@@ -49,6 +49,12 @@ class Head(nn.Module):
             nn.init.normal_(self.weight, std=1.0 / (hidden_size + 1), generator=generator)
         self.to(device)
 
+    @torch.no_grad()
+    def zero(self) -> None:
+        """Set all weights to zero, where a value head starts."""
+        for parameter in self.parameters():
+            parameter.zero_()
+
     @property
     def num_outputs(self) -> int:
         return len(self.bias)

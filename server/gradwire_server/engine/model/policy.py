@@ -189,13 +189,30 @@ class Policy:
     def close(self) -> None:
         """Release what the policy holds of the model."""
 
+    def add_head(self, head: Head) -> list[nn.Parameter]:
+        """Give a policy without a head this one, and return its parameters, which are trained from now on."""
+        self.head = head
+        added = {HEAD_PREFIX + name: value for name, value in head.named_parameters()}
+        self._track(added)
+        return list(added.values())
+
+    def drop_head(self) -> None:
+        """Undo :meth:`add_head`."""
+        self.head = None
+        for names in (self._parameters, self._masters):
+            for name in [name for name in names if name.startswith(HEAD_PREFIX)]:
+                del names[name]
+
     def _train(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = dict(parameters)
+        self._track(parameters)
         if self.head is not None:
-            self._parameters |= {HEAD_PREFIX + name: value for name, value in self.head.named_parameters()}
-        for name, parameter in self._parameters.items():
+            self.add_head(self.head)
+
+    def _track(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
             parameter.requires_grad_(True)
             wide = parameter.dtype in (torch.float32, torch.float64)
+            self._parameters[name] = parameter
             self._masters[name] = parameter if wide else parameter.detach().float()
 
 

@@ -29,7 +29,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
 from gradwire_server.engine.training.forward_backward import Training
-from gradwire_server.engine.training.loss_call import Reference
+from gradwire_server.engine.training.loss_call import Reference, needs_added_head
 from gradwire_server.engine.training.loss_report import LossEvaluation
 
 CANDIDATES = FieldSpec(
@@ -67,15 +67,20 @@ def forward_backward(
 def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall, columns: Columns) -> Training:
     """Read and check a ``forward_backward``, within the engine's current budget.
 
+    A run without a head gets a value head here if the loss needs one; whoever drops the operation undoes that.
+
     Raises:
         OperationError: The call or its batch is invalid.
     """
     loss, config = _loss(call)
     if call.model:
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
+    batch = _read(loss, columns, run.policy)
+    if needs_added_head(loss, config, batch, run.policy):
+        run.add_value_head()
     return Training(
         run.policy,
-        _read(loss, columns, run.policy),
+        batch,
         loss,
         config,
         run.accumulator,

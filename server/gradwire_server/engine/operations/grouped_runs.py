@@ -96,6 +96,10 @@ class GroupedRuns:
         except Exception as error:  # raised again, and answered, when the request is executed alone
             execution.undo(error)
             return None
+        if execution.head_was_added:  # only the result of an operation alone says so
+            execution.drop_added()
+            run.load_rng_tensors(generators)
+            return None
         return _Member(request, budget, execution, training, generators, execution.seconds)
 
     def _together(self, members: Sequence[_Member]) -> Iterator[tuple[_Member, Answer | None]]:

@@ -15,6 +15,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Outcome
+from gradwire_server.engine.state.engine_run import EngineRun
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Execution:
         crash_point("engine.before_operation")
         self.run, self._context, self._asked = run, context, asked
         self._began = time.perf_counter()
-        self._had_ema = run.ema is not None
+        self._had_ema, self._had_head = run.ema is not None, run.policy.head is not None
         self._traced = False
         run.forget_kept(asked.seq)
 
@@ -118,12 +119,26 @@ class Execution:
             seconds: The engine's time on it; by default the time since it began.
         """
         asked, seconds = self._asked, self.seconds if seconds is None else seconds
+        if self.head_was_added:
+            _tell_added_head(self.run, outcome.result.loss)
         answer = success(outcome, asked.seq, seconds)
         self.run.seq = asked.seq
         if not self._traced:
             self._context.tracing.record(self._span_name, asked.traceparent, seconds, run=asked.run_id, seq=asked.seq)
         crash_point("engine.before_reply")
         return answer
+
+    @property
+    def head_was_added(self) -> bool:
+        """Whether the run was given a value head since the operation began."""
+        return self.run.policy.head is not None and not self._had_head
+
+    def drop_added(self) -> None:
+        """Drop what the operation has added to its run so far: a moving average, a value head."""
+        if not self._had_ema:
+            self.run.drop_ema()
+        if self.head_was_added:
+            self.run.drop_added_head()
 
     def undo(self, error: Exception) -> None:
         """Remove what an operation that raised has left in its run.
@@ -133,8 +148,7 @@ class Execution:
         """
         if is_fatal(error):
             raise error
-        if not self._had_ema:
-            self.run.drop_ema()
+        self.drop_added()
 
     def failed(self, error: Exception) -> Answer:
         """Make the answer to an operation that raised, and record its failure; its run is otherwise unchanged.
@@ -145,6 +159,17 @@ class Execution:
         self.undo(error)
         self.run.seq = self._asked.seq
         return failure(self._context, self._asked, error, self.seconds)
+
+
+def _tell_added_head(run: EngineRun, result: training_pb2.LossResult) -> None:
+    result.added_head.kind = run.config.head
+    result.added_head.num_trainable_parameters = run.policy.num_trainable_parameters
+    result.warnings.insert(
+        0,
+        "the run had no value head and was given one. It starts at zero, so that advantages are returns until it has "
+        "learned, and stays with the run; optim_step without a learning rate takes 1e-5 from now on. With values or "
+        "advantages in the batch none is needed",
+    )
 
 
 def success(outcome: Outcome, seq: int, seconds: float) -> Answer:

@@ -155,16 +155,17 @@ class Engine:
     def _create_run(self, request: Request, budget: Budget) -> Answer:
         create, context = request.message.create_run, self.context
         self._drop(create.run_id)
-        run = EngineRun(context.pool, create.run_id, create.config)
+        config, fresh_head = create.config, False
+        if create.checkpoint:
+            theirs = context.store.manifest(create.checkpoint).config
+            if create.fresh_head:
+                fresh_head = (config.head, config.num_labels) != (theirs.head, theirs.num_labels)
+            else:
+                config.head, config.num_labels = theirs.head, theirs.num_labels
+        run = EngineRun(context.pool, create.run_id, config)
         try:
             if create.checkpoint:
-                restore(
-                    run,
-                    context.store,
-                    create.checkpoint,
-                    weights_only=create.weights_only,
-                    fresh_head=create.fresh_head,
-                )
+                restore(run, context.store, create.checkpoint, weights_only=create.weights_only, fresh_head=fresh_head)
             context.memory.measure(run)
         except Exception:  # whatever the error, give back what the run holds of the shared model
             run.close()
@@ -172,7 +173,11 @@ class Engine:
         context.runs[create.run_id] = run
         return plain_answer(
             run_created=engine_pb2.EngineRunCreated(
-                num_trainable_parameters=run.policy.num_trainable_parameters, step=run.step, seq=run.seq
+                num_trainable_parameters=run.policy.num_trainable_parameters,
+                step=run.step,
+                seq=run.seq,
+                head=run.config.head,
+                num_labels=run.config.num_labels,
             )
         )
 

@@ -31,6 +31,10 @@ HEAD_OF_SCORE = {
     "class_logits": "classification",
     "token_class_logits": "classification",
 }
+VALUES_WITHOUT_HEAD = (
+    "; a forward_backward with enhanced_ppo adds one that starts at zero, and needs none with values or advantages in "
+    "the batch"
+)
 SCORES = VOCABULARY_SCORES | {"divergence"} | set(HEAD_OF_SCORE)
 
 
@@ -70,7 +74,7 @@ def check_scores(
                 training_pb2.ERROR_CODE_UNSUPPORTED,
                 f'{name} need a {kind} head, and this run has none: fork_run(checkpoint, head="{kind}") gives one to '
                 f'what it has learned, and create_run(model, head="{kind}") to a new run'
-                + ("; enhanced_ppo needs none with values or advantages in the batch" if kind == "value" else ""),
+                + (VALUES_WITHOUT_HEAD if kind == "value" else ""),
                 field="head",
                 rule=f"head is {kind!r}",
             )

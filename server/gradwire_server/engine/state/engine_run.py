@@ -13,6 +13,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.model.heads import Head
 from gradwire_server.engine.model.policy import Policy, make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.training.accumulation import GradientAccumulator
@@ -30,7 +31,7 @@ class EngineRun:
 
     Attributes:
         run_id: The run's id.
-        config: Its configuration.
+        config: Its configuration; its head is the one that the run has now.
         policy: Its weights.
         accumulator: Gradients since the last step.
         optimizer: AdamW and its moments.
@@ -45,7 +46,8 @@ class EngineRun:
 
     def __init__(self, pool: ModelPool, run_id: str, config: training_pb2.RunConfig) -> None:
         self.run_id = run_id
-        self.config = config
+        self.config = training_pb2.RunConfig()
+        self.config.CopyFrom(config)
         self.policy: Policy = make_policy(pool, config, run_id)
         self.accumulator = GradientAccumulator()
         self.optimizer = Optimizer(self.policy)
@@ -105,6 +107,18 @@ class EngineRun:
         if self.ema is not None:
             self.ema.close()
             self.ema = None
+
+    def add_value_head(self) -> None:
+        """Give a run without a head a value head that starts at zero."""
+        head = Head("value", self.policy.facts.hidden_size, self.config.seed, self.policy.device)
+        self.optimizer.add(self.policy.add_head(head))
+        self.config.head = head.kind
+
+    def drop_added_head(self) -> None:
+        """Undo :meth:`add_value_head`, in the operation that called it."""
+        self.policy.drop_head()
+        self.optimizer.drop_added()
+        self.config.head = ""
 
     @property
     def dropout_seed(self) -> str:

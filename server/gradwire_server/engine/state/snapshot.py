@@ -40,7 +40,8 @@ def restore(
     """Restore a checkpoint's state into a run.
 
     Args:
-        path: ``"RUN_ID/NAME"``.
+        path: ``"RUN_ID/NAME"``. A checkpoint of this run from before it was given its value head puts the head back to
+            zero.
         weights_only: Restore only the weights, reset the optimizer and accumulation, and keep the rest of the run.
         fresh_head: Keep the run's head and reset its moments.
 
@@ -49,10 +50,14 @@ def restore(
             is then unchanged.
     """
     manifest = store.manifest(path)
+    headless = not fresh_head and _is_from_before_the_head(run, manifest)
+    fresh_head = fresh_head or headless
     _check_kind(run, manifest, fresh_head)
     names = (WEIGHTS,) if weights_only else (WEIGHTS, MOMENTS, ACCUMULATED, EMA, RNG)
     files = {name: store.load(path, name, manifest) for name in names}
     run.policy.load_state_tensors(files[WEIGHTS], head=not fresh_head)
+    if headless and run.policy.head is not None:
+        run.policy.head.zero()
     run.kept.clear()
     if weights_only:
         run.optimizer.load_state_tensors({})
@@ -73,6 +78,10 @@ def restore(
     if manifest.run_id == run.run_id:
         run.seq = manifest.seq
     return manifest
+
+
+def _is_from_before_the_head(run: EngineRun, manifest: Manifest) -> bool:
+    return manifest.run_id == run.run_id and run.config.head == "value" and not manifest.config.head
 
 
 def _check_kind(run: EngineRun, manifest: Manifest, fresh_head: bool) -> None:

@@ -36,6 +36,15 @@ def needed_scores(loss: LossSpec, config: LossConfig, batch: Batch, policy: Poli
         raise OperationError.from_batch_error(error) from error
 
 
+def needs_added_head(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> bool:
+    """Whether a run is to be given a value head for this batch.
+
+    So is a run without any head for a loss that can do without a critic, but not with this batch: ``enhanced_ppo`` on a
+    batch with neither ``values`` nor ``advantages``.
+    """
+    return policy.head is None and "values" in loss.optional_scores & needed_scores(loss, config, batch, policy)
+
+
 def loss_temperature(config: LossConfig) -> float:
     """Divisor of the logits before a loss's log-probabilities: its argument ``temperature``, or 1."""
     return config.temperature if isinstance(config, TemperatureConfig) else 1.0

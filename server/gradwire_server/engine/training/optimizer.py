@@ -7,7 +7,7 @@ included. A parameter without a gradient is left unchanged, also by weight decay
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,16 @@ class Optimizer:
                 for master in self._masters.values()
             )
             self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Update these of the policy's masters from now on as well."""
+        if self._adamw is not None:
+            self._adamw.add_param_group({"params": list(parameters)})
+
+    def drop_added(self) -> None:
+        """Undo the newest :meth:`add`, before a step with what it added."""
+        if self._adamw is not None:
+            self._adamw.param_groups.pop()
 
     def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
         """Take one step with the accumulated gradient, and clear the accumulation even if the step fails.

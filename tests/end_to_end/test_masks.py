@@ -58,9 +58,12 @@ async def test_grpos_documented_batch_trains_on_no_pad_token(
     for ours, theirs in zip(found.outputs["logprobs"], expected.outputs["logprobs"], strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert (dict(found.metrics), norm) == (dict(expected.metrics), expected_norm) and norm > 0
-    told = [warning for warning in found.warnings if "prompt_ids" in warning]
-    assert len(told) == 1, found.warnings  # padding that only the content tells
-    assert not any("prompt_ids" in warning for warning in expected.warnings)
+    assert not any("prompt_ids" in warning for warning in found.warnings)
+
+    other = dict(documented, prompt_ids=np.where(prompt_ids == pad, 2, prompt_ids))  # the end token as filler
+    result, _ = await trained(service, other)
+    told = [warning for warning in result.warnings if warning.startswith("prompt_ids: ")]
+    assert len(told) == 1 and "runs of token 2" in told[0] and result.num_tokens > found.num_tokens
 
 
 async def test_a_mask_says_what_is_scored_and_drops_no_context(service: gradwire.ServiceClient) -> None:
@@ -74,7 +77,7 @@ async def test_a_mask_says_what_is_scored_and_drops_no_context(service: gradwire
         grouped = {"prompt_ids": [prompt], "response_ids": [[response]], "response_masks": [[mask]], "rewards": [[1.0]]}
         row = await run.forward(plain, "causal_lm", outputs=("logprobs",))
         group = await run.forward(grouped, "grpo", outputs=("logprobs",))
-        assert row.num_tokens == group.num_tokens == len(prompt + response)
+        assert row.num_tokens == len(prompt + response)
         np.testing.assert_allclose(row.outputs["logprobs"][0], scored, rtol=1e-5)
         np.testing.assert_allclose(group.outputs["logprobs"][0], scored, rtol=1e-5)
     await service.delete_run(run.run_id)

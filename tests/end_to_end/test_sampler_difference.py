@@ -13,11 +13,16 @@ import gradwire
 import numpy as np
 import pytest
 import torch
-from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, PPOAlgorithm
+from gradwire.rl import AlgorithmConfig, GiGPOAlgorithm, GRPOAlgorithm, PPOAlgorithm, reward_function
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[5, 9, 11], [12, 33], [7, 40, 41, 8]]
+
+
+@reward_function(sandboxed=False)
+def parity(response: str) -> float:
+    return float(len(response) % 2)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +85,8 @@ async def test_rl_corrects_for_it_where_it_matters(
         config = AlgorithmConfig(
             batch_size=2, group_size=4, max_tokens=16, loss_kwargs=loss_kwargs, checkpoint_dir=tmp_path / name
         )
-        reward = lambda answer: float(len(answer) % 3)  # noqa: E731
-        found: list[dict[str, float]] = await algorithm(service, run, ["ab", "cd"], reward, config).train(
-            2, progress_bar=False
-        )
+        async with algorithm(service, run, ["ab", "cd"], parity, config) as training:
+            found: list[dict[str, float]] = await training.train(2, progress_bar=False)
         return found
 
     with caplog.at_level(logging.WARNING, "gradwire.rl"):

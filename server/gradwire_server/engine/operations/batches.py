@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from gradwire_losses.batch import Batch
 from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
+from gradwire_losses.padding import Padding
 from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
 from gradwire_losses.tinker import MASK, TARGET_TOKENS
 from gradwire_proto.codec import Column
@@ -75,7 +76,7 @@ def prepare(context: EngineContext, run: EngineRun, call: training_pb2.LossCall,
     loss, config = _loss(call)
     if call.model:
         raise invalid("forward_backward trains the run's own weights; model is for forward", "model")
-    batch = _read(loss, columns, run.policy)
+    batch = _read(loss, columns, run.policy, call.maybe_padded)
     if needs_added_head(loss, config, batch, run.policy):
         run.add_value_head()
     return Training(
@@ -134,7 +135,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
     loss, config = _loss(call) if call.loss_fn else (None, None)
     found = evaluate.forward(
         policy,
-        _read(loss or PLAIN, columns, policy),
+        _read(loss or PLAIN, columns, policy, call.maybe_padded),
         loss,
         config,
         reference=_reference(context, run, config),
@@ -152,7 +153,7 @@ def kept_forward(
     """Compute scores and keep their graph for :func:`backward`: the first half of a loss on the client."""
     run.kept[seq], found = evaluate.kept_forward(
         run.policy,
-        _read(PLAIN, columns, run.policy),
+        _read(PLAIN, columns, run.policy, call.maybe_padded),
         list(call.scores) or ["logprobs"],
         temperature=_temperature(call.temperature),
         budget=context.budget,
@@ -232,9 +233,15 @@ def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
     return loss, read_config(loss, kwargs)
 
 
-def _read(loss: LossSpec, columns: Columns, policy: Policy) -> Batch:
+def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:
     facts = policy.facts
-    return read_batch(loss, columns, vocab_size=facts.vocab_size, context_length=facts.context_length)
+    return read_batch(
+        loss,
+        columns,
+        vocab_size=facts.vocab_size,
+        context_length=facts.context_length,
+        padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
+    )
 
 
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:

@@ -79,6 +79,7 @@ async def test_what_adds_none_says_how_to_get_one(service: gradwire.ServiceClien
         await rewards.forward_backward(batch, "enhanced_ppo")
 
 
+@pytest.mark.holds_loop("it starts and kills servers")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
 async def test_it_survives_a_kill_and_forks_and_checkpoints_have_it(
     tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator, lora: dict[str, Any] | None

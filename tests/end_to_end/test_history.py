@@ -14,6 +14,7 @@ from support.batches import VOCAB, causal_lm, ppo
 from support.server import Server
 
 
+@pytest.mark.holds_loop("it starts and kills servers")
 async def test_it_outlives_the_program_and_a_kill_of_the_server(
     tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
@@ -39,6 +40,7 @@ async def test_it_outlives_the_program_and_a_kill_of_the_server(
     assert (np.diff(history.time) >= 0).all() and history["perplexity"][0] == pytest.approx(np.exp(seen[0][0]))
 
 
+@pytest.mark.holds_loop("matplotlib draws")
 async def test_a_fork_begins_with_it_and_files_hold_it(
     service: gradwire.ServiceClient, tmp_path: Path, rng: np.random.Generator
 ) -> None:

@@ -22,8 +22,8 @@ demo: setup
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
 
-# Each of the workers runs whole files; `make test WORKERS=8` suits a machine with eight cores and 16 GiB.
-WORKERS ?= 2
+# WORKERS=2 runs the test files in two processes (pytest-xdist).
+WORKERS ?= 0
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 

@@ -182,8 +182,12 @@ class Operations:
         max_grad_norm: float = 1.0,
         on_nonfinite: OnNonFinite = "error",
         timeout: float | None = None,
+        optimizer: Literal["adamw", "sgd", "muon"] = "adamw",
+        momentum: float | None = None,
+        head_learning_rate: float | None = None,
+        decay: Literal["all", "matrices"] = "all",
     ) -> Future[OptimStepResult]:
-        """Take one AdamW step with the gradients accumulated since the last one.
+        """Take one optimizer step with the gradients accumulated since the last one.
 
         A step always ends its accumulation: if it fails, is aborted or is cancelled, the accumulated gradients are
         discarded and the next accumulation starts from zero.
@@ -193,11 +197,16 @@ class Operations:
                 ``kind="rl"``), else 1e-4.
             betas: Decay of the first and second moment, each ``0 <= beta < 1``.
             eps: Added to the root of the second moment.
-            weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019).
+            weight_decay: Decoupled weight decay (Loshchilov & Hutter, 2019); for ``"sgd"`` added to the gradient.
             max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping.
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
+            optimizer: ``"adamw"``, ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates embeddings, heads, norms
+                and biases by AdamW. Each keeps moments of its own.
+            momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95).
+            head_learning_rate: Step size of the run's own head; by default the same.
+            decay: What weight decay applies to: all weights, or matrices only (no norms and biases).
 
         Returns:
             A future of the gradient norm before clipping, the learning rate, the number of steps so far, and the
@@ -220,6 +229,10 @@ class Operations:
                 beta2=betas[1],
                 eps=eps,
                 weight_decay=weight_decay,
+                optimizer=optimizer,
+                momentum=momentum,
+                head_learning_rate=head_learning_rate,
+                decay_matrices_only=_matrices_only(decay),
                 max_grad_norm=max_grad_norm,
                 skip_nonfinite=requests.skips(on_nonfinite),
             )
@@ -397,3 +410,11 @@ class Operations:
 
 def _no_result(result: pb.OperationResult, columns: Columns) -> None:
     return None
+
+
+def _matrices_only(decay: str) -> bool:
+    if decay not in ("all", "matrices"):
+        raise InvalidArgumentError(
+            f'decay is "all" or "matrices", not {decay!r}', field="decay", rule='"all" or "matrices"'
+        )
+    return decay == "matrices"

@@ -1927,6 +1927,10 @@ class OptimStep(_message.Message):
     MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
     SKIP_NONFINITE_FIELD_NUMBER: _builtins.int
     DEFAULT_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
+    MOMENTUM_FIELD_NUMBER: _builtins.int
+    HEAD_LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    DECAY_MATRICES_ONLY_FIELD_NUMBER: _builtins.int
     learning_rate: _builtins.float
     beta1: _builtins.float
     beta2: _builtins.float
@@ -1938,6 +1942,14 @@ class OptimStep(_message.Message):
     """skip a step whose gradient is not finite instead of failing"""
     default_learning_rate: _builtins.bool
     """use the run's own: 1e-5 if it was made for RL, else 1e-4"""
+    optimizer: _builtins.str
+    """"adamw" where empty, "sgd" or "muon" """
+    momentum: _builtins.float
+    """of sgd (0.9) and muon (0.95)"""
+    head_learning_rate: _builtins.float
+    """of the run's own head; the others' where absent"""
+    decay_matrices_only: _builtins.bool
+    """no weight decay for norms and biases"""
     def __init__(
         self,
         *,
@@ -1949,12 +1961,23 @@ class OptimStep(_message.Message):
         max_grad_norm: _builtins.float = ...,
         skip_nonfinite: _builtins.bool = ...,
         default_learning_rate: _builtins.bool = ...,
+        optimizer: _builtins.str = ...,
+        momentum: _builtins.float | None = ...,
+        head_learning_rate: _builtins.float | None = ...,
+        decay_matrices_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_head_learning_rate", b"_head_learning_rate", "_momentum", b"_momentum", "head_learning_rate", b"head_learning_rate", "momentum", b"momentum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "default_learning_rate", b"default_learning_rate", "eps", b"eps", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "skip_nonfinite", b"skip_nonfinite", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_head_learning_rate", b"_head_learning_rate", "_momentum", b"_momentum", "beta1", b"beta1", "beta2", b"beta2", "decay_matrices_only", b"decay_matrices_only", "default_learning_rate", b"default_learning_rate", "eps", b"eps", "head_learning_rate", b"head_learning_rate", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "momentum", b"momentum", "optimizer", b"optimizer", "skip_nonfinite", b"skip_nonfinite", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__head_learning_rate: _TypeAlias = _typing.Literal["head_learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__head_learning_rate: _TypeAlias = _typing.Literal["_head_learning_rate", b"_head_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__momentum: _TypeAlias = _typing.Literal["momentum"]  # noqa: Y015
+    _WhichOneofArgType__momentum: _TypeAlias = _typing.Literal["_momentum", b"_momentum"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__head_learning_rate) -> _WhichOneofReturnType__head_learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__momentum) -> _WhichOneofReturnType__momentum | None: ...
 
 Global___OptimStep: _TypeAlias = OptimStep  # noqa: Y015
 

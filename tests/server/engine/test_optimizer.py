@@ -194,3 +194,49 @@ def test_accumulated_state_round_trips() -> None:
     other.load_state_tensors(accumulator.state_tensors(), sums)
     assert other.counts == accumulator.counts
     assert_equal(other.state_tensors(), accumulator.state_tensors())
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon"])
+def test_rules_and_groups_are_those_of_torch(make_run: Any, rule: str) -> None:
+    """Trunk and head with rates of their own, no decay for norms and biases; Muon leaves all but matrices to AdamW."""
+    run = make_run(head="value")
+    reference = {name: tensor.clone().requires_grad_() for name, tensor in run.policy.state_tensors().items()}
+    optimizers = []
+    for name, parameter in reference.items():
+        head = name.startswith("head.")
+        rate, decay = (1e-3 if head else 1e-2), (0.1 if parameter.ndim >= 2 else 0.0)
+        inner = parameter.ndim == 2 and not head and "embed" not in name and "lm_head" not in name
+        if rule == "sgd":
+            optimizers.append(torch.optim.SGD([parameter], lr=rate, momentum=0.8, weight_decay=decay))
+        elif rule == "muon" and inner:
+            optimizers.append(
+                torch.optim.Muon([parameter], lr=rate, momentum=0.8, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            )
+        else:
+            optimizers.append(torch.optim.AdamW([parameter], lr=rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay))
+    assert {type(each).__name__ for each in optimizers} >= ({"Muon", "AdamW"} if rule == "muon" else set())
+    call = settings(optimizer=rule, momentum=0.8, head_learning_rate=1e-3, weight_decay=0.1, decay_matrices_only=True)
+    for step in range(3):
+        gradients = gradient_of(run, step)
+        for name, parameter in reference.items():
+            parameter.grad = gradients[name].clone()
+        for each in optimizers:
+            each.step()
+        run.accumulator.merge({("loss", "sum"): gradients}, {("loss", "sum"): 1.0})
+        run.optimizer.step(run.accumulator, call)
+        if step == 1:  # moments of every rule are part of the state
+            saved = {name: tensor.clone() for name, tensor in run.optimizer.state_tensors().items()}
+            run.optimizer.load_state_tensors({})
+            assert run.optimizer.state_tensors() == {}
+            run.optimizer.load_state_tensors(saved)
+    for name, tensor in run.policy.state_tensors().items():
+        torch.testing.assert_close(tensor, reference[name].detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_an_optimizer_that_is_not_known_is_refused(make_run: Any) -> None:
+    run = make_run()
+    run.accumulator.merge({("loss", "sum"): gradient_of(run, 0)}, {("loss", "sum"): 1.0})
+    before = weights(run)
+    with pytest.raises(OperationError, match="optimizer is one of adamw, sgd, muon must hold"):
+        run.optimizer.step(run.accumulator, settings(optimizer="adam"))
+    assert_equal(weights(run), before)

@@ -22,7 +22,7 @@ def for_rl(config: training_pb2.RunConfig) -> bool:
 def optim_step(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.OptimStep, columns: Columns
 ) -> Outcome:
-    """Divide the accumulated gradients by their counts, clip the result, and take one step of AdamW.
+    """Divide the accumulated gradients by their counts, clip the result, and take one optimizer step.
 
     The accumulation is cleared even if the step fails.
     """

@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov and Hutter 2019) on a policy's masters, with clipping by the global norm.
+"""One optimizer step on a policy's masters, with clipping by the global norm.
 
-``torch.optim.AdamW`` does the arithmetic, and as there, weight decay applies to every trained tensor, biases and norms
-included. A parameter without a gradient is left unchanged, also by weight decay.
+The rules of :mod:`.update_rules` do the arithmetic; a step names one, AdamW (Loshchilov and Hutter 2019) by default. A
+parameter without a gradient is left unchanged, also by weight decay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import assign, total_norm
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
+from gradwire_server.engine.training.update_rules import RULES, parameter_groups, rule_of, set_groups
 
 MIN_EPS = 1e-30
 """Smallest eps. AdamW divides by the root of the second moment plus eps; an eps that underflows in float32 would make
 a gradient of 0 give NaN."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,7 @@ class Optimizer:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._masters = policy.masters()
-        self._adamw: torch.optim.AdamW | None = None
-        if self._masters:
-            fused = all(
-                master.is_floating_point() and master.device.type in ("cpu", "cuda")
-                for master in self._masters.values()
-            )
-            self._adamw = torch.optim.AdamW(list(self._masters.values()), lr=0.0, fused=fused)
+        self._made: dict[str, torch.optim.Optimizer] = {}
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Update these of the policy's masters from now on as well."""
@@ -82,7 +76,7 @@ class Optimizer:
 
     def _step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
         check_settings(settings)
-        if accumulator.empty or self._adamw is None:
+        if accumulator.empty or not self._masters:
             raise OperationError(
                 training_pb2.ERROR_CODE_NOTHING_TO_STEP,
                 "optim_step has no gradient to apply: call forward_backward first",
@@ -101,53 +95,68 @@ class Optimizer:
             return StepOutcome(norm, accumulator.num_operations, skipped=True)
         if settings.max_grad_norm and norm > settings.max_grad_norm:
             factor *= settings.max_grad_norm / norm
-        for name in gradients:
-            self._prepare(self._masters[name])
+        rules = {name: rule_of(settings.optimizer or "adamw", name, self._masters[name]) for name in gradients}
+        for name, rule in rules.items():
+            self._prepare(rule, self._masters[name])
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
-        for group in self._adamw.param_groups:
-            group["lr"] = settings.learning_rate
-            group["betas"] = (settings.beta1, settings.beta2)
-            group["eps"] = settings.eps
-            group["weight_decay"] = settings.weight_decay
-        for name, gradient in gradients.items():
-            self._masters[name].grad = gradient.to(self._masters[name].dtype)
-        self._adamw.step()
+        for rule in RULES:
+            chosen = [name for name in gradients if rules[name] == rule]
+            if not chosen:
+                continue
+            optimizer = self._of(rule)
+            set_groups(optimizer.param_groups, RULES[rule], settings)
+            for name in chosen:
+                self._masters[name].grad = gradients[name].to(self._masters[name].dtype)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         crash_point("engine.inside_optim_step")
-        self._adamw.zero_grad(set_to_none=True)
         self._policy.sync()
         return StepOutcome(norm, accumulator.num_operations, skipped=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments as ``"moment|parameter"`` -> the tensor itself, not a copy; empty before the first step."""
-        if self._adamw is None:
-            return {}
+        """Moments as ``"moment|parameter"`` -> the tensor itself, not a copy; empty before the first step.
+
+        Moments of another rule than AdamW are ``"rule.moment|parameter"``.
+        """
         return {
-            f"{moment}|{name}": state[moment]
+            f"{_prefix(rule)}{moment}|{name}": state[moment]
+            for rule, optimizer in self._made.items()
             for name, master in self._masters.items()
-            if (state := self._adamw.state.get(master))
-            for moment in MOMENTS
+            if (state := optimizer.state.get(master))
+            for moment in RULES[rule].moments
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace all moments and step counts; an empty mapping gives a fresh optimizer."""
-        if self._adamw is None:
-            return
-        self._adamw.state.clear()
+        for optimizer in self._made.values():
+            optimizer.state.clear()
         for path, tensor in tensors.items():
-            moment, name = path.split("|", 1)
-            self._prepare(self._masters[name])
-            assign(self._adamw.state[self._masters[name]][moment], tensor)
+            stored, name = path.split("|", 1)
+            rule, _, moment = stored.rpartition(".")
+            rule = rule or "adamw"
+            self._prepare(rule, self._masters[name])
+            assign(self._of(rule).state[self._masters[name]][moment], tensor)
 
-    def _prepare(self, master: Tensor) -> None:
+    def _of(self, rule: str) -> torch.optim.Optimizer:
+        if rule not in self._made:
+            self._made[rule] = RULES[rule].make(parameter_groups(self._masters, rule))
+        return self._made[rule]
+
+    def _prepare(self, rule: str, master: Tensor) -> None:
         """Allocate a parameter's moments before anything is changed, because memory may run out here."""
-        assert self._adamw is not None
-        if not self._adamw.state.get(master):
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+        state = self._of(rule).state
+        if not state.get(master):
+            state[master] = {
+                moment: torch.zeros_like(master, requires_grad=False)
+                if shaped
+                else torch.zeros((), dtype=torch.float32, device=master.device)
+                for moment, shaped in RULES[rule].moments.items()
             }
+
+
+def _prefix(rule: str) -> str:
+    return "" if rule == "adamw" else f"{rule}."
 
 
 def check_settings(settings: training_pb2.OptimStep) -> None:
@@ -163,12 +172,15 @@ def check_settings(settings: training_pb2.OptimStep) -> None:
         "eps": (MIN_EPS <= settings.eps < math.inf, f"eps >= {MIN_EPS:g}"),
         "weight_decay": (0 <= settings.weight_decay < math.inf, "weight_decay >= 0"),
         "max_grad_norm": (0 <= settings.max_grad_norm < math.inf, "max_grad_norm >= 0"),
+        "momentum": (0 <= settings.momentum < 1, "0 <= momentum < 1"),
+        "head_learning_rate": (0 <= settings.head_learning_rate < math.inf, "head_learning_rate >= 0"),
+        "optimizer": (settings.optimizer in ("", *RULES), f"optimizer is one of {', '.join(RULES)}"),
     }
     for name, (holds, rule) in rules.items():
         if not holds:
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"optim_step: {name} is {getattr(settings, name)}, and {rule} must hold",
+                f"optim_step: {name} is {getattr(settings, name)!r}, and {rule} must hold",
                 field=name,
                 rule=rule,
             )

@@ -1,0 +1,93 @@
+"""Update rules that a step may name, each by ``torch.optim``: AdamW, SGD with momentum, Muon.
+
+A rule says which of its tensors it keeps per parameter, so that their memory is allocated before anything is changed
+and checkpoints hold them. Muon orthogonalises updates of matrices only: embeddings, heads, biases and norms are left to
+AdamW, and its update has the size of AdamW's (``match_rms_adamw``), so that one learning rate suits both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.model.policy import HEAD_PREFIX
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A rule of ``torch.optim``.
+
+    Attributes:
+        make: Makes the optimizer of parameter groups.
+        moments: Name of each tensor kept per parameter -> whether it has the parameter's shape; else it is a scalar.
+        settings: The group settings of a step, beside the learning rate and the weight decay.
+    """
+
+    make: Callable[[Groups], torch.optim.Optimizer]
+    moments: Mapping[str, bool]
+    settings: Callable[[training_pb2.OptimStep], Mapping[str, Any]]
+
+
+def _adamw(groups: Groups) -> torch.optim.Optimizer:
+    parameters: list[Tensor] = [each for group in groups for each in group["params"]]
+    fused = all(each.is_floating_point() and each.device.type in ("cpu", "cuda") for each in parameters)
+    return torch.optim.AdamW(groups, lr=0.0, fused=fused)
+
+
+def _momentum(default: float) -> Callable[[training_pb2.OptimStep], Mapping[str, Any]]:
+    return lambda call: {"momentum": call.momentum if call.HasField("momentum") else default}
+
+
+RULES = {
+    "adamw": UpdateRule(
+        _adamw,
+        {"exp_avg": True, "exp_avg_sq": True, "step": False},
+        lambda call: {"betas": (call.beta1, call.beta2), "eps": call.eps},
+    ),
+    "sgd": UpdateRule(
+        lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9), {"momentum_buffer": True}, _momentum(0.9)
+    ),
+    "muon": UpdateRule(
+        lambda groups: torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw"),
+        {"momentum_buffer": True},
+        _momentum(0.95),
+    ),
+}
+"""Name -> rule; ``optim_step(optimizer=...)`` takes these names."""
+
+
+def rule_of(optimizer: str, name: str, master: Tensor) -> str:
+    """Name the rule that updates a parameter when a step names this optimizer."""
+    inner_matrix = master.ndim == 2 and not is_head(name) and "embed" not in name and "lm_head" not in name
+    return "adamw" if optimizer == "muon" and not inner_matrix else optimizer
+
+
+def parameter_groups(masters: Mapping[str, Tensor], rule: str) -> Groups:
+    """Group the parameters that a rule may update: trunk and head, each with and without weight decay."""
+    groups: dict[tuple[bool, bool], list[Tensor]] = {}
+    for name, master in masters.items():
+        if rule_of(rule, name, master) == rule:
+            groups.setdefault((is_head(name), master.ndim >= 2), []).append(master)
+    return [{"params": params, "head": head, "matrices": matrices} for (head, matrices), params in groups.items()]
+
+
+def set_groups(groups: Sequence[dict[str, Any]], rule: UpdateRule, call: training_pb2.OptimStep) -> None:
+    """Give the groups the hyperparameters of a step."""
+    for group in groups:
+        own = group["head"] and call.HasField("head_learning_rate")
+        group["lr"] = call.head_learning_rate if own else call.learning_rate
+        decays = group["matrices"] or not call.decay_matrices_only
+        group["weight_decay"] = call.weight_decay if decays else 0.0
+        group.update(rule.settings(call))
+
+
+def is_head(name: str) -> bool:
+    """Whether a parameter belongs to the run's own head."""
+    return name.startswith(HEAD_PREFIX)

@@ -31,6 +31,8 @@ class RLSettings(Settings):
     data: str = setting("train.jsonl", "a file or data set of problems with an answer")
     learning_rate: float = setting(1e-5, "at its peak; warm-up applies, schedule does not")
     schedule: str = setting("constant", "constant, the only one here")
+    optimizer: str = setting("adamw", "adamw, the only one here")
+    weight_decay: float = setting(0.0, "decoupled, of all weights")
     batch_size: int = setting(8, "problems of an iteration")
     max_steps: int = setting(0, "iterations at most; 0: as the epochs have")
     answer_tokens: int = setting(256, "tokens of an answer at most")
@@ -44,6 +46,8 @@ class RLSettings(Settings):
             raise SettingsError(f"grader is {self.grader!r}; it must be one of {', '.join(GRADERS)}")
         if self.schedule != "constant":
             raise SettingsError("schedule is set, and must be constant here")
+        if self.optimizer != "adamw":
+            raise SettingsError("optimizer is set, and must be adamw here")
 
 
 async def train_with(

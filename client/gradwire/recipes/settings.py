@@ -46,7 +46,8 @@ class Settings:
     learning_rate: float = setting(1e-4, "at its peak")
     schedule: str = setting("cosine", "constant, linear, cosine or wsd")
     warmup: int = setting(10, "steps over which the learning rate rises")
-    weight_decay: float = setting(0.0, "decoupled, as in AdamW")
+    optimizer: str = setting("adamw", "adamw, sgd or muon")
+    weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
     batch_size: int = setting(16, "rows of a step")
     epochs: int = setting(1, "times that every row is seen")
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
@@ -59,8 +60,10 @@ class Settings:
     def check(self) -> None:
         """Raise SettingsError for values that make no training."""
         choices = {
-            "schedule": ("constant", "linear", "cosine", "wsd"), "on_error": ("raise", "skip"),
-        }  # fmt: skip
+            "schedule": ("constant", "linear", "cosine", "wsd"),
+            "optimizer": ("adamw", "sgd", "muon"),
+            "on_error": ("raise", "skip"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")

@@ -119,7 +119,12 @@ class Training:
 
     async def update(self, step: int, result: Any) -> None:
         """Take the optimizer step behind a ``forward_backward``, and log both."""
-        stepped = self.run.optim_step(self.rate(step), weight_decay=self.settings.weight_decay)
+        stepped = self.run.optim_step(
+            self.rate(step),
+            optimizer=self.settings.optimizer,
+            weight_decay=self.settings.weight_decay,
+            decay="matrices",
+        )
         loss, taken = await result, await stepped
         self._write(
             {f"train/{name}": value for name, value in loss.metrics.items()}

@@ -178,6 +178,11 @@ class ServerConfig(EngineSettings):
     mirror: Path | None = setting(
         None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY
     )
+    accept_changes: bool = setting(
+        False,
+        "Runs go on although the base model's files, versions or settings are not what they were computed with.",
+        subject=DURABILITY,
+    )
     grace: float = setting(20.0, "Seconds that a shutdown waits for the operation that runs.", subject=DURABILITY, ge=0)
     heartbeat_timeout: float = setting(
         STALE_S,

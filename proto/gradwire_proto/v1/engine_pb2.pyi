@@ -322,17 +322,42 @@ Global___EngineHello: _TypeAlias = EngineHello  # noqa: Y015
 class EngineRunCreated(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ComputedWithEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUM_TRAINABLE_PARAMETERS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     NUM_LABELS_FIELD_NUMBER: _builtins.int
+    COMPUTED_WITH_FIELD_NUMBER: _builtins.int
     num_trainable_parameters: _builtins.int
     step: _builtins.int
     seq: _builtins.int
     head: _builtins.str
     """as in RunConfig"""
     num_labels: _builtins.int
+    @_builtins.property
+    def computed_with(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """what its results depend on besides its operations: name -> value"""
+
     def __init__(
         self,
         *,
@@ -341,10 +366,11 @@ class EngineRunCreated(_message.Message):
         seq: _builtins.int = ...,
         head: _builtins.str = ...,
         num_labels: _builtins.int = ...,
+        computed_with: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "num_labels", b"num_labels", "num_trainable_parameters", b"num_trainable_parameters", "seq", b"seq", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_with", b"computed_with", "head", b"head", "num_labels", b"num_labels", "num_trainable_parameters", b"num_trainable_parameters", "seq", b"seq", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

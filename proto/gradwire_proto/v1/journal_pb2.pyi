@@ -118,3 +118,31 @@ class RunDescription(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunDescription: _TypeAlias = RunDescription  # noqa: Y015
+
+@_typing.final
+class Outcome(_message.Message):
+    """What an operation gave, as far as repeating it must give the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    PAYLOAD_DIGEST_FIELD_NUMBER: _builtins.int
+    payload_digest: _builtins.bytes
+    """BLAKE2b-128"""
+    @_builtins.property
+    def result(self) -> _training_pb2.OperationResult:
+        """without its timings and warnings"""
+
+    def __init__(
+        self,
+        *,
+        result: _training_pb2.OperationResult | None = ...,
+        payload_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload_digest", b"payload_digest", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015

@@ -105,6 +105,7 @@ class Core(Startable):
                 keep_payloads=config.durability == "journal",
                 history_points=config.limits.max_history_points,
                 mirror=config.mirror,
+                accept_changes=config.accept_changes,
             )
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
             records = await self.runs.load()

@@ -16,7 +16,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.crash_points import crash_point
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
+from gradwire_server.journal.same_state import RunChanged, differences, outcome_of
 from gradwire_server.journal.schema import OPERATION, RESULT, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
@@ -75,6 +76,7 @@ class JournalEntry:
         deaths: Number of engines that died while they executed it.
         location: Where its payload is; None if it has none or it was dropped.
         damaged: Whether the row does not match its digest.
+        outcome: What repeating it must give again (:func:`.same_state.outcome_of`); None if that is not known.
     """
 
     header: pb.OperationHeader
@@ -84,6 +86,7 @@ class JournalEntry:
     deaths: int
     location: Location | None
     damaged: bool = False
+    outcome: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class Journal:
         segment_bytes: Size in bytes from which on a new segment file is begun.
         history_points: Points of a run's record; see :mod:`.history`.
         mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
+        accept_changes: Whether runs go on with something other than what they were computed with.
     """
 
     def __init__(
@@ -131,7 +135,10 @@ class Journal:
         segment_bytes: int = SEGMENT_BYTES,
         history_points: int = 100_000,
         mirror: Path | None = None,
+        accept_changes: bool = False,
     ) -> None:
+        self.accept_changes = accept_changes
+
         def lost(error: Exception) -> None:
             log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
 
@@ -190,19 +197,27 @@ class Journal:
     async def entries(self, run_id: str, after_seq: int, up_to_seq: int) -> list[JournalEntry]:
         """Operations of a run with numbers in ``(after_seq, up_to_seq]``, in order, without their payloads."""
         query = (
-            f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, digest = {OPERATION}"
-            " FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
+            f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, outcome,"
+            f" digest = {OPERATION} FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
         )
         rows = await self.store.read(
             lambda connection: connection.execute(query, (run_id, after_seq, up_to_seq)).fetchall()
         )
         return [
-            JournalEntry(pb.OperationHeader.FromString(header), content, at, status, deaths, _location(segment, offset))
+            JournalEntry(
+                pb.OperationHeader.FromString(header),
+                content,
+                at,
+                status,
+                deaths,
+                _location(segment, offset),
+                outcome=outcome,
+            )
             if whole
             else JournalEntry(
                 pb.OperationHeader(run_id=run_id, seq=seq), content, at, status, deaths, None, damaged=True
             )
-            for seq, header, content, at, status, deaths, segment, offset, whole in rows
+            for seq, header, content, at, status, deaths, segment, offset, outcome, whole in rows
         ]
 
     async def payload(self, location: Location) -> bytearray:
@@ -221,6 +236,52 @@ class Journal:
             connection.execute(query, (run_id, seq))
 
         return self.store.write(work)
+
+    # ---- what runs were computed with ----
+
+    async def computed_with(self, run_id: str) -> list[tuple[int, float, dict[str, str], str]]:
+        """What a run was computed with, oldest first: from which operation on, since when, the facts, what changed."""
+        query = "SELECT seq, at, facts, note FROM computed_with WHERE run_id = ? ORDER BY position"
+        rows = await self.store.read(lambda connection: connection.execute(query, (run_id,)).fetchall())
+        return [(seq, at, json.loads(facts), note) for seq, at, facts, note in rows]
+
+    def note_computed_with(
+        self, run_id: str, seq: int, facts: Mapping[str, str], note: str = ""
+    ) -> asyncio.Future[None]:
+        """Store what a run is computed with after operation ``seq``."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
+            connection.execute(query, (run_id, seq, time.time(), json.dumps(dict(facts), sort_keys=True), note))
+
+        return self.store.write(work)
+
+    def replace_outcome(self, run_id: str, seq: int, outcome: bytes) -> asyncio.Future[None]:
+        """Store what an operation gave when it was repeated with an accepted change; later recoveries repeat that."""
+        query = "UPDATE operations SET outcome = ? WHERE run_id = ? AND seq = ?"
+        return self.store.write(lambda connection: connection.execute(query, (outcome, run_id, seq)).close())
+
+    async def check_computed_with(self, run_id: str, seq: int, facts: Mapping[str, str]) -> None:
+        """Compare what a run was computed with with what it would be computed with now.
+
+        Args:
+            seq: The last operation of the state from which it would go on.
+
+        Raises:
+            RunChanged: They differ, and changes are not accepted.
+        """
+        before = await self.computed_with(run_id)
+        changes = differences(before[-1][2], facts) if before else []
+        if before and not changes:
+            return
+        if changes and not self.accept_changes:
+            raise RunChanged(
+                f"the run {run_id} would not go on as it was: {'; '.join(changes)}. Put back what changed, or start the"
+                " server once with --accept-changes"
+            )
+        for change in changes:
+            log.warning("run %s goes on after operation %d although its %s", run_id, seq, change)
+        await self.note_computed_with(run_id, seq, facts, "; ".join(changes))
 
     # ---- results ----
 
@@ -269,11 +330,12 @@ class Journal:
             if point is not None and stored.rowcount:
                 history.add(connection, run_id, point, self._history_points)
             kept = "segment, offset" if repeatable else "NULL, NULL"
-            outcome = location.segment if location and result.status != pb.STATUS_SUCCEEDED else None
+            failed_in = location.segment if location and result.status != pb.STATUS_SUCCEEDED else None
+            outcome = outcome_of(result, payload) if repeatable else None
             connection.execute(
-                f"UPDATE operations SET status = ?, (segment, offset) = ({kept}), outcome_segment = ?,"
+                f"UPDATE operations SET status = ?, (segment, offset) = ({kept}), outcome_segment = ?, outcome = ?,"
                 f" digest = {OPERATION.replace('status, segment, offset', f'?, {kept}')} WHERE run_id = ? AND seq = ?",
-                (result.status, outcome, result.status, run_id, result.seq),
+                (result.status, failed_in, outcome, result.status, run_id, result.seq),
             )
             if marks.config:
                 connection.execute(

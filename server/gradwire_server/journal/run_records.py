@@ -329,7 +329,7 @@ class RunRecords:
         await asyncio.to_thread((self._folder / record.run_id / RUN_FILE).unlink, missing_ok=True)
 
         def work(connection: sqlite3.Connection) -> None:
-            for table in ("operations", "results", "uses", "readers", "checkpoints", "runs"):
+            for table in ("operations", "results", "uses", "readers", "checkpoints", "computed_with", "runs"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
             history.delete(connection, record.run_id)
 

@@ -111,7 +111,23 @@ _SECOND = (
 """Version 2: segments record operations and results whole, so that the database can be built again from them; every
 run has a record of what was measured."""
 
-MIGRATIONS = (_FIRST, _SECOND)
+_THIRD = (
+    # The newest row is what a run is computed with now; those before it are its history.
+    """CREATE TABLE computed_with (
+    position INTEGER PRIMARY KEY AUTOINCREMENT,
+    run_id TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    at REAL NOT NULL,
+    facts TEXT NOT NULL,
+    note TEXT NOT NULL
+)""",
+    "CREATE INDEX computed_with_by_run ON computed_with (run_id)",
+    # What repeating the operation must give again.
+    "ALTER TABLE operations ADD COLUMN outcome BLOB",
+)
+"""Version 3: what runs were computed with, and what their operations gave, is compared when they are restored."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD)
 VERSION = len(MIGRATIONS)
 
 

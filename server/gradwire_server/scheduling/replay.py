@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -11,8 +12,10 @@ from gradwire_server.engine_client.process import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal, JournalEntry
 from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.same_state import RunChanged, divergence, is_comparable, outcome, outcome_of, parse_outcome
 from gradwire_server.journal.segments import CorruptRecord
 from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
+from gradwire_server.scheduling.parking import CannotRestore
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
         EngineDied: The engine died, and no operation is suspected.
         ReplayDied: The engine died while it replayed an operation.
         ServiceError: The run cannot be restored.
+        CannotRestore: It would not be the run that it was.
     """
     passed: list[ServiceError] = []
     try:
@@ -50,13 +54,19 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
 async def _restore(
     engine: EngineClient, journal: Journal, record: RunRecord, passed: list[ServiceError]
 ) -> list[JournalEntry]:
-    base = await _begin(engine, record, passed)
+    base, facts = await _begin(engine, record, passed)
+    if facts:
+        try:
+            await journal.check_computed_with(record.run_id, base, facts)
+        except RunChanged as error:
+            raise changed(error) from error
     count = dropped_step = 0
+    exact = facts.get("device") == "cpu"
     entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
     for entry in entries:
         lost = entry.damaged and entry.header.seq <= record.applied_seq
         if lost or is_replayed_with(entry.header.operation, entry.status):
-            await _repeat(engine, journal, record, entry, dropped_step)
+            exact = await _repeat(engine, journal, record, entry, dropped_step, exact)
             count += 1
         elif drops_accumulation(entry.header.operation, entry.status):
             dropped_step = entry.header.seq
@@ -87,14 +97,14 @@ async def behind(journal: Journal, record: RunRecord, base: int) -> list[Journal
     return entries
 
 
-async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceError]) -> int:
+async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceError]) -> tuple[int, Mapping[str, str]]:
     """Create the run in the engine from its newest readable checkpoint, or else from its origin.
 
     Args:
         passed: Takes the errors of the checkpoints that cannot be read.
 
     Returns:
-        The number of the last operation that the state contains; 0 for the origin.
+        The number of the last operation that the state contains, 0 for the origin; what the run is computed with.
     """
     for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
         create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
@@ -107,14 +117,22 @@ async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceEr
             passed.append(error)
         else:
             # Trust the number in the folder: a save that overwrote it may have crashed before its row was written.
-            return reply.run_created.seq
-    await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
-    return 0
+            return reply.run_created.seq, reply.run_created.computed_with
+    reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=record.origin))
+    return 0, reply.run_created.computed_with
 
 
 async def _repeat(
-    engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry, dropped_step: int
-) -> None:
+    engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry, dropped_step: int, exact: bool
+) -> bool:
+    """Repeat an operation and compare its result with the stored one.
+
+    Args:
+        exact: Whether the bits must be the same; false once an operation before it was computed in other pieces.
+
+    Returns:
+        Whether the bits of those after it must be the same.
+    """
     header = entry.header
     if header.payload_bytes and entry.location is None:
         raise ServiceError(
@@ -125,7 +143,7 @@ async def _repeat(
         if entry.damaged:
             raise CorruptRecord("its row is damaged")
         payload = [await journal.payload(entry.location)] if entry.location else []
-        reply, _ = await engine.request(operation_request(header, dropped_step), payload)
+        reply, tensors = await engine.request(operation_request(header, dropped_step), payload)
     except CorruptRecord as error:
         raise ServiceError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
@@ -139,6 +157,29 @@ async def _repeat(
             f"operation {header.seq} of the run {record.run_id} succeeded once and failed when it was repeated:"
             f" {reply.result.error.message}",
         )
+    before = parse_outcome(entry.outcome)
+    if before is None:
+        return exact
+    reply.result.seq = header.seq
+    now = outcome(reply.result, [tensors])
+    exact = exact and is_comparable(before, now)
+    difference = divergence(before, now, exact=exact)
+    if difference and not journal.accept_changes:
+        raise changed(
+            RunChanged(
+                f"the run {record.run_id} would not become what it was: its operation {header.seq} was repeated, and"
+                f" {difference}. Put back what changed since, or start the server once with --accept-changes"
+            )
+        )
+    if difference:
+        log.warning("run %s goes on although operation %d was repeated and %s", record.run_id, header.seq, difference)
+        await journal.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, [tensors]))
+    return exact
+
+
+def changed(error: RunChanged) -> CannotRestore:
+    """The reason to park a run that would not go on as it was; only a start with other settings changes that."""
+    return CannotRestore(pb.Error(code=pb.ERROR_CODE_RUN_PARKED, message=str(error)), again=False)
 
 
 def operation_request(header: pb.OperationHeader, dropped_step: int) -> engine_pb2.EngineRequest:

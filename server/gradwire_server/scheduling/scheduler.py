@@ -147,6 +147,8 @@ class Scheduler:
                 self.dispatcher.leave(record.owner)
             # A fork has the head of its checkpoint, which need not be the one that the source has now.
             record.config.head, record.config.num_labels = created.head, created.num_labels
+            if created.computed_with:
+                await self._journal.note_computed_with(record.run_id, 0, created.computed_with)
             await self._runs.finish(record, created.num_trainable_parameters, created.step)
         except BaseException:
             await self._runs.delete(record)

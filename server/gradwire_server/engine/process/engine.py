@@ -20,6 +20,7 @@ from gradwire_server.engine.operations.grouped_runs import GroupedRuns
 from gradwire_server.engine.operations.lifecycle import Answer, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
+from gradwire_server.engine.process.computed_with import ComputedWith
 from gradwire_server.engine.sampling.choice import make_sampler
 from gradwire_server.engine.sampling.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory
@@ -73,6 +74,7 @@ class Engine:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         usable = {**(allowed or {}), **models}
         pool, store = ModelPool(usable, device, dtype, compiled=compiled), CheckpointStore(state_dir)
+        self._computed_with = ComputedWith(pool, state_dir)
         generator: Sampler[Any] = make_sampler(sampler, pool)
         self.context = EngineContext(
             pool=pool,
@@ -178,6 +180,7 @@ class Engine:
                 seq=run.seq,
                 head=run.config.head,
                 num_labels=run.config.num_labels,
+                computed_with=self._computed_with.facts(create.config.base_model),
             )
         )
 

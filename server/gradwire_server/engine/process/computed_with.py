@@ -1,0 +1,98 @@
+"""What the results of a run depend on besides its operations: the base model's files, the code, the arithmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from gradwire_losses.registry import all_losses
+from transformers.utils.hub import cached_file
+
+from gradwire_server.checkpoint_files import StoredFile
+from gradwire_server.engine import generators
+from gradwire_server.engine.model import dropout
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.sampling import draw
+from gradwire_server.engine.state.checkpoints import versions
+
+log = logging.getLogger(__name__)
+
+BASE_FILES = ("*.safetensors", "*.json", "*.model")
+HASHES = "base_files.json"
+
+
+class ComputedWith:
+    """The facts for the runs of one engine process.
+
+    Args:
+        pool: The models.
+        state_dir: Folder that keeps the digests of the models' files, so that each file is read once.
+    """
+
+    def __init__(self, pool: ModelPool, state_dir: Path) -> None:
+        self._pool, self._hashes = pool, state_dir / HASHES
+        self._bases: dict[str, str] = {}
+        self._code: dict[str, str] = {}
+
+    def facts(self, base_model: str) -> dict[str, str]:
+        """Name -> value of everything that a run on a model depends on."""
+        if not self._code:
+            self._code = versions() | {"dropout": _source(dropout), "sampler": _source(draw) + _source(generators)}
+            for loss in all_losses():
+                self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
+        device = self._pool.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return self._code | {
+            "base model": self._base(base_model),
+            "dtype": self._pool.facts(base_model).dtype,
+            "device": name,
+            "threads": str(torch.get_num_threads()),
+        }
+
+    def _base(self, name: str) -> str:
+        if name not in self._bases:
+            self._bases[name] = self._digest_of_files(Path(self._folder(self._pool.facts(name).path)))
+        return self._bases[name]
+
+    def _folder(self, path: str) -> str:
+        if Path(path).is_dir():
+            return path
+        config = cached_file(path, "config.json", local_files_only=True)
+        return str(Path(str(config)).parent)
+
+    def _digest_of_files(self, folder: Path) -> str:
+        """Digest of a model's files; a file is read again only if its size, times or inode changed."""
+        known = self._known()
+        state = hashlib.blake2b(digest_size=16)
+        for file in sorted({file for pattern in BASE_FILES for file in folder.glob(pattern)}):
+            stat = file.stat()
+            key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+            if key not in known:
+                known[key] = StoredFile.of(file).blake2b
+            state.update(f"{file.name} {known[key]}\n".encode())
+        partial = self._hashes.with_suffix(".partial")
+        try:
+            partial.write_text(json.dumps(known, indent=1))
+            partial.rename(self._hashes)
+        except OSError as error:  # read again at the next start
+            log.warning("the digests of the base model's files were not kept: %s", error)
+        return state.hexdigest()
+
+    def _known(self) -> dict[str, str]:
+        try:
+            return dict(json.loads(self._hashes.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+
+def _source(module: ModuleType) -> str:
+    return _digest(module.__file__)
+
+
+def _digest(file: str | None) -> str:
+    return hashlib.blake2b(Path(file).read_bytes() if file else b"", digest_size=8).hexdigest()

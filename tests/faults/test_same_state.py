@@ -1,0 +1,151 @@
+"""A restored run is the run that it was: what it is computed with, and what its operations give, is compared."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import gradwire
+import pytest
+from support.server import Server, free_port
+from support.stage import wait_for
+from support.tiny import tiny_model
+
+ROW = {"input_ids": [[5, 9, 23, 7, 40, 11]]}
+LOSS = """
+import random
+
+from gradwire_losses.fields import INPUT_IDS
+from gradwire_losses.outputs import LossOutput, Term
+from gradwire_losses.registry import register_loss
+
+@register_loss("mine", fields=[INPUT_IDS], metrics={}, reference="none", formula="none", streams=True)
+def mine(batch, scores, config):
+    return LossOutput({"mine": Term(-FACTOR * scores.logprobs.sum(), batch.num_scored, "tokens")})
+"""
+
+
+class Restarted:
+    """A server that is killed and started again on the same folder, with other flags.
+
+    Args:
+        folder: Gets a model and a state folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.state = tiny_model(folder / "model"), folder / "state"
+        self.address = f"127.0.0.1:{free_port()}"
+        self.server: Server | None = None
+
+    def start(self, *flags: str) -> None:
+        self.kill()
+        threads = () if "--threads" in flags else ("--threads", "1")
+        self.server = Server(self.model, self.state, "--address", self.address, *threads, *flags).start()
+
+    def kill(self) -> None:
+        if self.server is not None and self.server.process.poll() is None:
+            self.server.end(signal.SIGKILL)
+
+    def train(self, loss: str = "causal_lm") -> str:
+        """Take two steps of a run, and leave a third half-way."""
+        with gradwire.sync.connect(self.address) as service:
+            run = service.create_run("tiny", seed=3, lora={"rank": 2, "dropout": 0.1})
+            for _ in range(2):
+                run.forward_backward(ROW, loss).result()
+                run.optim_step(learning_rate=1e-2).result()
+            run.forward_backward(ROW, loss).result()
+            return str(run.run_id)
+
+    def parked(self, run_id: str) -> str:
+        """Submit an operation, and wait until the run says why it does not go on."""
+        with gradwire.sync.connect(self.address) as service:
+            run = service.get_training_client(run_id)
+            run.optim_step(learning_rate=1e-2)
+            return str(wait_for("the run to be parked", lambda: run.info().parked, 60))
+
+    def step(self, run_id: str) -> int:
+        """Go on with the run, whose step may have been submitted before; returns its number of steps."""
+        with gradwire.sync.connect(self.address) as service:
+            run = service.get_training_client(run_id)
+            for future in run.earlier_operations().values():
+                future.result(60)
+            run.forward_backward(ROW, "causal_lm").result(60)
+            return int(run.optim_step(learning_rate=1e-2).result(60).step)
+
+    def notes(self, run_id: str) -> list[str]:
+        """What the run's history says of changes."""
+        with closing(sqlite3.connect(self.state / "gradwire.db")) as database:
+            query = "SELECT note FROM computed_with WHERE run_id = ? ORDER BY position"
+            return [note for (note,) in database.execute(query, (run_id,))]
+
+
+@pytest.fixture
+def restarted(tmp_path: Path) -> Iterator[Restarted]:
+    server = Restarted(tmp_path)
+    yield server
+    server.kill()
+
+
+def test_replaced_base_weights_park_the_run_until_they_are_back_or_accepted(
+    restarted: Restarted, tmp_path: Path
+) -> None:
+    restarted.start()
+    run_id = restarted.train()
+    restarted.kill()
+    weights = restarted.model / "model.safetensors"
+    shutil.copy(weights, tmp_path / "kept")
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    restarted.start()
+    reason = restarted.parked(run_id)
+    assert "base model was" in reason and "--accept-changes" in reason
+    restarted.kill()
+    shutil.copy(tmp_path / "kept", weights)
+    restarted.start()
+    assert restarted.step(run_id) == 4 and restarted.notes(run_id) == [""]
+    restarted.kill()
+    weights.write_bytes(data)
+    restarted.start("--accept-changes")
+    assert restarted.step(run_id) == 5
+    assert "base model was" in restarted.notes(run_id)[-1]
+
+
+@pytest.mark.parametrize(("flags", "named"), [(("--dtype", "float64"), "dtype was float32"),
+                                              (("--threads", "2"), "threads was 1, is 2")])  # fmt: skip
+def test_other_arithmetic_parks_the_run(restarted: Restarted, flags: tuple[str, ...], named: str) -> None:
+    restarted.start()
+    run_id = restarted.train()
+    restarted.start(*flags)
+    assert named in restarted.parked(run_id)
+
+
+def with_loss(folder: Path, factor: str) -> tuple[str, str]:
+    file = folder / "mine.py"
+    file.write_text(LOSS.replace("FACTOR", factor))
+    return "--losses", str(file)
+
+
+def test_another_definition_of_a_loss_parks_the_run(restarted: Restarted, tmp_path: Path) -> None:
+    restarted.start(*with_loss(tmp_path, "1.0"))
+    run_id = restarted.train("mine")
+    restarted.start(*with_loss(tmp_path, "2.0"))
+    assert "loss mine was" in restarted.parked(run_id)
+
+
+def test_an_operation_that_gives_another_result_when_it_is_repeated_parks_the_run(
+    restarted: Restarted, tmp_path: Path
+) -> None:
+    """A loss that draws random numbers of its own: no recovery can repeat it."""
+    flags = with_loss(tmp_path, "random.random()")
+    restarted.start(*flags)
+    run_id = restarted.train("mine")
+    restarted.start(*flags)
+    reason = restarted.parked(run_id)
+    assert "its operation 1 was repeated, and its loss was" in reason
+    restarted.start(*flags, "--accept-changes")
+    assert restarted.step(run_id) == 4

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.routing import Match
 
 from gradwire_feedback import pages
 from gradwire_feedback.api import errors, feedback, policies, training
 from gradwire_feedback.context import Context
 from gradwire_feedback.settings import LIMITS
 
+ROUTERS = (feedback.router, training.router, policies.router)
+METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
 
@@ -30,8 +34,26 @@ def create_application(context: Context) -> FastAPI:
     if context.settings.loopback:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_NAMES)
     errors.install(app)
-    for router in (feedback.router, training.router, policies.router):
+    for router in ROUTERS:
         app.include_router(router)
+
+    @app.api_route("/api/{path:path}", methods=METHODS, include_in_schema=False)
+    def unknown(request: Request) -> Response:
+        """Answers requests that no other route of the API matches, which the pages' mount would answer with HTML."""
+        allowed = sorted(
+            {
+                method
+                for router in ROUTERS
+                for route in router.routes
+                if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE
+                for method in route.methods
+            }
+        )
+        if not allowed:
+            raise HTTPException(404, f"{request.url.path} is not a path of the API, which /docs describes")
+        raise HTTPException(
+            405, f"{request.method} is not possible here: use {' or '.join(allowed)}", {"Allow": ", ".join(allowed)}
+        )
 
     @app.get("/", include_in_schema=False)
     def home() -> RedirectResponse:

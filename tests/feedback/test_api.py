@@ -95,6 +95,17 @@ def test_another_sites_name_for_this_machine_is_refused(api: httpx.Client) -> No
     assert "access-control-allow-origin" not in answer.headers
 
 
+def test_wrong_methods_and_paths_are_answered_as_json(api: httpx.Client) -> None:
+    wrong = api.get("/feedback/bot")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["detail"] == "GET is not possible here: use POST"
+    wrong = api.post("/bot/deployment")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, PUT")
+    for path in ("/bot/nothing/here", "/train/policy/of/bot"):
+        unknown = api.get(path)
+        assert unknown.status_code == 404 and path in unknown.json()["detail"]
+
+
 def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
     submit(api, "settings", scores(10))
     for settings, word in (
@@ -103,6 +114,7 @@ def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
         ({"learningRate": -1.0}, "learning_rate"),
         ({"device": "cuda"}, "device"),
         ({"maxStep": 5}, "maxStep"),
+        ({"maxNewTokens": 256}, "max_new_tokens is 256, but the context of tiny is 256"),
         ({"rewardModel": "reuse"}, "none to reuse"),
         ({"baseModel": "gpt9"}, "gpt9"),
         ({"rewardModelConfig": {"numEpochs": 0}}, "rewardModelConfig: num_epochs is 0"),
@@ -112,6 +124,7 @@ def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
         assert answer.status_code == 422, answer.text
         assert word in answer.json()["detail"]
     assert api.post("/train_policy/settings", json={"startFrom": "v99"}).status_code == 404
+    assert api.post("/train_policy/settings", json={"maxNewTokens": 400}).status_code == 422
 
 
 @pytest.fixture(scope="module")

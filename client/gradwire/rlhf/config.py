@@ -204,6 +204,20 @@ class TrainingConfig(_Checked):
                 "fp16 not on a CPU",
             )
 
+    def check_context(self, model: str, context_tokens: int) -> None:
+        """Refuse answers that leave no room for a prompt in a model's context.
+
+        Raises:
+            InvalidArgumentError: ``max_new_tokens`` is as long as the context, or longer.
+        """
+        if self.max_new_tokens >= context_tokens:
+            raise refused(
+                f"max_new_tokens is {self.max_new_tokens}, but the context of {model} is {context_tokens} tokens for "
+                "prompt and answer together",
+                "max_new_tokens",
+                f"at most {context_tokens - 1}",
+            )
+
     @classmethod
     def quick(cls, **changes: Any) -> Self:
         """Preset for a smoke test: gpt2, 100 steps of 4 prompts, learning rate 1e-4."""

@@ -214,15 +214,8 @@ class _Training:
 
     async def run(self, reward_model_path: Path | None) -> TrainingResult:
         origin = await find_origin(self._service, self._config.base_model)
+        self._config.check_context(origin.model, origin.context_tokens)
         room = origin.context_tokens - self._config.max_new_tokens
-        if room < 1:
-            raise InvalidArgumentError(
-                f"max_new_tokens is {self._config.max_new_tokens}, but the context of {origin.model} is "
-                f"{origin.context_tokens} "
-                "tokens for prompt and answer together",
-                field="max_new_tokens",
-                rule=f"at most {origin.context_tokens - 1}",
-            )
         prompts = list(PPODataset(self._dataset))
         rows = await encoded(text_codec(self._service, origin.model, self._tokenizer), prompts)
         if long := sum(len(row) > room for row in rows):

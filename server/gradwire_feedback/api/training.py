@@ -126,7 +126,8 @@ async def train_policy(
         options.reward_model,
         {} if rewards is None else rewards.model_dump(exclude_unset=True),
     )
-    await context.server.model_info(plan.config["base_model"])
+    model = await context.server.model_info(plan.config["base_model"])
+    TrainingConfig(**plan.config).check_context(model.name, model.context_length)
     if options.dry_run:
         found = await estimate(context.database, context.server, context.settings, agent_id, plan)
         return JSONResponse(DryRunOut(**found).model_dump(mode="json", by_alias=True))

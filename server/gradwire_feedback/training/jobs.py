@@ -173,7 +173,8 @@ class Jobs:
         except JobCancelledError:
             self._end(job_id, "cancelled", None)
         except Exception as error:
-            log.exception("job %s failed", job_id)
+            # an error of the training server is a sentence for the operator; any other needs its traceback
+            log.error("job %s failed: %s", job_id, error, exc_info=not isinstance(error, gradwire.GradwireError))
             self._end(job_id, "failed", f"{type(error).__name__}: {error}")
         finally:
             self._running.discard(job_id)

@@ -46,7 +46,7 @@ def create_application(context: Context) -> FastAPI:
                 for router in ROUTERS
                 for route in router.routes
                 if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE
-                for method in route.methods
+                for method in route.methods or ()
             }
         )
         if not allowed:

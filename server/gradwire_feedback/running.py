@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from gradwire_feedback.api.errors import BodyLimit
 from gradwire_feedback.application import create_application
 from gradwire_feedback.context import Context
 from gradwire_feedback.database.connection import Database
@@ -41,7 +42,7 @@ async def serve_until_stopped(settings: Settings, database: Database) -> bool:
     jobs = Jobs(settings, database, server)
     app = create_application(Context(settings, database, server, jobs))
     http = _Server(
-        uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="auto")
+        uvicorn.Config(BodyLimit(app), log_level="warning", lifespan="on", timeout_graceful_shutdown=GRACE_S, ws="auto")
     )
     stopping = asyncio.Event()
 

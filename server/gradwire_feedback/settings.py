@@ -14,6 +14,7 @@ class Limits:
     response_chars: int = 32_768
     notes_chars: int = 4_000
     run_id_chars: int = 200
+    name_chars: int = 500
     batch_rows: int = 10_000
     body_bytes: int = 32 << 20
     versions_in_deployment: int = 10

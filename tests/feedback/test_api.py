@@ -85,6 +85,9 @@ def test_names_that_lead_elsewhere_are_no_agents(api: httpx.Client, service: Fee
 def test_a_body_that_is_too_large_is_refused(api: httpx.Client) -> None:
     answer = api.post("/feedback/large", content=b" " * (33 << 20), headers={"content-type": "application/json"})
     assert answer.status_code == 413
+    assert answer.json()["detail"] == "the body is larger than 32 MiB: send it in parts"
+    in_chunks = api.post("/large/generate", content=iter([b" " * (11 << 20)] * 3))
+    assert in_chunks.status_code == 413 and "32 MiB" in in_chunks.json()["detail"]
     assert submit(api, "large", [{}] * 10_001).status_code == 413
     assert api.post("/feedback/large", content="x", headers={"content-type": "image/png"}).status_code == 415
 
@@ -93,6 +96,31 @@ def test_another_sites_name_for_this_machine_is_refused(api: httpx.Client) -> No
     assert api.get("/fields", headers={"host": "evil.example"}).status_code == 400
     answer = api.options("/fields", headers={"origin": "https://evil.example", "access-control-request-method": "POST"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_text_that_is_no_text_is_refused(api: httpx.Client) -> None:
+    """JSON can escape half of a surrogate pair, for which UTF-8 has no bytes."""
+    row = scores(1)[0]
+    for method, path, body, field in (
+        ("POST", "/feedback/half", row | {"response": "\ud800"}, "response"),
+        ("POST", "/feedback/half", row | {"\udfff": 1}, "body"),
+        ("POST", "/half/generate", {"prompt": "a\udc00b"}, "prompt"),
+        ("POST", "/train_policy/half", {"startFrom": "v\ud801"}, "startFrom"),
+        ("POST", "/train_policy/half", {"baseModel": "\ud801"}, "baseModel"),
+        ("PUT", "/half/deployment", {"v\ud800": 1}, "v" + 3 * "\N{REPLACEMENT CHARACTER}" + ".[key]"),
+    ):
+        answer = api.request(method, path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["errors"][0]["field"] == field
+
+
+def test_sentences_are_for_people(api: httpx.Client) -> None:
+    for rows, sentence in (
+        ([scores(1)[0], None], "row 1: this is not a JSON object"),
+        (scores(1)[0] | {"prompt": ""}, "prompt: String should have at least 1 character"),
+        (scores(1)[0] | {"notes": "\0"}, "notes: the NUL character cannot be stored"),
+    ):
+        assert submit(api, "sentences", rows).json()["detail"] == sentence
 
 
 def test_wrong_methods_and_paths_are_answered_as_json(api: httpx.Client) -> None:

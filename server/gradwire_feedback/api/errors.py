@@ -12,13 +12,16 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_feedback.api.schemas import ErrorField, Problem
+from gradwire_feedback.settings import LIMITS
 from gradwire_feedback.store.problems import ProblemError
 
 log = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 20
+TOO_LARGE = f"the body is larger than {LIMITS.body_bytes >> 20} MiB: send it in parts"
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body does not match its content type."},
@@ -44,12 +47,29 @@ def fields_of(errors: Sequence[Any], place: str = "") -> list[ErrorField]:
     found = []
     for error in errors[:SHOWN_ERRORS]:
         path = [str(part) for part in error["loc"] if part not in ("body", "path", "query", "header")]
-        found.append(ErrorField(field=".".join([*([place] if place else []), *path]) or "body", message=error["msg"]))
+        found.append(
+            ErrorField(
+                field=".".join([*([place] if place else []), *path]) or "body",
+                message=error["msg"].removeprefix("Value error, "),
+            )
+        )
     return found
 
 
 def sentence(errors: Sequence[ErrorField]) -> str:
     return "; ".join(f"{each.field}: {each.message}" for each in errors)
+
+
+class BodyLimit:
+    """Wrap an application to refuse a body by its announced length, which FastAPI does in plain text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope.get("headers", ())).get(b"content-length", b"")
+        too_large = length.isdigit() and int(length) > LIMITS.body_bytes
+        await (problem(413, TOO_LARGE) if too_large else self.app)(scope, receive, send)
 
 
 def install(app: FastAPI) -> None:
@@ -83,6 +103,6 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
-        answer = problem(error.status_code, str(error.detail))
+        answer = problem(error.status_code, TOO_LARGE if error.status_code == 413 else str(error.detail))
         answer.headers.update(error.headers or {})
         return answer

@@ -144,8 +144,12 @@ def _rows(content: Any, word: str) -> list[FeedbackIn]:
         raise UnprocessableError("there is no feedback in the body")
     if len(content) > LIMITS.batch_rows:
         raise TooLargeError(f"{len(content)} rows; a request may have at most {LIMITS.batch_rows}: send them in parts")
-    rows, errors = [], []
+    rows: list[FeedbackIn] = []
+    errors: list[ErrorField] = []
     for number, row in content if word == "line" else enumerate(content):
+        if not isinstance(row, dict):
+            errors.append(ErrorField(field=f"{word} {number}", message="this is not a JSON object"))
+            continue
         try:
             rows.append(_one.validate_python(row))
         except ValidationError as error:

@@ -17,6 +17,7 @@ from gradwire_feedback.api.schemas import (
     GenerateIn,
     GenerateOut,
     Metrics,
+    Name,
     PolicyOut,
     SampleRatio,
     VersionScores,
@@ -58,7 +59,7 @@ def get_deployment(agent_id: AgentId, context: TheContext, caller: Reader) -> De
 @router.put("/{agent_id}/deployment")
 def put_deployment(
     agent_id: AgentId,
-    weights: Annotated[dict[str, float], Body(examples=[{"v15": 0.5, "v25": 0.5}])],
+    weights: Annotated[dict[Name, float], Body(examples=[{"v15": 0.5, "v25": 0.5}])],
     context: TheContext,
     caller: Trainer,
 ) -> DeploymentOut:

@@ -22,7 +22,7 @@ class Body(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid")
 
 
-def _no_nul(text: str) -> str:
+def _storable(text: str) -> str:
     if "\0" in text:
         raise ValueError("the NUL character cannot be stored")
     return text
@@ -40,11 +40,13 @@ AgentId = Annotated[
     AfterValidator(_agent_id),
 ]
 JobId = Annotated[str, Path(alias="id", pattern=r"^[0-9a-f]{32}$", description="The job id returned by train_policy.")]
-Text = Annotated[str, AfterValidator(_no_nul)]
-Prompt = Annotated[Text, StringConstraints(min_length=1, max_length=LIMITS.prompt_chars)]
-Response = Annotated[Text, StringConstraints(max_length=LIMITS.response_chars)]
-Notes = Annotated[Text, StringConstraints(max_length=LIMITS.notes_chars)]
-RunId = Annotated[Text, StringConstraints(min_length=1, max_length=LIMITS.run_id_chars)]
+Storable = AfterValidator(_storable)
+# the length comes first: only then does pydantic refuse half a surrogate pair, which JSON can hold and UTF-8 cannot
+Prompt = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.prompt_chars), Storable]
+Response = Annotated[str, StringConstraints(max_length=LIMITS.response_chars), Storable]
+Notes = Annotated[str, StringConstraints(max_length=LIMITS.notes_chars), Storable]
+RunId = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.run_id_chars), Storable]
+Name = Annotated[str, StringConstraints(max_length=LIMITS.name_chars), Storable]
 ScoreValue = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
 
 

@@ -23,6 +23,7 @@ from gradwire_feedback.api.schemas import (
     DryRunOut,
     JobId,
     JobOut,
+    Name,
     Problem,
     ProgressOut,
     TrainedOut,
@@ -58,12 +59,11 @@ class TrainingOptions(Body):
     """Starting point of a training."""
 
     dry_run: bool = Field(default=False, description="Estimate only.")
-    start_from: str | None = Field(
-        default=None, max_length=50, description="Version to continue from, or `base`; the newest if absent."
+    start_from: Name | None = Field(
+        default=None, description="Version to continue from, or `base`; the newest if absent."
     )
-    reward_model: str = Field(
+    reward_model: Name = Field(
         default="retrain",
-        max_length=50,
         description="`retrain` on all feedback, `reuse` the starting version's, or name a version.",
     )
     reward_model_config: RewardModelIn | None = Field(  # type: ignore[valid-type]  # made from RewardModelConfig above
@@ -74,7 +74,7 @@ class TrainingOptions(Body):
 def _setting(name: str, kind: Any, default: Any) -> Any:
     """Build a field from TrainingConfig; the library itself checks its range."""
     if name == "base_model":
-        return (str | None, Field(default=None, max_length=500, description="The service's --base-model if absent."))
+        return (Name | None, Field(default=None, description="The service's --base-model if absent."))
     return (kind, Field(default=default, le=LARGEST_NUMBER if kind in (int, float) else None))
 
 

@@ -1,49 +1,62 @@
-"""An agent that looks into boxes with a tool before it answers, trained with GiGPO. Arguments: model, iterations."""
+"""An agent learns to look into a box before it says what is in it. Arguments: model, iterations, seed."""
 
 import asyncio
+import random
 import sys
 
 import gradwire
 from gradwire import rl
 
-SECRETS = {"a": "3", "b": "7", "c": "5", "d": "9"}
+TASKS = [rl.Task(f"{box}?", digit, box + digit, {"room": {box: digit}}) for box in "abcdefgh" for digit in "0123456789"]
 
 
-def look(box: str) -> str:
-    """What is in a box."""
-    return SECRETS[box]
+def look(room: dict, box: str) -> str:
+    """What is in a box of the room."""
+    return room.get(box, "-")
 
 
 class Boxes(rl.ToolEnvironment):
-    """The policy writes one letter: a box's name looks into it, anything else is the answer."""
-
-    def __init__(self):
-        super().__init__([look], max_turns=4, describe_tools=False, stop=())
+    """The policy writes one character: a box's letter looks into it, anything else is the answer."""
 
     def parse_action(self, state, raw):
-        return rl.Action(raw, (rl.ToolCall("look", {"box": raw}),) if raw in SECRETS else ())
+        return rl.Action(raw, (rl.ToolCall("look", {**state.task.data, "box": raw}),) if raw in [*"abcdefgh"] else ())
 
     def build_prompt(self, state):
-        return "".join(message["content"] for message in state.messages if message["role"] != "assistant")
+        return "".join(message["content"] for message in state.messages)
 
 
 @rl.reward_function
 def found(response, ground_truth, steps):
-    right = float(response == ground_truth)
-    worth = [0.2 * bool(step["tool_results"]) * (index == 0) for index, step in enumerate(steps)]
+    right, worth = float(response == ground_truth), [-0.1 * bool(step["tool_results"]) for step in steps]
     worth[-1] += right
-    return rl.EvaluateResult(right, [rl.StepOutput(index, reward) for index, reward in enumerate(worth)])
+    return rl.EvaluateResult(right, [rl.StepOutput(*each) for each in enumerate(worth)])
 
 
-async def main(model, iterations):
-    tasks = [rl.Task(f"{box}?", ground_truth=content) for box, content in SECRETS.items()]
+async def report(stage, agent):
+    held_out = await agent.evaluate()
+    print(f"{stage}: found {held_out['eval/success']:.2f}, looked first {held_out['eval/steps'] - 1:.2f}")
+
+
+async def main(model, iterations, seed=0):
+    chance = random.Random(seed)
+    held_out = chance.sample(TASKS, 16)
+    trained = [task for task in TASKS if task not in held_out]
+    config = rl.AlgorithmConfig(learning_rate=3e-3, max_tokens=1, eval_temperature=1, eval_trajectories=8, seed=seed)
     async with gradwire.connect(models=[model]) as service:
-        run = await service.create_run((await service.list_models())[0].name)
-        config = rl.AlgorithmConfig(batch_size=8, learning_rate=3e-3, max_tokens=1, eval_temperature=1.0)
-        agent = rl.GiGPOAlgorithm(service, run, tasks, found, config, environment=Boxes(), eval_tasks=tasks)
+        run = await service.create_run(name := (await service.list_models())[0].name, seed=seed)
+        boxes = Boxes([look], max_turns=2, describe_tools=False, stop=())
+        agent = rl.GiGPOAlgorithm(service, run, trained, found, config, environment=boxes, eval_tasks=held_out)
+        await report("untrained", agent)
+        for _ in range(120):  # imitate people who look half of the time, and otherwise guess
+            looked = [each.prompt + each.prompt[0] + 2 * each.ground_truth for each in chance.choices(trained, k=16)]
+            guessed = [each.prompt + chance.choice("0123456789") for each in chance.choices(trained, k=16)]
+            rows = await service.encode(name, looked + guessed)
+            await run.forward_backward({"input_ids": rows}, "causal_lm")
+            await run.optim_step(learning_rate=3e-3)
+        await report("after imitation", agent)
         await agent.train(iterations)
-        print(await agent.evaluate())
+        await report("after training", agent)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

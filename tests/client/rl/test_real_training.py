@@ -25,7 +25,7 @@ from support.server import Server, free_port
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def run(*arguments: str | Path, timeout: float = 280) -> str:
+def run(*arguments: str | Path | int, timeout: float = 280) -> str:
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
             [sys.executable, *map(str, arguments)],
@@ -65,11 +65,17 @@ def test_a_reward_model_held_by_the_server(tiny_model_path: Path, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_fifty_lines(tiny_model_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+def test_fifty_lines(tiny_model_path: Path, seed: int) -> None:
+    """It finds what is in boxes that it was not trained on, where a guess is right once in ten, because it looks."""
     program = EXAMPLES / "rl_agent_fifty_lines.py"
-    assert len(program.read_text().splitlines()) <= 50
-    output = run(program, tiny_model_path, 120, timeout=500)
-    assert float(re.findall(r"'eval/success': ([\d.]+)", output)[-1]) >= 0.4  # of 0 at the start
+    assert sum(line != "" for line in program.read_text().splitlines()) <= 50
+    output = run(program, tiny_model_path, 60, seed, timeout=500)
+    stages = re.findall(r"^(.+): found ([\d.]+), looked first ([\d.]+)$", output, re.MULTILINE)
+    assert [stage for stage, *_ in stages] == ["untrained", "after imitation", "after training"]
+    success, looked = ([float(stage[column]) for stage in stages] for column in (1, 2))
+    assert success[0] < 0.1 and success[1] < 0.6 and success[2] >= 0.9
+    assert looked[0] < 0.3 and looked[1] < 0.7 and looked[2] >= 0.95
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ class OperationKind:
 
     Attributes:
         name: Name of the field of ``Operation.kind`` that holds its message.
-        changes_state: Whether a replay must repeat it. So must a sample without a seed: see :func:`is_replayed`.
+        changes_state: Whether a replay must repeat it.
         barrier: Whether no other operation of its run may be in the engine at the same time.
         writes_files: Whether it writes files into the state folder, so that it may start only once it is journaled.
         stoppable: Whether it can be stopped while it is executed, between micro-batches or tokens.
@@ -65,12 +65,3 @@ UNKNOWN = OperationKind("")
 def kind_of(operation: pb.Operation) -> OperationKind:
     """The row of an operation; ``UNKNOWN`` for one without a kind that this server knows."""
     return KINDS.get(operation.WhichOneof("kind") or "", UNKNOWN)
-
-
-def is_replayed(operation: pb.Operation) -> bool:
-    """Whether a recovery must replay the operation once it has succeeded.
-
-    A sample without a seed of its own advances the run's random generator, so it must be replayed too.
-    """
-    kind = kind_of(operation)
-    return kind.changes_state or (kind.name == "sample" and not operation.sample.HasField("seed"))

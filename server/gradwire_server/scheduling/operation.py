@@ -15,13 +15,13 @@ from gradwire_server.engine_client.process import EngineAnswer
 from gradwire_server.journal.journal import uses
 from gradwire_server.journal.segments import Buffer, Location
 from gradwire_server.observability.tracing import NO_TRACE, Trace
-from gradwire_server.operation_kinds import is_replayed, kind_of
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.states import TRANSITIONS, IllegalTransitionError, OperationState
 
 
 def is_replayed_with(operation: pb.Operation, status: pb.Status.ValueType) -> bool:
     """Whether a recovery replays an operation whose result has this status."""
-    return status == pb.STATUS_SUCCEEDED and is_replayed(operation)
+    return status == pb.STATUS_SUCCEEDED and kind_of(operation).changes_state
 
 
 def may_begin_early(operation: pb.Operation) -> bool:

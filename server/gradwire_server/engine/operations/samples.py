@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2
 
@@ -43,8 +43,13 @@ class Started:
         return Outcome(training_pb2.OperationResult(sample=result), columns)
 
 
-def begin_in_run(context: EngineContext, run: EngineRun, call: training_pb2.SampleCall, columns: Columns) -> Started:
-    """Begin a run's ``sample`` within :meth:`.engine_run.EngineRun.rng`; a call without a seed draws one from it.
+def begin_in_run(
+    context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SampleCall, columns: Columns
+) -> Started:
+    """Begin a run's ``sample``, the operation ``seq``.
+
+    A call without a seed has one that follows from the run's seed and the operation's number. It draws nothing from the
+    run's generators, so that a recovery need not repeat it.
 
     On a CPU it is computed alone, so that a run's results are bit-identical whatever other runs do.
 
@@ -61,13 +66,13 @@ def begin_in_run(context: EngineContext, run: EngineRun, call: training_pb2.Samp
                 field="prompt_ids",
             )
         prompts = [row.tolist() for row in column.rows()]
-    seed = call.seed if call.HasField("seed") else draw_seed()
+    seed = call.seed if call.HasField("seed") else own_seed(run.config.seed, seq)
     return _begin(context, run.policy, call, prompts, seed, alone=context.pool.device.type == "cpu")
 
 
-def draw_seed() -> int:
-    """Draw one seed from torch's generator; calls with their own seed draw none, because a replay skips them."""
-    return int(torch.randint(2**62, ()))
+def own_seed(run_seed: int, seq: int) -> int:
+    """Seed of a sample that was given none."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{seq}".encode(), digest_size=8).digest()) >> 2
 
 
 def begin_outside(context: EngineContext, asked: training_pb2.SampleRequest) -> Started:

@@ -1,17 +1,17 @@
 """Sampling requests in progress, and their answers.
 
-A run's samples begin in the order of its operations, and each draws its seed from the run's generator at that time.
-They are answered in the same order, whichever ends first, and the run's other requests wait for the last of them.
+A run's samples begin in the order of its operations. They are answered in the same order, whichever ends first, and the
+run's other requests wait for the last of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from gradwire_proto.v1 import engine_pb2, training_pb2
-from torch import Tensor
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
@@ -28,7 +28,7 @@ from gradwire_server.engine.operations.lifecycle import (
     success,
 )
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.operations.samples import Started, begin_in_run, begin_outside, draw_seed
+from gradwire_server.engine.operations.samples import Started, begin_in_run, begin_outside
 from gradwire_server.engine.state.engine_run import EngineRun
 
 
@@ -47,30 +47,6 @@ class _Sampling:
         return self.answer is not None or (self.started is not None and self.started.job.done)
 
 
-class _OfRun:
-    """A run's samples in progress, and the state of its generators before the first of them."""
-
-    def __init__(self, run: EngineRun) -> None:
-        self.run = run
-        self.samplings: list[_Sampling] = []
-        self._before: Mapping[str, Tensor] = run.rng_tensors()
-        self._draws = 0
-        self._undone = False
-
-    def count(self, call: training_pb2.SampleCall, ok: bool) -> None:
-        """Count an ended sample. One that did not succeed must draw no seed, because a replay does not contain it."""
-        self._draws += ok and not call.HasField("seed")
-        self._undone = self._undone or not ok
-
-    def settle(self) -> None:
-        """Set the generators to the state after the successful samples; call once all samples have ended."""
-        if self._undone:
-            self.run.load_rng_tensors(self._before)
-            with self.run.rng():
-                for _ in range(self._draws):
-                    draw_seed()
-
-
 class SamplesInProgress:
     """Begin, advance and answer sampling requests.
 
@@ -81,10 +57,10 @@ class SamplesInProgress:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._outside: list[_Sampling] = []
-        self._runs: dict[str, _OfRun] = {}
+        self._runs: dict[str, list[_Sampling]] = {}
 
     def __len__(self) -> int:
-        return len(self._outside) + sum(len(of_run.samplings) for of_run in self._runs.values())
+        return len(self._outside) + sum(map(len, self._runs.values()))
 
     def of(self, run_id: str) -> bool:
         """Whether samples of this run are in progress."""
@@ -98,7 +74,7 @@ class SamplesInProgress:
         if run is None:
             self._outside.append(sampling)
         else:
-            self._runs.setdefault(run.run_id, _OfRun(run)).samplings.append(sampling)
+            self._runs.setdefault(run.run_id, []).append(sampling)
         if not begins(self._context, message):
             sampling.answer = not_started()
             return
@@ -128,21 +104,17 @@ class SamplesInProgress:
         for sampling in [sampling for sampling in self._outside if sampling.ended]:
             self._outside.remove(sampling)
             answers.append(self._answer(sampling))
-        for run_id, of_run in list(self._runs.items()):
-            while of_run.samplings and of_run.samplings[0].ended:
-                sampling = of_run.samplings.pop(0)
-                answers.append(self._answer(sampling))
-                status = answers[-1].reply.result.status
-                of_run.count(sampling.message.operation.operation.sample, status == training_pb2.STATUS_SUCCEEDED)
-                if status == training_pb2.STATUS_FAILED:
-                    self._take_back(of_run)
-            if not of_run.samplings:
-                of_run.settle()
+        for run_id, samplings in list(self._runs.items()):
+            while samplings and samplings[0].ended:
+                answers.append(self._answer(samplings.pop(0)))
+                if answers[-1].reply.result.status == training_pb2.STATUS_FAILED:
+                    self._take_back(self._context.runs[run_id], samplings)
+            if not samplings:
                 del self._runs[run_id]
         return answers
 
     def _all(self) -> list[_Sampling]:
-        return [*self._outside, *(sampling for of_run in self._runs.values() for sampling in of_run.samplings)]
+        return [*self._outside, *chain.from_iterable(self._runs.values())]
 
     def _begin(self, sampling: _Sampling, request: Request) -> None:
         context, message = self._context, request.message
@@ -151,9 +123,8 @@ class SamplesInProgress:
             sampling.started = begin_outside(context, message.sample)
             return
         sampling.execution = Execution(context, message.operation)
-        run = sampling.execution.run
-        with run.rng():
-            sampling.started = begin_in_run(context, run, message.operation.operation.sample, request.columns)
+        call = message.operation.operation.sample
+        sampling.started = begin_in_run(context, sampling.execution.run, message.operation.seq, call, request.columns)
 
     def _answer(self, sampling: _Sampling) -> Answer:
         answer = sampling.answer
@@ -193,10 +164,10 @@ class SamplesInProgress:
             self._context.sampler.cancel(started.job)
             sampling.started, sampling.answer = None, self._failed(sampling, error)
 
-    def _take_back(self, of_run: _OfRun) -> None:
+    def _take_back(self, run: EngineRun, samplings: Iterable[_Sampling]) -> None:
         """Cancel the samples of a run that must not be executed after the failure of one before them."""
-        for sampling in of_run.samplings:
+        for sampling in samplings:
             unless_failed = sampling.message.operation.unless_failed
-            if unless_failed and of_run.run.failed_seq >= unless_failed and sampling.started is not None:
+            if unless_failed and run.failed_seq >= unless_failed and sampling.started is not None:
                 self._context.sampler.cancel(sampling.started.job)
                 sampling.started, sampling.answer = None, not_started()

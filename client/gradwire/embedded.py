@@ -29,10 +29,12 @@ class EmbeddedServer:
         server_args: Further arguments of `gradwire serve`.
 
     Attributes:
-        key: Random API key of this server, so that no other user of the machine can call it.
+        key: API key of this server, random unless given, so that no other user of the machine can call it.
     """
 
-    def __init__(self, models: Sequence[str], state_dir: Path | None, server_args: Sequence[str]) -> None:
+    def __init__(
+        self, models: Sequence[str], state_dir: Path | None, server_args: Sequence[str], key: str = ""
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-", ignore_cleanup_errors=True)
         logs = Path(self._folder.name)
         self._stdout, self._stderr = logs / "stdout", logs / "stderr"
@@ -52,7 +54,7 @@ class EmbeddedServer:
                 process_group=0,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-        self.key = secrets.token_urlsafe(32)
+        self.key = key or secrets.token_urlsafe(32)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # it may have ended already
             stdin.write(f"{self.key}\n".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class TrainingServer:
         self._watcher: asyncio.Task[None] | None = None
         self._service: gradwire.ServiceClient | None = None
         self.address = settings.service or ""
+        # kept across restarts of an embedded server, so that its clients find it again
+        self._key = secrets.token_urlsafe(32) if settings.service is None else None
 
     async def start(self) -> None:
         """Start or connect.
@@ -53,6 +56,7 @@ class TrainingServer:
             [self._settings.embedded_model],
             self._settings.models_dir / ".gradwire-state",
             ["--address", self.address, *self._settings.server_args],
+            self._key or "",
         )
         await self._embedded.listening(START_TIMEOUT_S)
 
@@ -87,9 +91,12 @@ class TrainingServer:
         return self._service
 
     def connection(self) -> gradwire.Connection:
-        """Open another connection, for another event loop; the key is the environment's GRADWIRE_API_KEY."""
+        """Open another connection, for another event loop; the key of --service comes from GRADWIRE_API_KEY."""
         return gradwire.connect(
-            self.address, ca_cert=self._settings.service_ca_cert, reconnect_timeout=RECONNECT_TIMEOUT_S
+            self.address,
+            api_key=self._key,
+            ca_cert=self._settings.service_ca_cert,
+            reconnect_timeout=RECONNECT_TIMEOUT_S,
         )
 
     async def complete(

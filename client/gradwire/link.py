@@ -345,22 +345,21 @@ class RunLink:
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
-        """Read until the stream ends. A fenced writer keeps reading: operations accepted earlier are still
-        acknowledged."""
-        try:
-            async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
-                async for ack in acknowledgements:
-                    entry = self._queue.unacknowledged(ack.seq - self._queue.base)
-                    if ack.HasField("error"):
-                        self._refused(entry, errors.from_wire(ack.error))
-                        continue
-                    progress()
-                    self._may_reopen = False
-                    if entry is not None:
-                        self._queue.acknowledge(entry)
-        except GradwireError:
-            if self._fence is None:
-                raise
+        """Read until the stream ends.
+
+        A fenced writer keeps reading: operations accepted earlier are still acknowledged. If the connection breaks
+        meanwhile, they are asked for again on the next stream.
+        """
+        async with contextlib.aclosing(stream.acknowledgements()) as acknowledgements:
+            async for ack in acknowledgements:
+                entry = self._queue.unacknowledged(ack.seq - self._queue.base)
+                if ack.HasField("error"):
+                    self._refused(entry, errors.from_wire(ack.error))
+                    continue
+                progress()
+                self._may_reopen = False
+                if entry is not None:
+                    self._queue.acknowledge(entry)
         raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")
 
     def _refused(self, entry: Entry | None, error: GradwireError) -> None:

@@ -25,8 +25,14 @@ class FakeRun:
 
 
 class FakeEngine:
-    """Carries requests out one after the other; `newest` is the one that was begun last. `loss_fn` says what a
-    forward_backward does: "fail" fails, "die" ends the engine, anything else is written down."""
+    """Carries requests out one after the other; `newest` is the one that was begun last.
+
+    ``loss_fn`` says what a forward_backward does: "fail" and "fail-..." fail, "die" and "die-..." end the engine,
+    anything else is written down.
+    """
+
+    file_bytes = 3 << 20
+    """Size of a checkpoint's largest file."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
@@ -154,7 +160,7 @@ class FakeEngine:
             reply.not_started.SetInParent()
             return reply, b""
         self.seen.append((asked.run_id, seq))
-        if seq in self.die_after or operation.forward_backward.loss_fn == "die":
+        if seq in self.die_after or operation.forward_backward.loss_fn.partition("-")[0] == "die":
             self.die_after.discard(seq)
             self.die()
             raise EngineDied(suspect=True)
@@ -163,7 +169,7 @@ class FakeEngine:
         kind = operation.WhichOneof("kind")
         if kind == "forward_backward":
             loss_fn = operation.forward_backward.loss_fn
-            if loss_fn == "fail":
+            if loss_fn.partition("-")[0] == "fail":
                 run.failed_seq, result.status = seq, pb.STATUS_FAILED
                 result.error.code, result.error.message = pb.ERROR_CODE_INVALID_BATCH, "id 99999 is outside"
                 return reply, b""
@@ -190,7 +196,7 @@ class FakeEngine:
             folder.mkdir(parents=True)
             (folder / "history").write_text(" ".join([str(seq), *run.history]))
             (folder / "deep").mkdir()
-            (folder / "deep" / "big").write_bytes(bytes(3 << 20))
+            (folder / "deep" / "big").write_bytes(bytes(self.file_bytes))
             result.checkpoint.path, result.checkpoint.name = f"{asked.run_id}/{name}", name
             result.checkpoint.step, result.checkpoint.seq = run.step, seq
         else:

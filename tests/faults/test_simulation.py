@@ -1,0 +1,164 @@
+"""The whole path from client to journal on simulated time, network and disk: every seed is another story.
+
+A seed that fails is repeated with ``World(seed, folder).run()``; ``trace`` tells what happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from gradwire import errors, link, queue
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.core.core import Core
+from gradwire_server.journal import journal, segments
+from gradwire_server.scheduling import admission, replay
+from gradwire_server.scheduling.run_queue import RunQueue
+from support.simulation.network import SimulatedTransport
+from support.simulation.world import World
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of simulated failures would fill the log."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def simulated(seed: int, writers: int | None = None) -> World:
+    """A simulation that has run."""
+    folder = Path(tempfile.mkdtemp(prefix="gradwire-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        world = World(seed, folder, writers=writers)
+        world.run()
+        return world
+    finally:
+        shutil.rmtree(folder)
+
+
+def all_right(seeds: range) -> None:
+    operations = servers = commits = 0
+    for seed in seeds:
+        world = simulated(seed)
+        assert not world.defects, f"seed {seed}: {world.defects}"
+        operations, servers = operations + world.accepted, servers + world.servers
+        commits += world.disk.commits
+    print(f"{len(seeds)} seeds: {operations} operations, {servers} servers, {commits} commits, nothing lost or twice")
+
+
+def test_whatever_breaks_clients_see_a_sequential_server() -> None:
+    all_right(range(200))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+def test_ten_thousand_seeds_see_a_sequential_server() -> None:
+    all_right(range(1000, 11_000))
+
+
+def test_a_seed_repeats_itself() -> None:
+    first, second = simulated(17), simulated(17)
+    assert first.trace == second.trace and len(first.trace) > 20
+    assert simulated(18).trace != first.trace
+
+
+# ---------------------------------------------------------------- defects, put back one at a time
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+def at_once(real: Callable[..., asyncio.Future[Any]]) -> Callable[..., asyncio.Future[Any]]:
+    """A write that is said to be durable when it was only asked for."""
+
+    def hasty(*args: Any, **options: Any) -> asyncio.Future[Any]:
+        real(*args, **options).add_done_callback(lambda done: done.exception())
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    return hasty
+
+
+def newest_epoch(real: Callable[..., Any]) -> Callable[..., Any]:
+    async def open_run(core: Core, caller: Any, run_id: str, *args: Any, **options: Any) -> pb.Run:
+        run = await real(core, caller, run_id, *args, **options)
+        run.epoch = core.runs.get(run_id, caller).epoch
+        return run
+
+    return open_run
+
+
+def anybody_releases(real: Callable[..., Any]) -> Callable[..., Any]:
+    async def release(core: Core, caller: Any, run_id: str, up_to_seq: int, epoch: int) -> None:
+        await real(core, caller, run_id, up_to_seq, core.runs.get(run_id, caller).epoch)
+
+    return release
+
+
+def one_too_late(real: Callable[..., Any]) -> Callable[..., Any]:
+    async def behind(log: Any, record: Any, base: int) -> Any:
+        return (await real(log, record, base))[1:]
+
+    return behind
+
+
+def own_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    def settle(operations: queue.OperationQueue, index: int, outcome: Callable[[Any], None]) -> None:
+        entry = operations._unfinished.pop(index, None)
+        if entry is not None:
+            outcome(entry)
+
+    return settle
+
+
+def skips_one(real: Callable[..., Any]) -> Callable[..., Any]:
+    def results(transport: SimulatedTransport, run_id: str, from_seq: int) -> Any:
+        return real(transport, run_id, from_seq + (from_seq > 1))
+
+    return results
+
+
+def no_uncertain_names(real: Callable[..., Any]) -> Callable[..., Any]:
+    count = iter(range(10**9))
+    return lambda header: real(header)[:8] + next(count).to_bytes(8, "little")
+
+
+DEFECTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "an operation is acknowledged before it is on disk": lambda: replaced(journal.Journal, "append", at_once),
+    "a result is delivered before it is on disk": lambda: replaced(journal.Journal, "put_result", at_once),
+    "payloads are not synced": lambda: replaced(segments.Segments, "sync", lambda real: lambda log: None),
+    "an operation that is sent again is not recognised": lambda: replaced(admission, "identity", no_uncertain_names),
+    "an older writer still writes": lambda: replaced(RunQueue, "check_epoch", lambda real: lambda run, epoch: None),
+    "two writers get one epoch": lambda: replaced(Core, "open_run", newest_epoch),
+    "an older writer releases results": lambda: replaced(Core, "release_results", anybody_releases),
+    "a recovery begins one operation too late": lambda: replaced(replay, "behind", one_too_late),
+    "a result goes to whoever waits for its number": lambda: replaced(queue.OperationQueue, "_settle", own_at_once),
+    "a client that reads results again skips one": lambda: replaced(SimulatedTransport, "results", skips_one),
+    "a full disk ends a client": lambda: mock.patch.object(link, "AWAY", errors.RETRYABLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_that_is_put_back_is_found(defect: str) -> None:
+    with DEFECTS[defect]():
+        for seed in range(1000):
+            world = simulated(seed, writers=2 if "writer" in defect or "whoever" in defect else None)
+            if world.defects:
+                print(f"seed {seed}: {world.defects[0][:200]}")
+                return
+    pytest.fail(f"1,000 seeds did not show that {defect}")

@@ -1,0 +1,143 @@
+"""What clients saw and what the engine did, held against a sequential server: each acknowledged operation exactly once,
+in order, with the result that it would have had there."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+Outcome = tuple[str, float]
+"""``("ok", value)``, or the error's name and 0."""
+CANCELLED: Outcome = ("OperationCancelledError", 0.0)
+
+
+def ident(operation: pb.Operation) -> str:
+    """A name of an operation, unique because each carries a number of its own."""
+    kind = operation.WhichOneof("kind")
+    if kind == "optim_step":
+        return f"step {operation.optim_step.learning_rate:g}"
+    if kind == "save_checkpoint":
+        return f"save {operation.save_checkpoint.note}"
+    return f"{kind} {getattr(operation, kind or '').loss_fn}"
+
+
+@dataclass
+class RunLog:
+    """Everything observed of one run.
+
+    Attributes:
+        sent: Headers that clients wrote, by number and operation.
+        acknowledged: Operations that a client was told are accepted, by number.
+        executed: The operation that an engine carried out last under a number. What it began before it was on disk, and
+            what was lost with that disk, may be followed by another.
+        outcomes: What futures said, by number.
+        refused: Operations whose future said that they were not accepted.
+        cancelling: Operations that a client asked to cancel.
+    """
+
+    sent: dict[int, dict[str, pb.OperationHeader]] = field(default_factory=lambda: defaultdict(dict))
+    acknowledged: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    executed: dict[int, str] = field(default_factory=dict)
+    outcomes: dict[int, set[Outcome]] = field(default_factory=lambda: defaultdict(set))
+    refused: set[str] = field(default_factory=set)
+    cancelling: set[str] = field(default_factory=set)
+
+
+def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[str]) -> list[str]:
+    """What is wrong with a run, in sentences; nothing if all is right.
+
+    Args:
+        log: What was observed.
+        accepted: The number of the last operation that the server says it accepted.
+        applied: The number of the last operation up to which it has results.
+        trimmed: Up to this number the server need not know whose an operation was.
+        history: The state of the run: the operations that changed it.
+    """
+    wrong = []
+    if applied != accepted:
+        wrong.append(f"{accepted} operations were accepted, {applied} have results")
+    if beyond := [number for number in (*log.acknowledged, *log.executed, *log.outcomes) if number > accepted]:
+        wrong.append(f"the server forgot operation {min(beyond)}: it has {accepted}")
+    content: dict[int, str] = {}
+    for number in range(1, accepted + 1):
+        told, done = log.acknowledged[number], {log.executed[number]} if number in log.executed else set()
+        known = told or done or set(log.sent[number])
+        if len(told) > 1:
+            wrong.append(f"number {number} stands for several operations: {sorted(told)}")
+        if not known:
+            wrong.append(f"nobody sent operation {number}")
+        content[number] = min(known, default="")
+    numbers: dict[str, int] = {}
+    for number, name in content.items():
+        if number in log.executed and numbers.setdefault(name, number) != number:
+            wrong.append(f"{name} was carried out as {numbers[name]} and as {number}")
+    if both := log.refused & {content[number] for number in content if number in log.executed and number > trimmed}:
+        wrong.append(f"refused, and carried out nevertheless: {sorted(both)}")
+    possible = (_differences(log, content, history, cancelled) for cancelled in _cancellations(log, content))
+    return wrong + min(possible, key=len)
+
+
+def _cancellations(log: RunLog, content: dict[int, str]) -> Iterator[set[int]]:
+    """The sets of operations that may have been cancelled: nobody saw what became of some that clients asked for."""
+    certain = {number for number in content if CANCELLED in log.outcomes[number]}
+    open_ = [number for number, name in content.items() if name in log.cancelling and not log.outcomes[number]]
+    for count in range(len(open_) + 1):
+        for chosen in itertools.combinations(open_, count):
+            yield certain | set(chosen)
+
+
+def _differences(log: RunLog, content: dict[int, str], history: list[str], cancelled: set[int]) -> list[str]:
+    wrong = []
+    expected, state = _sequential(log, content, cancelled)
+    for number, outcomes in sorted(log.outcomes.items()):
+        if differing := outcomes - {expected.get(number, ("nothing", 0.0))}:
+            wrong.append(
+                f"operation {number} ({content.get(number)}): {sorted(differing)} instead of {expected.get(number)}"
+            )
+    for number, outcome in expected.items():
+        if outcome[0] == "ok" and log.executed.get(number) != content[number]:
+            wrong.append(f"operation {number} is {content[number]}, carried out was {log.executed.get(number)}")
+    if history != state:
+        wrong.append(f"the run is {history} instead of {state}")
+    return wrong
+
+
+def _sequential(log: RunLog, content: dict[int, str], cancelled: set[int]) -> tuple[dict[int, Outcome], list[str]]:
+    """Outcomes and final state on a server that does one thing after the other and never fails."""
+    expected: dict[int, Outcome] = {}
+    state: list[str] = []
+    failure = 0
+    for number, name in content.items():
+        header = log.sent[number].get(name)
+        if header is None:
+            expected[number] = ("never sent", 0.0)
+            continue
+        kind, loss_fn = header.operation.WhichOneof("kind"), header.operation.forward_backward.loss_fn
+        if number in cancelled and name in log.cancelling:
+            expected[number] = CANCELLED
+            continue
+        if failure and header.failure_seen < failure:
+            expected[number] = ("AbortedPredecessorError", 0.0)
+            if kind == "optim_step":
+                failure = 0
+            continue
+        failure = 0
+        if loss_fn.startswith("fail"):
+            failure, expected[number] = number, ("InvalidBatchError", 0.0)
+        elif loss_fn.startswith("die"):
+            failure, expected[number] = number, ("QuarantinedError", 0.0)
+        elif kind == "optim_step":
+            state.append("step")
+            expected[number] = ("ok", float(state.count("step")))
+        elif kind == "forward_backward":
+            state.append(loss_fn)
+            expected[number] = ("ok", float(len(state)))
+        elif kind == "save_checkpoint":
+            expected[number] = ("ok", float(number))
+        else:
+            expected[number] = ("ok", float(len(state)))
+    return expected, state

@@ -1,0 +1,163 @@
+"""An event loop whose time is simulated, and processes on it that can be killed between any two callbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import random
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+EPOCH = 1_700_000_000.0
+"""Unix time at which a simulation begins."""
+
+MOST_ROUNDS = 200_000
+"""A simulation that needs more rounds of the loop than this runs in a circle."""
+
+
+class Stuck(Exception):
+    """Nothing will ever happen again, and the program has not ended."""
+
+
+class Process:
+    """A part of the program that dies as a whole: after :meth:`kill`, not one of its callbacks runs."""
+
+    def __init__(self, loop: SimulatedLoop, name: str) -> None:
+        self.name, self.alive = name, True
+        self._loop = loop
+        self._context = contextvars.Context()
+        self._context.run(_process.set, self)
+        loop.processes.append(self)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine as a task of this process."""
+        return self._loop.create_task(work, context=self._context.copy())
+
+    def kill(self) -> None:
+        """End it without warning: no ``finally`` runs, no file is closed."""
+        self.alive = False
+
+
+_process: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_process")
+
+
+class _NoSelector(selectors.SelectSelector):
+    """Waiting moves the clock instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait: Callable[[float | None], None] = lambda timeout: None
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.wait(timeout)
+        return []
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Runs callbacks in a fixed order; where nothing is ready, the clock jumps to the next timer.
+
+    Args:
+        rng: Draws how long work in a thread takes; the work itself is done at once, on the loop.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        selector = _NoSelector()
+        self._now, self._rounds = 0.0, 0
+        super().__init__(selector)
+        selector.wait = self._jump
+        self._rng = rng
+        self.tasks: list[asyncio.Task[Any]] = []
+        """Every task, so that none of a dead process is finalized while the simulation runs."""
+        self.processes: list[Process] = []
+        self.set_task_factory(self._remember)
+        self.complaints: list[str] = []
+        self.set_exception_handler(self._complain)
+
+    def time(self) -> float:
+        return self._now
+
+    def unix_time(self) -> float:
+        """What ``time.time`` says in the simulation."""
+        return EPOCH + self._now
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
+        context = context if context is not None else contextvars.copy_context()
+        return super().call_soon(_unless_dead(context, callback), *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        context = context if context is not None else contextvars.copy_context()
+        return super().call_at(when, _unless_dead(context, callback), *args, context=context)
+
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, function: Any, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        done: asyncio.Future[Any] = self.create_future()
+
+        def work() -> None:
+            if done.cancelled():
+                return
+            try:
+                done.set_result(function(*args))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.call_later(self._rng.uniform(0, 0.003), work)
+        return done
+
+    def finish(self) -> None:
+        """Close the loop and end every task, those of dead processes too, now that nothing matters any more."""
+        for process in self.processes:
+            process.alive = True
+        self._rounds = 0
+        with contextlib.suppress(Stuck):
+            self.run_until_complete(self._end_tasks())
+            self.run_until_complete(self.shutdown_asyncgens())
+        self.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = [task for task in self.tasks if task is not asyncio.current_task()]
+        for _ in range(3):
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            if not task.done():  # its next step belonged to a dead process and was dropped
+                work: Any = task.get_coro()
+                with contextlib.suppress(Exception):
+                    work.close()
+
+    def _jump(self, timeout: float | None) -> None:
+        self._rounds += 1
+        if self._rounds > MOST_ROUNDS:
+            raise Stuck(f"{MOST_ROUNDS} rounds of the loop did not end it, at {self._now:.3f} s")
+        if timeout is None:
+            raise Stuck(f"nothing is left to happen at {self._now:.3f} s")
+        self._now += max(timeout, 0.0)
+
+    def _remember(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=loop, **options)
+        self.tasks.append(task)
+        return task
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.complaints.append(f"{context['message']}: {context.get('exception')!r}")
+
+
+def _unless_dead(context: contextvars.Context, callback: Callable[..., object]) -> Callable[..., object]:
+    process = context.get(_process)
+    if process is None:
+        return callback
+    owner = process
+
+    def guarded(*args: object) -> None:
+        if owner.alive:
+            callback(*args)
+
+    return guarded

@@ -60,7 +60,7 @@ async def measure(model: Path, added_s: float, steps: int, repeats: int) -> dict
     async with (
         gradwire.connect(models=[f"tiny={model}"]) as near,
         slow_link(near.address, added_s) as far_address,
-        gradwire.connect(far_address) as far,
+        gradwire.connect(far_address, api_key=near.api_key) as far,
     ):
         runs = {"loopback": await near.create_run("tiny"), "slow": await far.create_run("tiny")}
         for run in runs.values():

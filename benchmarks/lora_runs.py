@@ -40,7 +40,7 @@ async def connect_all(
     runs: list[gradwire.TrainingClient] = []
     resident: list[float] = []
     for seed in range(CLIENTS):
-        client = await stack.enter_async_context(gradwire.connect(service.address))
+        client = await stack.enter_async_context(gradwire.connect(service.address, api_key=service.api_key))
         runs.append(await client.create_run("m", lora={"rank": size.pick(128, 8)}, seed=seed))
         await train(runs[-1], KINDS["sft"], warm)
         resident.append(memory_bytes(engine, "VmRSS"))

@@ -12,10 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-from support.blocking import BlockingDetector
+from support.blocking import DETECTOR, BlockingDetector
 from support.tiny import tiny_model
 
-DETECTOR = BlockingDetector()
 DETECTOR.install()
 
 

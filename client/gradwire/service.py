@@ -47,6 +47,11 @@ class ServiceClient:
         """``HOST:PORT`` of the server."""
         return self._transport.address
 
+    @property
+    def api_key(self) -> str:
+        """The key that this connection sends, for other connections to an embedded server; empty if there is none."""
+        return self._transport.api_key
+
     async def server_info(self) -> ServerInfo:
         """Fetch version, device, readiness and limits of the server."""
         return ServerInfo.from_message(

@@ -113,6 +113,11 @@ class ServiceClient:
         """``HOST:PORT`` of the server."""
         return self._client.address
 
+    @property
+    def api_key(self) -> str:
+        """The key that this connection sends, for other connections to an embedded server; empty if there is none."""
+        return self._client.api_key
+
     server_info = _blocking(service.ServiceClient.server_info)
     list_models = _blocking(service.ServiceClient.list_models)
     list_losses = _blocking(service.ServiceClient.list_losses)

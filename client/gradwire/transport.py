@@ -119,6 +119,7 @@ class Transport:
         self.address = address
         self.patience_s = patience_s
         self.check_alive = check_alive
+        self.api_key = api_key or ""
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         options = [
             ("grpc.max_receive_message_length", 64 << 20),

@@ -17,12 +17,22 @@ SAME_INTERFACE = {
 INTERFACES = "client/gradwire/rl/primitives/"
 """The interfaces that the toolkit's requirements name; the toolkit's own classes of these names implement them."""
 OTHER_PROCESS = {
-    "Batch", "Metrics", "OperationError", "Outcome", "Request", "Sample", "SamplingParams", "SettingsError", "Tracing",
+    "Batch", "Decision", "Metrics", "OperationError", "Outcome", "Request", "Sample", "SamplingParams", "SettingsError",
+    "Tokens", "Tracing", "Training",
 }  # fmt: skip
 """Classes of the server's inside whose names the client or the losses use on their side of the wire. None of them is
 imported where the other is."""
-OTHER_SUBJECT = {"AdaptiveKL", "Part", "PrometheusLogger", "RewardModel", "Rollout", "Scorer", "TrainingResult"}
-"""Classes of the router, the RL toolkit and the RLHF stages that are public under their own package's name."""
+OTHER_SUBJECT = {
+    "AdaptiveKL",
+    "Estimate",
+    "Part",
+    "PrometheusLogger",
+    "RewardModel",
+    "Rollout",
+    "Scorer",
+    "TrainingResult",
+}
+"""Classes of the router, the recipes, the RL toolkit and the RLHF stages that are public under their own package's name."""
 
 
 def classes() -> dict[str, list[str]]:

@@ -58,6 +58,11 @@ class ServedModel:
         """``HOST:PORT`` of the server; empty if it has not started."""
         return str(self._service.address) if self._service is not None else ""
 
+    @property
+    def api_key(self) -> str:
+        """The server's key, for another connection to it; empty if there is none."""
+        return str(self._service.api_key) if self._service is not None else ""
+
     async def run(self) -> TrainingClient:
         """The run; the first use starts the server."""
         if self._run is None:

@@ -48,16 +48,23 @@ class Optimizer:
         self._policy = policy
         self._masters = policy.masters()
         self._made: dict[str, torch.optim.Optimizer] = {}
+        self._added: list[torch.optim.Optimizer] = []
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Update these of the policy's masters from now on as well."""
-        if self._adamw is not None:
-            self._adamw.add_param_group({"params": list(parameters)})
+        self._added.clear()
+        new = {name: master for name, master in self._masters.items() if any(master is each for each in parameters)}
+        for rule, optimizer in self._made.items():
+            groups = parameter_groups(new, rule)
+            for group in groups:
+                optimizer.add_param_group(group)
+            self._added += [optimizer] * len(groups)
 
     def drop_added(self) -> None:
         """Undo the newest :meth:`add`, before a step with what it added."""
-        if self._adamw is not None:
-            self._adamw.param_groups.pop()
+        for optimizer in self._added:
+            optimizer.param_groups.pop()
+        self._added.clear()
 
     def step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
         """Take one step with the accumulated gradient, and clear the accumulation even if the step fails.

@@ -86,7 +86,7 @@ def test_log_probabilities_and_logits_are_the_models(loaded: Loaded) -> None:
     scored = loaded.inference.get_logprobs(prompts, generated)
     for text, mine in zip(generated, scored):
         np.testing.assert_allclose(text.logprobs, mine, atol=1e-5)
-    with pytest.raises(ValueError, match="2 prompts and 1 responses"):
+    with pytest.raises(ValueError, match="2 prompts but 1 responses"):
         loaded.inference.get_logprobs(prompts, ["x"])
 
 
@@ -163,9 +163,10 @@ def test_grpo_and_reinforce(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.
         GRPOAlgorithm(loaded.env, manager, Letters(), loaded.backprop, AlgorithmConfig(batch_size=12)).train(1)
 
 
-def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded) -> None:
+def test_a_run_of_a_server_samples_and_is_trained(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded.backprop.compute_values(RolloutManager(loaded.env).collect_rollouts(1))  # the server is up
     address = loaded.backprop.served.address
+    monkeypatch.setenv("GRADWIRE_API_KEY", loaded.backprop.served.api_key)
     inference = InferenceModule("policy", loaded.tokenizer, backend="server", address=address, max_new_tokens=4)
     env = SimpleTextEnvironment(inference, prompts=["ab"])
     trajectories = RolloutManager(env, num_parallel=4).collect_rollouts(4)

@@ -33,6 +33,7 @@ def backed_up(state: Path, to: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.faults
 def test_a_training_goes_on_from_a_backup_taken_under_load(
     tiny_model_path: Path,
     tmp_path: Path,

@@ -40,7 +40,8 @@ class Loaded:
 @pytest.fixture
 def loaded(tmp_path: Path) -> Iterator[Loaded]:
     words = [sys.executable, load_server.__file__, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"PYTHONPATH": str(Path(load_server.__file__).parents[1])}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         yield Loaded(process.stdout.readline().strip(), tmp_path, process)
         process.terminate()

@@ -65,6 +65,7 @@ def test_either_copy_is_enough(
     assert {name: state_now[name] for name in names} == {name: calm.state[name] for name in names}
 
 
+@pytest.mark.faults
 def test_the_mirror_of_another_folder_is_refused(tiny_model_path: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         server = Server(tiny_model_path, tmp_path / name, "--mirror", str(tmp_path / f"mirror-{name}")).start()

@@ -115,6 +115,7 @@ def test_replaced_base_weights_park_the_run_until_they_are_back_or_accepted(
     assert "base model was" in restarted.notes(run_id)[-1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("flags", "named"), [(("--dtype", "float64"), "dtype was float32"),
                                               (("--threads", "2"), "threads was 1, is 2")])  # fmt: skip
 def test_other_arithmetic_parks_the_run(restarted: Restarted, flags: tuple[str, ...], named: str) -> None:
@@ -130,6 +131,7 @@ def with_loss(folder: Path, factor: str) -> tuple[str, str]:
     return "--losses", str(file)
 
 
+@pytest.mark.faults
 def test_another_definition_of_a_loss_parks_the_run(restarted: Restarted, tmp_path: Path) -> None:
     restarted.start(*with_loss(tmp_path, "1.0"))
     run_id = restarted.train("mine")
@@ -137,6 +139,7 @@ def test_another_definition_of_a_loss_parks_the_run(restarted: Restarted, tmp_pa
     assert "loss mine was" in restarted.parked(run_id)
 
 
+@pytest.mark.faults
 def test_an_operation_that_gives_another_result_when_it_is_repeated_parks_the_run(
     restarted: Restarted, tmp_path: Path
 ) -> None:

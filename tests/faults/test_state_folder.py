@@ -114,6 +114,7 @@ def test_a_missing_database_is_refused_and_rebuilt_bit_for_bit(
     goes_on(stage, run_id, calm)
 
 
+@pytest.mark.faults
 def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
     own_stage: Stage,
     tiny_model_path: Path,
@@ -142,6 +143,7 @@ def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
     goes_on(stage, run_id, calm)
 
 
+@pytest.mark.faults
 def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path: Path, begin: Begin) -> None:
     state = tmp_path / "state"
     server = begin(Server(tiny_model_path, state))
@@ -157,6 +159,7 @@ def test_a_database_from_before_a_run_is_refused(tiny_model_path: Path, tmp_path
     assert run_id in refusal(tiny_model_path, state)
 
 
+@pytest.mark.faults
 def test_a_rebuilt_database_knows_what_failed_and_who_may_read(
     tiny_model_path: Path, tmp_path: Path, begin: Begin
 ) -> None:

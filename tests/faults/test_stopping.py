@@ -53,9 +53,9 @@ async def begun(service: Any) -> None:
 
 
 async def what_follows(run: gradwire.TrainingClient) -> tuple[Any, ...]:
-    """A sample that draws from the run's generator, a loss and a step: equal for runs in the same state."""
+    """A sample, a loss with dropout and a step: equal for runs in the same state."""
     sampled, loss, step = await gradwire.gather(
-        run.sample([[4, 5, 6]], max_tokens=8, ignore_eos=True),
+        run.sample([[4, 5, 6]], max_tokens=8, ignore_eos=True, seed=5),
         run.forward_backward(SMALL, "causal_lm"),
         run.optim_step(learning_rate=1e-2),
     )

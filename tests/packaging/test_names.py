@@ -32,7 +32,7 @@ OTHER_SUBJECT = {
     "Scorer",
     "TrainingResult",
 }
-"""Classes of the router, the recipes, the RL toolkit and the RLHF stages that are public under their own package's name."""
+"""Classes of the router, the recipes, the RL toolkit and the RLHF stages, public under their own package's name."""
 
 
 def classes() -> dict[str, list[str]]:

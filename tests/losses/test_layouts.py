@@ -194,7 +194,7 @@ def test_what_a_loss_sees_is_float32_int64_and_writable() -> None:
 @pytest.mark.parametrize(
     ("loss", "build"),
     [("causal_lm", row_columns), ("dpo", pair_columns), ("grpo", group_columns)],
-    ids=lambda x: str(x),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_selected_examples_are_those_of_a_batch_of_them(loss: str, build: Any, rng: np.random.Generator) -> None:
     columns = build(rng)

@@ -94,7 +94,9 @@ MISTAKES: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("load", "row", "words"), MISTAKES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("load", "row", "words"), MISTAKES, ids=lambda value: getattr(value, "__name__", str(value))[:40]
+)
 def test_a_row_that_does_not_fit_is_named(load: Any, row: Any, words: str) -> None:
     with pytest.raises(DataError, match=f"row 0: .*{words}"):
         load([row])

@@ -22,8 +22,8 @@ demo: setup
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
 
-# WORKERS=2 runs the test files in two processes (pytest-xdist).
-WORKERS ?= 0
+# The test files run in two processes (pytest-xdist); WORKERS=0 is one.
+WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 

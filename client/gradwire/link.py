@@ -357,7 +357,8 @@ class RunLink:
                     self._refused(entry, errors.from_wire(ack.error))
                     continue
                 progress()
-                self._may_reopen = False
+                if not ack.duplicate:  # a fenced writer is told, too, of what was accepted from it
+                    self._may_reopen = False
                 if entry is not None:
                     self._queue.acknowledge(entry)
         raise self._fence or ConnectionLostError(f"{self._transport.address} ended the stream of operations")

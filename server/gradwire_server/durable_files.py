@@ -21,6 +21,21 @@ def sync_tree(folder: Path) -> None:
         sync(entry)
 
 
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file such that a crash leaves the old or the new one; on disk when this returns.
+
+    Args:
+        mode: Permissions of the new file, less the umask.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    sync(path.parent)
+
+
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Create a folder, and those above it where they are missing; their names are on disk when this returns.
 

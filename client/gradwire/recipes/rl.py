@@ -12,7 +12,7 @@ from typing import Any, cast
 from gradwire import data
 from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import Estimate, check_folder, forget, loggers_of, open_service, replace_json
+from gradwire.recipes.training import Estimate, check_folder, forget, loggers_of, open_service, save_state
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.types import Message, Task
@@ -84,7 +84,7 @@ async def train_with(
                 model.name, lora=settings.lora_rank or None, head=head, seed=settings.seed, kind="rl"
             )
             if not dry_run:
-                replace_json(folder / "run.json", {"run_id": run.run_id}, settings)
+                save_state(folder / "run.json", {"run_id": run.run_id}, settings)
         loggers = [] if dry_run else loggers_of(settings)
         arguments = (service, run, tasks, GRADERS[settings.grader](), config)
         async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:

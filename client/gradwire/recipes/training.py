@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.progress import Progress
+from gradwire.whole_files import replace_json
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -141,7 +141,7 @@ class Training:
     async def _save(self, position: Mapping[str, int]) -> None:
         checkpoint = await self.run.save_checkpoint(f"step-{self.step}", overwrite=True)
         state = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
-        replace_json(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
+        save_state(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
 
     async def estimate(self, batches: Batches[T], loss: Callable[[list[T]], Awaitable[Any]]) -> Estimate:
         """Measure one batch without taking a step.
@@ -260,12 +260,6 @@ def forget(file: Path, step: int) -> None:
         aside.replace(file)
 
 
-def replace_json(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
+def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
     """Write a training's state with its settings, such that a crash leaves the old or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as written:
-        json.dump({**content, "settings": _identity(settings)}, written)
-        written.flush()
-        os.fsync(written.fileno())
-    aside.replace(file)
+    replace_json(file, {**content, "settings": _identity(settings)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from gradwire.errors import NotFoundError, UnsupportedError
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
+from gradwire.whole_files import replace_json
 
 CHECKPOINT_SHARE = 0.1
 
@@ -62,13 +62,7 @@ class TrainingState:
         self._save()
 
     def _save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(".tmp")
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(self._values, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self._path)
+        replace_json(self._path, self._values, indent=1)
 
 
 OWN_FOLDER = ".gradwire"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.router.features import FeatureSpace, Floats
-from gradwire.router.files import whole_file
+from gradwire.whole_files import whole_file
 
 Parameters = dict[str, Floats]
 PARAMETERS = ("policy_weight", "policy_bias", "value_weight", "value_bias")

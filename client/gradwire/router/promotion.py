@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire.router.evaluation import HeldOut
-from gradwire.router.files import whole_file
 from gradwire.router.policy import LinearPolicy
+from gradwire.whole_files import whole_file
 
 PREVIOUS = ".previous"
 

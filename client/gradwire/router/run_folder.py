@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.router.files import whole_file
 from gradwire.router.policy import LinearPolicy
 from gradwire.router.settings import RouterSettings
 from gradwire.router.settings_file import render
+from gradwire.whole_files import whole_file
 
 HISTORY = "training_history.json"
 POLICY = "policy_state.npz"

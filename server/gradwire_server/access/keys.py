@@ -27,7 +27,7 @@ from typing import Literal
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gradwire_server.durable_files import make_folder, sync
+from gradwire_server.durable_files import make_folder, replace_text
 from gradwire_server.errors import ServiceError
 
 log = logging.getLogger(__name__)
@@ -142,13 +142,7 @@ class KeyFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = list(self.read())
             yield keys
-            partial = self._path.with_suffix(".partial")
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(_Content(keys=tuple(keys)).model_dump_json(indent=1))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.rename(self._path)
-            sync(self._path.parent)
+            replace_text(self._path, _Content(keys=tuple(keys)).model_dump_json(indent=1), 0o600)
         finally:
             os.close(lock)
 

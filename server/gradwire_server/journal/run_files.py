@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from google.protobuf import json_format
 from gradwire_proto.v1 import journal_pb2
 
 from gradwire_server.checkpoint_files import read_sealed, sealed
-from gradwire_server.durable_files import make_folder, sync
+from gradwire_server.durable_files import make_folder, replace_text
 
 RUN_FILE = "run.json"
 
@@ -21,13 +20,8 @@ def write_description(folder: Path, description: journal_pb2.RunDescription) -> 
         folder: The run's folder, which is made if it is missing.
     """
     make_folder(folder)
-    partial = folder / f"{RUN_FILE}.partial"
-    with partial.open("w") as file:
-        file.write(sealed(json_format.MessageToDict(description, preserving_proto_field_name=True)))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / RUN_FILE)
-    sync(folder)
+    text = sealed(json_format.MessageToDict(description, preserving_proto_field_name=True))
+    replace_text(folder / RUN_FILE, text)
 
 
 def read_description(folder: Path) -> journal_pb2.RunDescription | None:

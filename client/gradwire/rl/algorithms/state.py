@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gradwire.whole_files import replace_json
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,7 @@ class AlgorithmState:
 
     def save(self, path: Path) -> None:
         """Replace the file atomically, so that a crash leaves the old or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        with aside.open("w", encoding="utf-8") as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        replace_json(path, asdict(self))
 
     @staticmethod
     def read(path: Path) -> AlgorithmState:

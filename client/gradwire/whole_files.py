@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
@@ -23,3 +24,9 @@ def whole_file(path: Path | str) -> Iterator[BinaryIO]:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def replace_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write a JSON file such that a crash leaves the old or the new one."""
+    with whole_file(path) as file:
+        file.write(json.dumps(content, indent=indent).encode())

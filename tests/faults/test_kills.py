@@ -79,42 +79,58 @@ def test_a_death_at_every_named_point_costs_nothing(
     die_at(stage, tuple(points), left_alone(seed, 40 * len(points)))
 
 
-def storm(stage: Stage, kills: int, rng: random.Random, calm: Calm) -> None:
-    killed: Counter[str] = Counter()
+def disturb(
+    stage: Stage, times: int, rng: random.Random, calm: Calm, strike: Callable[[], str], pause_s: float = 0.3
+) -> None:
+    """Strike so many times at random moments of trainings, which must end as the calm one did.
+
+    Args:
+        strike: Says what it did, or "" where there was nothing to strike.
+    """
+    struck: Counter[str] = Counter()
     run_id, runs, before = "", 0, 0
     began = time.monotonic()
 
     def under_way() -> bool:
         return stage.finished() or stage.applied(run_id) > before
 
-    while killed.total() < kills:
+    while struck.total() < times:
         if not run_id:
             run_id, before, runs = stage.create(**SETTINGS), 0, runs + 1
             stage.out.unlink(missing_ok=True)
             stage.run_client(run_id, calm.seed, calm.count)
         wait_for("an operation to be applied", under_way)
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, pause_s))
         if stage.finished():
-            print(f"so far: kill -9 of {dict(killed)}, {time.monotonic() - began:.0f} s")
+            print(f"so far: {dict(struck)}, {time.monotonic() - began:.0f} s")
             compare(stage, run_id, calm)
             run_id = ""
             continue
         before = stage.applied(run_id)
-        who = rng.choice(("client", "client", "engine", "server"))
-        assert stage.client is not None
-        pid = {"client": stage.client.pid, "engine": stage.engine_pid, "server": stage.server.process.pid}[who]
-        if pid is None or not kill(pid):
-            continue
-        killed[who] += 1
-        if who == "server":
-            stage.restart_server()
-        elif who == "client":
-            stage.restart_client()
+        what = strike()
+        if what:
+            struck[what] += 1
     if run_id:
         wait_for("the loop's end", stage.finished)
         compare(stage, run_id, calm)
     took = time.monotonic() - began
-    print(f"kill -9 of {dict(killed)} in {runs} runs of {calm.count} operations, {took:.0f} s: nothing lost or twice")
+    print(f"{dict(struck)} in {runs} runs of {calm.count} operations, {took:.0f} s: nothing lost or twice")
+
+
+def storm(stage: Stage, kills: int, rng: random.Random, calm: Calm) -> None:
+    def kill_one() -> str:
+        who = rng.choice(("client", "client", "engine", "server"))
+        assert stage.client is not None
+        pid = {"client": stage.client.pid, "engine": stage.engine_pid, "server": stage.server.process.pid}[who]
+        if pid is None or not kill(pid):
+            return ""
+        if who == "server":
+            stage.restart_server()
+        elif who == "client":
+            stage.restart_client()
+        return f"kill -9 of {who}"
+
+    disturb(stage, kills, rng, calm, kill_one)
 
 
 def test_kills_at_random_moments_cost_nothing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from support.forgetful_disk import Power, unavailable
 from support.stage import Stage, kill, wait_for
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
-from tests.faults.test_kills import compare
+from tests.faults.test_kills import disturb
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -58,30 +57,11 @@ def outage(stage: Stage, power: Power, rng: random.Random) -> str:
 
 
 def outages(stage: Stage, power: Power, times: int, rng: random.Random, calm: Calm) -> None:
-    run_id, runs, done, before = "", 0, 0, 0
-    began = time.monotonic()
+    def cut() -> str:
+        print(f"power cut: {outage(stage, power, rng)}")
+        return "power cut"
 
-    def under_way() -> bool:
-        return stage.finished() or stage.applied(run_id) > before
-
-    while done < times:
-        if not run_id:
-            run_id, before, runs = stage.create(**SETTINGS), 0, runs + 1
-            stage.out.unlink(missing_ok=True)
-            stage.run_client(run_id, calm.seed, calm.count)
-        wait_for("an operation to be applied", under_way)
-        time.sleep(rng.uniform(0, 0.5))
-        if stage.finished():
-            compare(stage, run_id, calm)
-            run_id = ""
-            continue
-        before = stage.applied(run_id)
-        print(f"power cut at {before} operations applied: {outage(stage, power, rng)}")
-        done += 1
-    if run_id:
-        wait_for("the loop's end", stage.finished)
-        compare(stage, run_id, calm)
-    print(f"{times} power cuts in {runs} runs of {calm.count} operations, {time.monotonic() - began:.0f} s")
+    disturb(stage, times, rng, calm, cut, pause_s=0.5)
 
 
 def test_power_cuts_at_random_moments_cost_nothing(

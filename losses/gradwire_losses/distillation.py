@@ -29,6 +29,7 @@ from gradwire_losses.registry import (
     TemperatureConfig,
     register_loss,
 )
+from gradwire_losses.sampler import sampler_metrics, sampler_metrics_of
 
 TOKEN_CANDIDATES = ("[rows, tokens, candidates]",)
 
@@ -107,6 +108,7 @@ def _on_policy_scores(config: OnPolicyDistillationConfig, present: frozenset[str
         "ratio_mean": "mean importance ratio per token",
         "approx_kl": "mean KL per token from the policy of old_log_probs to the current one, by k3 (nats)",
         "num_tokens": "scored tokens",
+        **sampler_metrics_of("old_log_probs"),
     },
     reference="Lu et al. 2025, On-Policy Distillation (Thinking Machines Lab); Gu et al. 2023, MiniLLM "
     "(arXiv 2306.08543)",
@@ -132,6 +134,7 @@ def on_policy_distillation(batch: Batch, scores: Scores, config: OnPolicyDistill
         "ratio_mean": Mean.of(ratio),
         "approx_kl": Mean.of(kl_estimate(old, logprobs, "k3")),
         "num_tokens": Sum(batch.num_scored),
+        **sampler_metrics(batch, logprobs, batch.get("old_log_probs")),
     }
     return LossOutput({"policy": policy}, metrics)
 

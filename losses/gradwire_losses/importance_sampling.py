@@ -21,7 +21,7 @@ from gradwire_losses.policy import probability_ratio
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.reference import computed_by_engine, reference_logprobs
 from gradwire_losses.registry import PolicyConfig, ScoreName, register_loss
-from gradwire_losses.sampler import SAMPLER_METRICS, sampler_metrics
+from gradwire_losses.sampler import sampler_metrics, sampler_metrics_of
 from gradwire_losses.tinker import MASK, TARGET_TOKENS, written
 
 
@@ -43,12 +43,6 @@ class ImportanceSamplingConfig(ReductionConfig, PolicyConfig):
         "variance; not PPO's distance from 1. None is 10, and with target_tokens no bound",
     )
     kl_estimator: KLEstimator = Field("k3", description=KL_ESTIMATORS)
-
-
-IS_SAMPLER_METRICS = {
-    name: text + "; old_log_probs are behavior_log_probs [rows, tokens], NaN without"
-    for name, text in SAMPLER_METRICS.items()
-}
 
 
 def _scores(config: ImportanceSamplingConfig, present: frozenset[str]) -> frozenset[ScoreName]:
@@ -139,7 +133,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "kl_divergence": "mean KL per token to the reference (nats); NaN without a reference",
         "advantage_mean": "mean advantage per token or row",
         "reward_mean": "mean over rows of the row's total reward; NaN without rewards",
-        **IS_SAMPLER_METRICS,
+        **sampler_metrics_of("behavior_log_probs [rows, tokens], or logprobs"),
         "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
@@ -177,15 +171,17 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
     bound = math.inf if tinker else 10.0
     bound = bound if config.clip_ratio is None else config.clip_ratio
     by_token = batch.levels[behavior] == "token"
+    old = batch[behavior]
     if tinker:
         there, lengths, config = _predictions(batch, config)
-        ratio = select(probability_ratio(logprobs, batch[behavior]), there)
+        logprobs, old = select(logprobs, there), select(old, there)
+        ratio = probability_ratio(logprobs, old)
         advantages, kl = select(batch["advantages"], there), None if kl is None else select(kl, there)
     elif by_token:
-        ratio, advantages = probability_ratio(logprobs, batch[behavior]), _token_advantages(batch)
+        ratio, advantages = probability_ratio(logprobs, old), _token_advantages(batch)
     else:
         there = lengths > 0
-        ratio = select(probability_ratio(segment_sum(logprobs, lengths), batch[behavior]), there)
+        ratio = select(probability_ratio(segment_sum(logprobs, lengths), old), there)
         advantages = select(_sequence_advantages(batch), there)
     weighted = -(ratio.clamp(max=bound) * advantages)
     if by_token:
@@ -214,7 +210,7 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "kl_divergence": Mean(0.0, 0) if kl is None else Mean.of(kl),
         "advantage_mean": Mean.of(advantages),
         "reward_mean": _row_rewards(batch),
-        **sampler_metrics(batch, logprobs, batch[behavior] if by_token and not tinker else None),
+        **sampler_metrics(batch, logprobs, old if by_token else None),
         "loss:sum": _loss_sum(weighted, kl, config) if tinker else Mean(0.0, 0),
     }
     return LossOutput(terms, metrics)

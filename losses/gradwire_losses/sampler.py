@@ -40,6 +40,15 @@ SAMPLER_METRICS = {
 SAMPLER_RATIO_METRIC = {"sampler_ratio_mean": "mean weight per token of sampler_correction; NaN without it"}
 
 
+def sampler_metrics_of(field: str) -> dict[str, str]:
+    """Descriptions for a loss without ``sampler_log_probs``, which compares this call with ``field``."""
+    return {
+        "sampler_kl": f"mean KL per token from the policy of {field} to the current one, by k3 (nats); NaN without. "
+        "Until the first step on a batch: from the sampler to the trainer",
+        "sampler_logprob_diff_max": "largest difference of a token's log-probability between these two",
+    }
+
+
 def sampler_metrics(batch: Batch, logprobs: Tensor, old: Tensor | None) -> dict[str, Metric]:
     """The figures of :data:`SAMPLER_METRICS`; NaN if the batch has no log-probabilities to compare.
 

@@ -25,6 +25,7 @@ from gradwire_losses.outputs import LossOutput, Max, Mean, Metric, Sum, Term
 from gradwire_losses.policy import clipped_surrogate, own_gradient_ratio, probability_ratio, weighted_surrogate
 from gradwire_losses.reduction import Reduction, ReductionConfig, reduced
 from gradwire_losses.registry import FieldSpec, ScoreName, TemperatureConfig, register_loss
+from gradwire_losses.sampler import sampler_metrics, sampler_metrics_of
 
 CANDIDATES = "[rows, tokens, candidates]"
 
@@ -49,6 +50,7 @@ POLICY_METRICS = {
     "ratio_max": "largest ratio",
     "clip_fraction": "share of predictions whose ratio is clipped",
     "approx_kl": "mean KL per prediction from the policy of logprobs to the current one, by k3 (nats)",
+    **sampler_metrics_of("logprobs"),
 }
 
 
@@ -143,12 +145,14 @@ def _policy_output(
 ) -> LossOutput:
     """The term and the metrics of this file's policy losses. ``losses``, ``ratio``, ``clipped``: ``[T]``."""
     there = written(batch)
+    logprobs, old = select(scores.logprobs, there), select(batch["logprobs"], there)
     metrics: dict[str, Metric] = {
         "loss:sum": Sum(select(losses, there).detach().double().sum()),
         "ratio_mean": Mean.of(select(ratio, there)),
         "ratio_max": Max.of(select(ratio, there)),
         "clip_fraction": Mean.of(select(clipped, there)),
-        "approx_kl": Mean.of(select(kl_estimate(batch["logprobs"], scores.logprobs, "k3"), there)),
+        "approx_kl": Mean.of(kl_estimate(old, logprobs, "k3")),
+        **sampler_metrics(batch, logprobs, old),
     }
     return LossOutput({"policy": _reduced_over(there, losses, batch, config)}, metrics)
 

@@ -84,6 +84,7 @@ def tinker_policy(name: str) -> Any:
             "ratio_max": max(ratios),
             "clip_fraction": mean(clips),
             "approx_kl": mean(kls),
+            **sampler_figures((row for [row] in examples), "logprobs"),
         }
 
     return reference
@@ -111,8 +112,7 @@ def importance_sum(examples: Examples, config: Any) -> Result:
         "kl_divergence": math.nan,
         "advantage_mean": mean([a for _, a in pairs]),
         "reward_mean": math.nan,
-        "sampler_kl": math.nan,
-        "sampler_logprob_diff_max": math.nan,
+        **sampler_figures((row for [row] in examples), "logprobs"),
     }
 
 
@@ -549,6 +549,7 @@ def on_policy_distillation(examples: Examples, config: Any) -> Result:
         "ratio_mean": mean(ratios),
         "approx_kl": mean(approx),
         "num_tokens": len(kls),
+        **sampler_figures(row for [row] in examples),
     }
 
 

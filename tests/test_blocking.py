@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -39,6 +41,19 @@ async def test_what_holds_the_loop_is_caught_and_named(
 async def test_threads_and_waiting_are_let_pass(blocking_detector: BlockingDetector) -> None:
     with blocking_detector.reports() as reports:
         await asyncio.gather(asyncio.to_thread(sleep_at_once), asyncio.sleep(0.5))
+    assert reports == []
+
+
+async def test_another_threads_hold_on_the_interpreter_is_let_pass(blocking_detector: BlockingDetector) -> None:
+    def waits_for_the_other() -> None:
+        other = threading.Thread(target=ctypes.PyDLL(None).usleep, args=(500_000,))  # PyDLL keeps the interpreter
+        other.start()
+        other.join()
+
+    with blocking_detector.reports() as reports:
+        began = time.monotonic()
+        await asyncio.create_task(hold(waits_for_the_other))
+        assert time.monotonic() - began >= 0.5
     assert reports == []
 
 

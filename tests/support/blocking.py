@@ -2,8 +2,10 @@
 
 A callback is measured by its thread's processor time, and by the wall time that the thread did not spend waiting for a
 processor, so that a busy machine adds nothing to either. Where the kernel does not tell that waiting time (it is in
-Linux's ``schedstat``), the load average scales the limit of the wall time instead. Garbage collections do not count:
-they go through the objects of all tests.
+Linux's ``schedstat``), the load average scales the limit of the wall time instead. Two things do not count: garbage
+collections, which go through the objects of all tests, and wall time in which the sampling thread did not run either.
+Then the whole process stood still, or another thread held the interpreter; a callback that holds the interpreter
+itself uses the processor, which is measured.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ class BlockingDetector:
         self._reports: list[str] = []
         self._running: dict[int, _Callback] = {}
         self._local = threading.local()
+        self._late_s = 0.0
+        self._sampled = time.monotonic()
 
     def install(self) -> None:
         original = asyncio.Handle._run
 
         def run(handle: asyncio.Handle) -> None:
             callback = _Callback(threading.get_ident(), time.monotonic())
-            waited, used = self._waiting_s(), time.thread_time()
+            waited, used, stalled = self._waiting_s(), time.thread_time(), self._stalled_s()
             outer, self._running[callback.thread] = self._running.get(callback.thread), callback
             try:
                 original(handle)
@@ -67,7 +71,8 @@ class BlockingDetector:
                     self._running[callback.thread] = outer
                 wall = time.monotonic() - callback.began
                 if wall > LIMIT_S:
-                    self._judge(handle, callback, wall, self._waiting_s() - waited, time.thread_time() - used)
+                    waited = max(self._waiting_s() - waited, self._stalled_s() - stalled)
+                    self._judge(handle, callback, wall, waited, time.thread_time() - used)
 
         asyncio.Handle._run = run  # type: ignore[method-assign]
         gc.callbacks.append(self._collecting)
@@ -112,12 +117,18 @@ class BlockingDetector:
         while True:
             time.sleep(_SAMPLE_S)
             now = time.monotonic()
+            self._late_s += max(0.0, now - self._sampled - _SAMPLE_S)
+            self._sampled = now
             for callback in list(self._running.values()):
                 if now - callback.began < LIMIT_S / 2:
                     continue
                 frame = sys._current_frames().get(callback.thread)
                 if frame is not None and self._running.get(callback.thread) is callback:
                     callback.stack = _stack_inside(frame)
+
+    def _stalled_s(self) -> float:
+        """Seconds that the sampling thread has been late so far, together."""
+        return self._late_s + max(0.0, time.monotonic() - self._sampled - _SAMPLE_S)
 
     def _waiting_s(self) -> float:
         """Seconds that this thread has waited for a processor so far; 0 where the kernel does not say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -77,15 +78,17 @@ async def test_the_runs_own_sampler() -> None:
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
+    pytest.importorskip("openai", reason="needs gradwire[openai]")
     requests: list[Any] = []
     failures: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append({"path": self.path, **body})
+            requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
             if failures:
                 self.send_response(failures.pop())
+                self.send_header("Retry-After-Ms", "1")  # the package waits half a second otherwise
                 self.end_headers()
                 self.wfile.write(b"try again")
                 return
@@ -93,9 +96,15 @@ def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
             if body.get("echo"):
                 logprobs["token_logprobs"] = [None, *[-0.25] * len(body["prompt"])]
             choice = {"text": "ok", "token_ids": [111, 107], "logprobs": logprobs, "finish_reason": "stop"}
+            if "messages" in body:
+                said = {"role": "assistant", "content": "well"}
+                scored = {"content": [{"token": "well", "logprob": -0.5}]} if "logprobs" in body else None
+                choice = {"message": said, "logprobs": scored, "finish_reason": "length"}
             self.send_response(200)
+            page = "html" in self.path
+            self.send_header("Content-Type", "text/html" if page else "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps({"choices": [choice]}).encode())
+            self.wfile.write(b"<p>hello" if page else json.dumps({"choices": [choice]}).encode())
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -109,7 +118,7 @@ def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
 
 
 async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Callable[..., Any]) -> None:
-    url, requests, failures = endpoint
+    url, requests, _ = endpoint
     codec = rule_inference(lambda t, n: "").codec
     inference = OpenAIInference(url, "m", codec, api_key="k")
     assert isinstance(inference, InferenceModule)
@@ -121,14 +130,52 @@ async def test_an_openai_compatible_endpoint(endpoint: Any, rule_inference: Call
     np.testing.assert_allclose(scores, [-0.25, -0.25])
     (top,) = await inference.get_logits([[72]], top_k=2)
     assert (top.tokens, top.token_ids.tolist()) == (("o", "k"), [111, 107])
-    failures.append(503)
-    with pytest.raises(ConnectionError, match="answered 503: try again"):
-        await inference.generate([[72]], SamplingParams())
-    failures.append(400)
-    with pytest.raises(ValueError, match="answered 400"):
-        await inference.generate([[72]], SamplingParams())
+    assert {each["key"] for each in requests} == {"Bearer k"}
     with pytest.raises(ValueError, match="must start with http"):
         OpenAIInference("localhost:80", "m", codec)
+
+
+async def test_refusals_of_an_endpoint(endpoint: Any, rule_inference: Callable[..., Any]) -> None:
+    """A busy endpoint is asked three times in all; a refusal is final."""
+    url, requests, failures = endpoint
+    codec = rule_inference(lambda t, n: "").codec
+    inference = OpenAIInference(url, "m", codec)
+    failures += [503, 429]
+    assert (await inference.generate([[72]], SamplingParams()))[0].text == "ok"
+    failures += [503] * 3
+    with pytest.raises(ConnectionError, match="/v1/completions answered 503: try again"):
+        await inference.generate([[72]], SamplingParams())
+    assert len(requests) == 6
+    failures.append(400)
+    with pytest.raises(ValueError, match="/v1/completions answered 400"):
+        await inference.generate([[72]], SamplingParams())
+    with pytest.raises(ValueError, match="answered without a completion: <p>hello"):
+        await OpenAIInference(f"{url}/html", "m", codec).generate([[72]], SamplingParams())
+    with socket.socket() as unused:  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        with pytest.raises(ConnectionError, match=f"{closed}/completions: "):
+            await OpenAIInference(closed, "m", codec).generate([[72]], SamplingParams())
+
+
+async def test_conversations_with_an_endpoint(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needs no tokenizer; nothing but OpenAI's own parameters are sent without ``send_ids``."""
+    url, requests, _ = endpoint
+    monkeypatch.setenv("OPENAI_API_KEY", "of another endpoint")
+    asked: list[Any] = [[{"role": "user", "content": "How are you?"}], [{"role": "user", "content": "And now?"}]]
+    judge = OpenAIInference(url, "m", send_ids=False)
+    answers = await judge.chat(asked, SamplingParams(max_tokens=9, temperature=0, seed=4))
+    assert [(each.text, each.stop_reason, len(each.token_ids)) for each in answers] == [("well", "length", 0)] * 2
+    sent = sorted(requests, key=lambda each: each["seed"])
+    assert sent[1] == {
+        "path": "/v1/chat/completions", "key": "Bearer none", "model": "m", "messages": asked[1],
+        "max_completion_tokens": 9, "temperature": 0, "top_p": 1.0, "seed": 5,
+    }  # fmt: skip
+    (answer,) = await OpenAIInference(url, "m").chat(asked[:1], SamplingParams(top_k=2, stop=("x",)))
+    np.testing.assert_allclose(answer.logprobs, [-0.5])
+    assert (requests[-1]["top_k"], requests[-1]["stop"], requests[-1]["return_token_ids"]) == (2, ["x"], True)
+    with pytest.raises(ValueError, match="created without a codec"):
+        await judge.generate([[72]], SamplingParams())
 
 
 class ExportingRun:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -161,10 +162,22 @@ async def test_verifiers(vf: Any, rule_inference: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def transformers_serve(tiny_model_path: Path, tmp_path: Path) -> Iterator[str]:
+def chat_model_path(tiny_model_path: Path, tmp_path: Path) -> Path:
+    from transformers import AutoTokenizer
+
+    path = tmp_path / "chat"
+    shutil.copytree(tiny_model_path, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def transformers_serve(chat_model_path: Path, tmp_path: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"]
-    command += [str(tiny_model_path), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command += [str(chat_model_path), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"})
 
@@ -185,12 +198,12 @@ def transformers_serve(tiny_model_path: Path, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def greedy(tiny_model_path: Path) -> Callable[[Any], list[int]]:
+def greedy(chat_model_path: Path) -> Callable[[Any], list[int]]:
     """Five tokens more, by transformers in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    model = AutoModelForCausalLM.from_pretrained(chat_model_path)
 
     def continued(prompt: Any) -> list[int]:
         ids = model.generate(torch.tensor(np.asarray(prompt)[None]), max_new_tokens=5, do_sample=False)
@@ -200,10 +213,15 @@ def greedy(tiny_model_path: Path) -> Callable[[Any], list[int]]:
 
 
 @pytest.fixture
-def codec(tiny_model_path: Path) -> TokenizerCodec:
+def codec(chat_model_path: Path) -> TokenizerCodec:
     from transformers import AutoTokenizer
 
-    return TokenizerCodec(AutoTokenizer.from_pretrained(tiny_model_path))
+    return TokenizerCodec(AutoTokenizer.from_pretrained(chat_model_path))
+
+
+@pytest.fixture
+def inference(transformers_serve: str, chat_model_path: Path, codec: TokenizerCodec) -> OpenAIInference:
+    return OpenAIInference(transformers_serve, str(chat_model_path), codec, send_ids=False)
 
 
 @pytest.mark.skipif(
@@ -211,9 +229,8 @@ def codec(tiny_model_path: Path) -> TokenizerCodec:
     reason="transformers serve needs what transformers[serving] brings: fastapi, uvicorn, pydantic, openai",
 )
 async def test_transformers_serve(
-    transformers_serve: str, tiny_model_path: Path, codec: TokenizerCodec, greedy: Callable[[Any], list[int]]
+    inference: OpenAIInference, codec: TokenizerCodec, greedy: Callable[[Any], list[int]]
 ) -> None:
-    inference = OpenAIInference(transformers_serve, str(tiny_model_path), codec, send_ids=False)
     prompts = await codec.encode(["ab", "abcdef"])
     for prompt, generation in zip(
         prompts, await inference.generate(prompts, SamplingParams(max_tokens=5, temperature=0))
@@ -224,3 +241,8 @@ async def test_transformers_serve(
             await refused
     with pytest.raises(ValueError, match=r"answered 422.*top_k"):
         await inference.generate(prompts, SamplingParams(top_k=3))
+    said = [{"role": "user", "content": "ab"}]
+    (answer,) = await inference.chat([said], SamplingParams(max_tokens=5, temperature=0))
+    prompt = await codec.render(said)
+    assert prompt is not None
+    assert answer.text == (await codec.decode([greedy(prompt)]))[0] and answer.stop_reason == "length"

@@ -1,27 +1,30 @@
-"""Any endpoint with OpenAI's completions API: vLLM, SGLang, llama.cpp, a hosted model."""
+"""Any endpoint with OpenAI's API: vLLM, SGLang, llama.cpp, a hosted model."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from gradwire.errors import UnsupportedError
+from gradwire.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import WeightFolder, is_adapter
-from gradwire.rl.threads import run_in_daemon
 from gradwire.rl.types import FloatArray
+
+BUSY = frozenset({429, 502, 503, 504})
+"""Status codes of an endpoint that may answer later."""
 
 
 class OpenAIInference(WeightFolder, ToolGeneration):
-    """Client of ``POST {base_url}/completions``.
+    """Client of an endpoint by the ``openai`` package, which repeats requests that a busy endpoint refused.
+
+    Rollouts are sampled by ``POST {base_url}/completions``, which takes exact token ids; :meth:`chat` sends whole
+    conversations to ``POST {base_url}/chat/completions``, all that most hosted models offer.
 
     To train on samples of another temperature than 1, the endpoint must return log-probabilities at that temperature:
     vLLM does with ``--logprobs-mode processed_logprobs``.
@@ -30,6 +33,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         base_url: Up to and including ``/v1``.
         model: The endpoint's name of the model.
         codec: The model's tokenizer. Prompts are sent as token ids if ``send_ids`` (vLLM, SGLang), else as text.
+            Only :meth:`chat` works without one.
         api_key: Sent as a bearer token.
         send_ids: Also requests the sampled ids (vLLM's ``return_token_ids``); without them the text is
             encoded again, which is close but not exact: good for evaluation and judges, not for training. An endpoint
@@ -44,13 +48,16 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             it at the root).
         concurrency: Requests in flight.
         timeout_s: Time limit of a request.
+
+    Raises:
+        ImportError: ``openai`` is not installed: ``pip install 'gradwire[openai]'``.
     """
 
     def __init__(
         self,
         base_url: str,
         model: str,
-        codec: TextCodec,
+        codec: TextCodec | None = None,
         *,
         api_key: str = "",
         send_ids: bool = True,
@@ -64,23 +71,27 @@ class OpenAIInference(WeightFolder, ToolGeneration):
             raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
         if weights not in (None, "adapter", "model"):
             raise ValueError(f'weights must be "adapter", "model" or None, got {weights!r}')
+        self._openai = require("openai", "openai", "OpenAIInference")
+        self._client = self._openai.AsyncOpenAI(
+            base_url=base_url,
+            api_key=api_key or "none",  # otherwise that of OPENAI_API_KEY, which belongs to another endpoint
+            timeout=timeout_s,
+            default_headers={"Connection": "close"},  # an idle connection would belong to one event loop
+        )
         self.model = model
         self._base_url = base_url.rstrip("/")
-        self._url = f"{self._base_url}/completions"
         self._weights = weights
         self.weights_folder = None if weights_folder is None else Path(weights_folder)
         self._adapters_url = adapters_url or f"{self._base_url}/load_lora_adapter"
         self._adapters: tuple[str, ...] = ()
         self._codec = codec
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
         self._send_ids = send_ids
         self._turns = asyncio.Semaphore(concurrency)
-        self._timeout_s = timeout_s
 
     @property
     def codec(self) -> TextCodec:
+        if self._codec is None:
+            raise ValueError("OpenAIInference was created without a codec: only chat() works without a tokenizer")
         return self._codec
 
     def can_update(self, run: Any) -> bool:
@@ -95,95 +106,151 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         if self._weights == "model":
             root = self._base_url.removesuffix("/v1")
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._call(f"{root}/collective_rpc", reload)
-            await self._call(f"{root}/reset_prefix_cache", {})
+            await self._command(f"{root}/collective_rpc", reload)
+            await self._command(f"{root}/reset_prefix_cache", {})
             self.version = version
             return
         name = folder.name
-        await self._call(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
+        await self._command(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
         self.model, self.version = name, version
         # Requests in flight still name the previous adapter: it is kept until the next one arrives.
         loaded = (*self._adapters, name)
         self._adapters = loaded[-2:]
         for old in loaded[:-2]:
-            await self._call(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
+            await self._command(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
 
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
-        options: dict[str, Any] = {
-            "max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "logprobs": 0,
-        }  # fmt: skip
-        extras = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "top_k": params.top_k}
-        options |= {name: value for name, value in extras.items() if value}
-        if params.ignore_eos:
-            options["ignore_eos"] = True
-        if self._send_ids:
-            options["return_token_ids"] = True
-        seeds = [{} if params.seed is None else {"seed": params.seed + index} for index in range(len(prompts))]
+        options = self._options(params) | {"max_tokens": params.max_tokens, "logprobs": 0}
         version = self.version
-        answers = await asyncio.gather(*(self._post(p, {**options, **seed}) for p, seed in zip(prompts, seeds)))
-        return [await self._generation(answer["choices"][0], version) for answer in answers]
+        choices = await asyncio.gather(
+            *(self._complete(p, {**options, **_seed(params, i)}) for i, p in enumerate(prompts))
+        )
+        return [await self._generation(choice, version) for choice in choices]
 
-    async def _generation(self, choice: Mapping[str, Any], version: int) -> Generation:
-        text = choice["text"]
-        ids = choice.get("token_ids")
-        if ids is None:
-            ids = (await self._codec.encode([text], add_special_tokens=False))[0]
-        logprobs = [
-            0.0 if each is None else each for each in (choice.get("logprobs") or {}).get("token_logprobs") or ()
+    async def chat(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: SamplingParams
+    ) -> list[Generation]:
+        """Answer each conversation; the endpoint applies its own chat template.
+
+        For judges and evaluation. With ``send_ids`` generations have token ids and log-probabilities; otherwise they
+        have text only, and parameters beyond OpenAI's own are refused by most endpoints.
+
+        Args:
+            conversations: Rows of ``{"role": ..., "content": ...}``.
+        """
+        options = self._options(params) | {"max_completion_tokens": params.max_tokens}
+        if self._send_ids:
+            options["logprobs"] = True
+        version = self.version
+
+        async def answer(messages: Sequence[Mapping[str, Any]], seed: dict[str, int]) -> Any:
+            return await self._choice(self._client.chat.completions, messages=list(messages), **options, **seed)
+
+        choices = await asyncio.gather(*(answer(c, _seed(params, i)) for i, c in enumerate(conversations)))
+        return [
+            Generation(
+                choice.message.content or "",
+                np.asarray(getattr(choice, "token_ids", None) or (), np.int64),
+                np.asarray([token.logprob for token in getattr(choice.logprobs, "content", None) or ()], np.float32),
+                _stop_reason(choice),
+                version,
+            )
+            for choice in choices
         ]
-        reason = "length" if choice.get("finish_reason") == "length" else "stop" if choice.get("stop_reason") else "eos"
-        return Generation(text, np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), reason, version)
+
+    def _options(self, params: SamplingParams) -> dict[str, Any]:
+        """Parameters that both endpoints share; those that OpenAI's API lacks go into ``extra_body``."""
+        options: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p}
+        if params.stop:
+            options["stop"] = list(params.stop)
+        extras = {
+            "stop_token_ids": list(params.stop_token_ids),
+            "top_k": params.top_k,
+            "ignore_eos": params.ignore_eos,
+            "return_token_ids": self._send_ids,
+        }
+        return options | {"extra_body": {name: value for name, value in extras.items() if value}}
+
+    async def _generation(self, choice: Any, version: int) -> Generation:
+        ids = getattr(choice, "token_ids", None)
+        if ids is None:
+            ids = (await self.codec.encode([choice.text], add_special_tokens=False))[0]
+        logprobs = [0.0 if each is None else each for each in getattr(choice.logprobs, "token_logprobs", None) or ()]
+        return Generation(
+            choice.text, np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), _stop_reason(choice), version
+        )
 
     async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
         if temperature != 1.0:
             raise ValueError("the completions protocol scores at temperature 1 only")
         options = {"max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0.0}
-        answers = await asyncio.gather(*(self._post(row, options) for row in rows))
-        scored = [self._logprobs(answer, "token_logprobs", len(row)) for answer, row in zip(answers, rows)]
+        choices = await asyncio.gather(*(self._complete(row, options) for row in rows))
+        scored = [self._logprobs(choice, "token_logprobs", len(row)) for choice, row in zip(choices, rows)]
         return [np.asarray(each[1 : len(row)], np.float32) for each, row in zip(scored, rows)]
 
     async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
         options = {"max_tokens": 1, "logprobs": top_k, "temperature": 0.0}
-        answers = await asyncio.gather(*(self._post(prompt, options) for prompt in prompts))
+        choices = await asyncio.gather(*(self._complete(prompt, options) for prompt in prompts))
         result = []
-        for answer in answers:
-            top = self._logprobs(answer, "top_logprobs", 1)[0]
+        for choice in choices:
+            top = self._logprobs(choice, "top_logprobs", 1)[0]
             tokens = sorted(top, key=top.__getitem__, reverse=True)[:top_k]
-            encoded = await self._codec.encode(tokens, add_special_tokens=False)
+            encoded = await self.codec.encode(tokens, add_special_tokens=False)
             ids = np.array([row[0] if len(row) == 1 else -1 for row in encoded], np.int64)
             result.append(TopLogits(ids, np.array([top[token] for token in tokens], np.float32), tuple(tokens)))
         return result
 
-    def _logprobs(self, answer: Any, name: str, count: int) -> Any:
-        found = (answer["choices"][0].get("logprobs") or {}).get(name) or ()
+    def _logprobs(self, choice: Any, name: str, count: int) -> Any:
+        found = getattr(choice.logprobs, name, None) or ()
         if len(found) < count:
-            raise UnsupportedError(f"{self._url} returned {len(found)} of {count} {name}: it does not score prompts")
+            raise UnsupportedError(
+                f"{self._base_url}/completions returned {len(found)} of {count} {name}: it does not score prompts"
+            )
         return found
 
     async def _text(self, ids: list[int]) -> str:
         """Decode without the token that begins a text, because the endpoint's tokenizer adds it again."""
-        start = (await self._codec.encode([""]))[0].tolist()
-        return (await self._codec.decode([ids[len(start) :] if start == ids[: len(start)] else ids]))[0]
+        start = (await self.codec.encode([""]))[0].tolist()
+        return (await self.codec.decode([ids[len(start) :] if start == ids[: len(start)] else ids]))[0]
 
-    async def _post(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
+    async def _complete(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
         ids = np.asarray(prompt).tolist()
         written = ids if self._send_ids else await self._text(ids)
+        return await self._choice(self._client.completions, prompt=written, **options)
+
+    async def _choice(self, api: Any, **options: Any) -> Any:
         async with self._turns:
-            return json.loads(await self._call(self._url, {"model": self.model, "prompt": written, **options}))
+            answer = await self._answer(api.create(model=self.model, **options))
+        if not getattr(answer, "choices", None):
+            raise ValueError(f"{self._base_url} answered without a completion: {str(answer)[:500]}")
+        return answer.choices[0]
 
-    async def _call(self, url: str, body: Mapping[str, Any]) -> bytes:
-        request = urllib.request.Request(url, json.dumps(body).encode(), self._headers)
+    async def _command(self, url: str, body: Mapping[str, Any]) -> None:
+        """Send one of the endpoint's own requests beyond OpenAI's API, once: a repeat could find it carried out."""
+        await self._answer(self._client.post(url, cast_to=str, body=body, options={"max_retries": 0}))
 
-        def call() -> bytes:
-            try:
-                with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                    return bytes(response.read())
-            except urllib.error.HTTPError as error:
-                told = error.read(2000).decode(errors="replace")
-                if error.code in (429, 502, 503, 504):
-                    raise ConnectionError(f"{url} answered {error.code}: {told}") from None
-                raise ValueError(f"{url} answered {error.code}: {told}") from None
-            except urllib.error.URLError as error:
-                raise ConnectionError(f"{url}: {error.reason}") from None
+    async def _answer(self, request: Awaitable[Any]) -> Any:
+        """Await a request.
 
-        return await run_in_daemon(call)
+        Raises:
+            ConnectionError: No answer, or the endpoint is still busy after the package's own attempts.
+            ValueError: The endpoint refused the request.
+        """
+        try:
+            return await request
+        except self._openai.APIStatusError as error:
+            kind = ConnectionError if error.status_code in BUSY else ValueError
+            raise kind(f"{error.request.url} answered {error.status_code}: {error.response.text[:2000]}") from None
+        except self._openai.APIConnectionError as error:
+            raise ConnectionError(f"{error.request.url}: {error.__cause__ or error}") from None
+
+
+def _seed(params: SamplingParams, index: int) -> dict[str, int]:
+    """The seed of one row of a call."""
+    return {} if params.seed is None else {"seed": params.seed + index}
+
+
+def _stop_reason(choice: Any) -> str:
+    if choice.finish_reason == "length":
+        return "length"
+    return "stop" if getattr(choice, "stop_reason", None) else "eos"

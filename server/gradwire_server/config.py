@@ -24,6 +24,9 @@ class Limits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_message_bytes: int = Field(default=8 << 20, ge=2 << 20, description="one gRPC message")
+    max_http_body_bytes: int = Field(
+        default=64 << 20, ge=1 << 16, description="the body of one HTTP request, decompressed"
+    )
     max_payload_bytes: int = Field(default=1 << 30, ge=1, description="the tensors of one operation")
     max_tensors: int = Field(default=64, ge=1, description="tensors of one operation")
     max_rows: int = Field(default=65_536, ge=1, description="rows of one batch")
@@ -154,6 +157,11 @@ class ServerConfig(EngineSettings):
     """The settings of a server: those of its engine and its own."""
 
     address: str = setting("127.0.0.1:50051", "HOST:PORT; port 0 picks a free one.", subject=NETWORK)
+    http: str = setting(
+        "",
+        "HOST:PORT for clients of Tinker and OpenAI (gradwire[http]); a PORT alone is on loopback; off when absent.",
+        subject=NETWORK,
+    )
     insecure_bind: bool = setting(False, "Listen beyond loopback without keys.", subject=NETWORK)
     tls_cert: Path | None = setting(None, "PEM file with the certificate; speaks TLS.", subject=NETWORK)
     tls_key: Path | None = setting(None, "PEM file with its key.", subject=NETWORK)
@@ -210,7 +218,7 @@ class ServerConfig(EngineSettings):
     def _absolute_papers(cls, file: Path | None) -> Path | None:
         return file if file is None else _absolute(file)
 
-    @field_validator("metrics_address", mode="before")
+    @field_validator("metrics_address", "http", mode="before")
     @classmethod
     def _on_loopback_unless_stated(cls, given: object) -> object:
         address = str(given) if type(given) is int else given  # YAML reads a port alone as a number
@@ -247,8 +255,13 @@ class ServerConfig(EngineSettings):
 
     @property
     def loopback(self) -> bool:
-        host = self.address.rpartition(":")[0].strip("[]")
-        return host in ("localhost", "::1") or host.startswith("127.")
+        """Whether only this machine reaches the doors."""
+        return all(map(_on_loopback, filter(None, (self.address, self.http))))
+
+
+def _on_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _absolute(path: Path) -> Path:

@@ -1,8 +1,9 @@
-"""Assembly of the server: the core, the metrics endpoint and the gRPC door, started in this order."""
+"""Assembly of the server: the core, the metrics endpoint and the doors, started in this order."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
@@ -12,6 +13,9 @@ from gradwire_server.engine_client.process import EngineClient
 from gradwire_server.errors import ServiceError
 from gradwire_server.observability.exposition import Exposition
 from gradwire_server.observability.tracing import Tracing
+
+if TYPE_CHECKING:
+    from gradwire_server.doors.http.door import HttpDoor
 
 
 class Server(Startable):
@@ -26,6 +30,7 @@ class Server(Startable):
     Attributes:
         core: The core, which executes every call.
         door: The gRPC door.
+        http: The HTTP door; None if it is off.
     """
 
     def __init__(
@@ -45,10 +50,11 @@ class Server(Startable):
             on_parked=lambda count: self.door.parked_changed(count),
         )
         self.door = GrpcDoor(self.core)
+        self.http: HttpDoor | None = _http_door(self.core) if config.http else None
         self._exposition: Exposition | None = None
 
     async def start(self) -> None:
-        """Start the core, the metrics endpoint and the gRPC door.
+        """Start the core, the metrics endpoint and the doors.
 
         Raises:
             ServiceError: The engine did not start.
@@ -57,6 +63,8 @@ class Server(Startable):
         self._check_keys()
         await self.core.start()
         self._start_metrics()
+        if self.http is not None:
+            await self.http.open()
         await self.door.open()
 
     async def stop(self) -> None:
@@ -64,10 +72,14 @@ class Server(Startable):
 
         A second call does nothing.
         """
+        if self.http is not None:
+            self.http.announce_end()
         if self.door.is_open:
             await self.door.announce_end()
             await self.core.drain()
             await self.door.close()
+        if self.http is not None:
+            await self.http.close()
         await self.core.stop()
         exposition, self._exposition = self._exposition, None
         if exposition is not None:
@@ -87,7 +99,7 @@ class Server(Startable):
         config = self.config
         if not (config.loopback or config.insecure_bind) and not self.core.keys.any:
             raise SystemExit(
-                f"gradwire: without API keys the server listens on loopback only, not on {config.address};"
+                f"gradwire: without API keys the server listens on loopback only, not on {_beyond_loopback(config)};"
                 f" make one with `gradwire keys create NAME --state-dir {config.state_dir}`,"
                 " or let anyone in with --insecure-bind"
             )
@@ -107,3 +119,13 @@ class Server(Startable):
 def start_failure(error: ServiceError) -> str:
     """Exit message of a server whose engine did not start."""
     return f"gradwire: {error}"
+
+
+def _beyond_loopback(config: ServerConfig) -> str:
+    return " and ".join(address for address in (config.address, config.http) if address)
+
+
+def _http_door(core: Core) -> HttpDoor:
+    from gradwire_server.doors.http.door import HttpDoor  # FastAPI is in an extra of its own
+
+    return HttpDoor(core)

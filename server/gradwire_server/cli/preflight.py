@@ -9,11 +9,13 @@ import difflib
 import os
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
 
+HTTP_PACKAGES = ("fastapi", "uvicorn", "uvloop", "zstandard")
 HUB_TIMEOUT_S = 10.0
 CONFIG = "config.json"
 
@@ -24,9 +26,20 @@ def check(config: ServerConfig) -> None:
     Raises:
         SettingsError: Some of them cannot be used.
     """
-    sentences = [*_files(config), *_models(config), *_port(config.address)]
+    sentences = [
+        *_packages(config),
+        *_files(config),
+        *_models(config),
+        *_port("--address", config.address),
+        *_port("--http", config.http),
+    ]
     if sentences:
         raise SettingsError(*sentences)
+
+
+def _packages(config: ServerConfig) -> Iterator[str]:
+    if config.http and (missing := [name for name in HTTP_PACKAGES if find_spec(name) is None]):
+        yield f"--http needs {' and '.join(missing)}: pip install 'gradwire[http]'"
 
 
 def _files(config: ServerConfig) -> Iterator[str]:
@@ -107,7 +120,9 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _port(address: str) -> Iterator[str]:
+def _port(flag: str, address: str) -> Iterator[str]:
+    if not address:
+        return
     host, _, port = address.rpartition(":")
     try:
         (family, kind, protocol, _, target), *_ = socket.getaddrinfo(
@@ -117,4 +132,4 @@ def _port(address: str) -> Iterator[str]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
     except OSError as error:
-        yield f"--address {address}: {(error.strerror or str(error)).lower()}; give another with --address HOST:PORT"
+        yield f"{flag} {address}: {(error.strerror or str(error)).lower()}; give another with {flag} HOST:PORT"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,17 @@ def serve(
     logs.configure(settings.log_level, settings.log_format, "front")
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
-    raise typer.Exit(asyncio.run(_serve(settings, ready_file, parent, own_key)))
+    with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
+        raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key)))
+
+
+def _loop_factory(config: ServerConfig) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loops where HTTP is served; None for asyncio's own."""
+    if not config.http:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
 
 
 async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | None, own_key: str) -> int:
@@ -147,6 +158,8 @@ def _announce(server: Server, ready_file: Path | None) -> None:
         console.print("no API keys: " + ("loopback only" if config.loopback else "anyone who reaches it may use it"))
     if server.metrics_address:
         console.print(f"metrics: http://{server.metrics_address}/metrics", markup=False)
+    if server.http is not None:
+        print(f"gradwire: HTTP on {server.http.url}", flush=True)
     print(f"gradwire: listening on {server.address}", flush=True)
     if ready_file is not None:
         partial = ready_file.with_name(ready_file.name + ".partial")

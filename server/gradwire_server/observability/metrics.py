@@ -55,6 +55,9 @@ CATALOGUE = (
     Spec("gradwire_journal_failures_total", "counter", (), "Commits that failed, as on a full disk."),
     Spec("gradwire_replay_seconds", "histogram", (), "Bringing one run back into a new engine.", _SECONDS),
     Spec("gradwire_replayed_operations_total", "counter", (), "Operations repeated to bring runs back."),
+    Spec("gradwire_http_requests_total", "counter", ("door", "route", "status"), "HTTP requests answered."),
+    Spec("gradwire_http_request_seconds", "histogram", ("door", "route"),
+         "From an HTTP request to its last byte; retrieve_future waits for results.", _SECONDS),
     # Training: values of the newest result.
     Spec("gradwire_loss", "gauge", ("loss", "run"), "Newest value of a loss."),
     Spec("gradwire_loss_metric", "gauge", ("loss", "metric", "run"),
@@ -136,6 +139,8 @@ class Metrics:
         self._journal_failures = self._make(Counter, "gradwire_journal_failures_total")
         self._replay_s = self._make(Histogram, "gradwire_replay_seconds")
         self._replayed = self._make(Counter, "gradwire_replayed_operations_total")
+        self._http = self._make(Counter, "gradwire_http_requests_total")
+        self._http_s = self._make(Histogram, "gradwire_http_request_seconds")
         self._loss = self._make(Gauge, "gradwire_loss")
         self._loss_metric = self._make(Gauge, "gradwire_loss_metric")
         self._grad_norm = self._make(Gauge, "gradwire_grad_norm")
@@ -214,6 +219,13 @@ class Metrics:
             return ""
         name: str = getattr(operation, kind).loss_fn
         return name if not name or name in self._losses else "unknown"
+
+    # ---- doors ----
+
+    def http_request(self, door: str, route: str, status: int, seconds: float) -> None:
+        """Count an HTTP request. ``route`` is the pattern of the path, never the path itself."""
+        self._http.labels(door, route, str(status)).inc()
+        self._http_s.labels(door, route).observe(seconds)
 
     # ---- journal and recovery ----
 

@@ -1,0 +1,8 @@
+"""The HTTP doors: one listener for several protocols, each a folder with its routes.
+
+What the protocols share is here: the listener, keys, limits and decompression of bodies, errors, metrics. A protocol is
+a :class:`.protocol.Protocol`: the prefix of its paths, a FastAPI application, and the form of its errors. Protocols do
+not import each other.
+
+May import: ``core`` and what is below it, FastAPI and uvicorn.
+"""

@@ -1,0 +1,78 @@
+"""Bodies of requests: read within a limit, and decompressed within the same limit."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import zlib
+from collections.abc import Iterable
+
+import zstandard
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import ServiceError, limit_exceeded
+
+READ_BYTES = 1 << 20
+IN_THREAD_BYTES = 64 << 10
+"""Compressed bodies above this size are decompressed in a thread, so that other requests go on."""
+MAX_WINDOW_BYTES = 128 << 20
+"""The largest window of a zstd frame: what a decoder may be made to allocate."""
+ENCODINGS = ("", "identity", "gzip", "zstd")
+
+
+def too_large(size: str, limit: int) -> ServiceError:
+    """LIMIT_EXCEEDED for a body."""
+    return limit_exceeded(f"a body of {size} bytes", "max_http_body_bytes", limit, "body")
+
+
+def unknown_encoding(encoding: str) -> ServiceError:
+    """INVALID_ARGUMENT for a Content-Encoding that is not served."""
+    message = f"Content-Encoding {encoding[:50]!r} is not served; send gzip, zstd or neither"
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding")
+
+
+async def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+    """Decompress a body.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT for a body that is not in this encoding, LIMIT_EXCEEDED for one that becomes
+            larger than ``limit`` bytes; no more than that is ever in memory.
+    """
+    if encoding in ("", "identity"):
+        return body
+    decode = _unzstd if encoding == "zstd" else _gunzip
+    try:
+        if len(body) > IN_THREAD_BYTES:
+            return await asyncio.to_thread(decode, body, limit)
+        return decode(body, limit)
+    except (zstandard.ZstdError, zlib.error, EOFError) as error:
+        message = f"the body is not {encoding}: {error}"
+        raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding") from error
+
+
+def _unzstd(body: bytes, limit: int) -> bytes:
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    with decoder.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
+        return _joined(iter(lambda: reader.read(READ_BYTES), b""), limit)
+
+
+def _gunzip(body: bytes, limit: int) -> bytes:
+    decoder = zlib.decompressobj(wbits=31)
+    parts, size, rest = [], 0, body
+    while rest and not decoder.eof:
+        parts.append(decoder.decompress(rest, READ_BYTES))
+        rest = decoder.unconsumed_tail
+        if (size := size + len(parts[-1])) > limit:
+            raise too_large(f"more than {limit}", limit)
+    if not decoder.eof:
+        raise EOFError("it ends too early")
+    return b"".join(parts)
+
+
+def _joined(parts: Iterable[bytes], limit: int) -> bytes:
+    found, size = [], 0
+    for part in parts:
+        found.append(part)
+        if (size := size + len(part)) > limit:
+            raise too_large(f"more than {limit}", limit)
+    return b"".join(found)

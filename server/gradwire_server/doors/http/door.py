@@ -1,0 +1,168 @@
+"""The HTTP listener: uvicorn in the server's event loop, with every protocol behind its guard."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gradwire_server.config import ServerConfig
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.guard import GuardedProtocol
+from gradwire_server.doors.http.openai import app as openai
+from gradwire_server.doors.http.protocol import Protocol
+from gradwire_server.doors.http.tinker import app as tinker
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+class HttpDoor:
+    """The HTTP server in front of a started core.
+
+    Args:
+        core: The core that executes the calls.
+
+    Attributes:
+        address: ``HOST:PORT`` where the door listens, once it is open.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._stopping = asyncio.Event()
+        self._tinker = tinker.Tinker(core, self._stopping)
+        self._protocols = (tinker.protocol(self._tinker), openai.protocol(core, self._stopping))
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+
+    @property
+    def url(self) -> str:
+        """Where clients reach the door."""
+        return f"http{'s' if self._core.config.tls_cert else ''}://{self.address}"
+
+    async def open(self) -> None:
+        """Listen on the configured address.
+
+        Raises:
+            SystemExit: The address cannot be bound, or a TLS file cannot be read; with a message.
+        """
+        config = self._core.config
+        listener = _listener(config.http)
+        host, port = listener.getsockname()[:2]
+        self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        await self._tinker.start()
+        settings = uvicorn.Config(
+            _root(self._core, self._protocols, self._stopping),
+            log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
+            server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
+            **_tls(config),
+        )  # fmt: skip
+        try:
+            settings.load()
+        except (OSError, ssl.SSLError) as error:
+            listener.close()
+            raise SystemExit(f"gradwire: the TLS files cannot be used for HTTP: {error}") from error
+        self._server = _Server(settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        started = asyncio.create_task(self._server.up.wait())
+        await asyncio.wait([self._serving, started], return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._serving.done():
+            listener.close()
+            raise SystemExit(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
+
+    def announce_end(self) -> None:
+        """Answer health checks with 503, and end the requests that wait for a result."""
+        self._stopping.set()
+
+    async def close(self) -> None:
+        """Accept nothing more, let requests end, and stop. A second call does nothing."""
+        self._stopping.set()
+        server, self._server = self._server, None
+        serving, self._serving = self._serving, None
+        if server is not None and serving is not None:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            await self._tinker.stop()
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to the command, and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets=sockets)
+        self.up.set()
+
+
+def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) -> ASGIApp:
+    """The application that gives each request to the protocol of its path."""
+    guards = {protocol.prefix + "/": GuardedProtocol(core, protocol) for protocol in protocols}
+    known = ", ".join(f"{protocol.prefix} ({protocol.name})" for protocol in protocols)
+
+    async def root(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        for prefix, guard in guards.items():
+            if path.startswith(prefix):
+                await guard({**scope, "root_path": scope.get("root_path", "") + prefix[:-1]}, receive, send)
+                return
+        if path == "/healthz":
+            healthy = not stopping.is_set()
+            await PlainTextResponse("ok" if healthy else "stopping", 200 if healthy else 503)(scope, receive, send)
+            return
+        message = f"{path[:200]} is not served here; there are {known} and /healthz"
+        await JSONResponse({"detail": message}, 404)(scope, receive, send)
+
+    return root
+
+
+def _listener(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        (family, kind, protocol, _, target), *_ = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise SystemExit(f"gradwire: cannot listen on --http {address}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _tls(config: ServerConfig) -> dict[str, Any]:
+    if config.tls_cert is None:
+        return {}
+    settings: dict[str, Any] = {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+    if config.tls_client_ca is not None:
+        settings |= {"ssl_ca_certs": str(config.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return settings

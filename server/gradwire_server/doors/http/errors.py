@@ -1,0 +1,122 @@
+"""Map from the core's errors to HTTP statuses, and the handlers that give a protocol's errors its form.
+
+A status tells a client's library whether to try again: 429 for what fits later, 503 while the server or its engine is
+away. 409 and 402 are not used: libraries retry or wait on them, although nothing changes by waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from google.protobuf.message import DecodeError
+from gradwire_proto.v1 import training_pb2 as pb
+from starlette.exceptions import HTTPException
+
+from gradwire_server.doors.http.protocol import ErrorBody
+from gradwire_server.errors import Code, ServiceError
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 4000
+HTTP_STATUS: dict[Code, int] = {
+    pb.ERROR_CODE_UNSPECIFIED: 500,
+    pb.ERROR_CODE_INTERNAL: 500,
+    pb.ERROR_CODE_INVALID_ARGUMENT: 400,
+    pb.ERROR_CODE_INVALID_BATCH: 400,
+    pb.ERROR_CODE_UNKNOWN_LOSS: 400,
+    pb.ERROR_CODE_UNKNOWN_MODEL: 404,
+    pb.ERROR_CODE_UNKNOWN_RUN: 404,
+    pb.ERROR_CODE_UNKNOWN_CHECKPOINT: 404,
+    pb.ERROR_CODE_UNKNOWN_OPERATION: 404,
+    pb.ERROR_CODE_ALREADY_EXISTS: 422,
+    pb.ERROR_CODE_SEQ_REUSED: 422,
+    pb.ERROR_CODE_SEQ_GAP: 429,
+    pb.ERROR_CODE_STALE_EPOCH: 422,
+    pb.ERROR_CODE_RUN_BUSY: 422,
+    pb.ERROR_CODE_ABORTED_PREDECESSOR: 422,
+    pb.ERROR_CODE_CANCELLED: 422,
+    pb.ERROR_CODE_ABANDONED: 422,
+    pb.ERROR_CODE_LIMIT_EXCEEDED: 400,
+    pb.ERROR_CODE_UNAUTHENTICATED: 401,
+    pb.ERROR_CODE_PERMISSION_DENIED: 403,
+    pb.ERROR_CODE_NON_FINITE: 422,
+    pb.ERROR_CODE_OUT_OF_MEMORY: 503,
+    pb.ERROR_CODE_ENGINE_UNAVAILABLE: 503,
+    pb.ERROR_CODE_QUARANTINED: 422,
+    pb.ERROR_CODE_STORAGE_FULL: 503,
+    pb.ERROR_CODE_CHECKPOINT_CORRUPT: 422,
+    pb.ERROR_CODE_PAYLOAD_CORRUPT: 400,
+    pb.ERROR_CODE_RESULT_RELEASED: 404,
+    pb.ERROR_CODE_REWOUND: 422,
+    pb.ERROR_CODE_NOTHING_TO_STEP: 422,
+    pb.ERROR_CODE_UNSUPPORTED: 400,
+    pb.ERROR_CODE_SHUTTING_DOWN: 503,
+    pb.ERROR_CODE_RUN_PARKED: 503,
+    pb.ERROR_CODE_DEADLINE_EXCEEDED: 504,
+}
+PASSING = (
+    "queued_operations", "queued_bytes", "tokens_per_minute", "max_incoming_bytes", "max_queued_operations",
+    "max_queued_bytes", "max_window", "max_window_bytes", "samples_in_progress", "sample_tokens_per_minute",
+)  # fmt: skip
+"""Limits under which the same request fits later: 429, not 400."""
+
+
+def status_of(error: pb.Error) -> int:
+    """The HTTP status of an error."""
+    if error.code == pb.ERROR_CODE_LIMIT_EXCEEDED and error.rule.partition(" ")[0] in PASSING:
+        return 429
+    return HTTP_STATUS.get(error.code, 500)
+
+
+def error_response(error: pb.Error, body: ErrorBody, status: int | None = None) -> JSONResponse:
+    """The response for an error; ``status`` replaces that of its code."""
+    given = pb.Error()
+    given.CopyFrom(error)
+    given.request_id = error.request_id or secrets.token_hex(8)
+    if len(given.message) > MAX_MESSAGE_CHARS:
+        given.message = given.message[:MAX_MESSAGE_CHARS] + "…"
+    status = status or status_of(given)
+    log.info("request %s refused with %d: %s", given.request_id, status, pb.ErrorCode.Name(given.code))
+    return JSONResponse(dict(body(status, given)), status, {"X-Request-Id": given.request_id})
+
+
+def internal_error(error: Exception, path: str) -> pb.Error:
+    """Log an unforeseen exception under a request id; returns the error that names the id."""
+    request_id = secrets.token_hex(8)
+    log.error("request %s of %s failed", request_id, path, exc_info=error, extra={"request_id": request_id})
+    message = f"the server made a mistake; its log has it as request {request_id}"
+    return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id)
+
+
+def install(app: FastAPI, body: ErrorBody) -> None:
+    """Make an application answer every error in a protocol's form."""
+
+    @app.exception_handler(ServiceError)
+    async def refused(_request: Request, error: ServiceError) -> JSONResponse:
+        return error_response(error.error, body)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        text = f"{field or 'the body'}: {str(first['msg'])[:500]}"
+        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field), body, 422)
+
+    @app.exception_handler(DecodeError)
+    async def unreadable(_request: Request, error: DecodeError) -> JSONResponse:
+        message = "the body is not the protobuf message that this route takes"
+        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), body)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path[:200]} is not served here"
+        code = pb.ERROR_CODE_UNSUPPORTED if error.status_code in (404, 405, 501) else pb.ERROR_CODE_INVALID_ARGUMENT
+        response = error_response(pb.Error(code=code, message=message), body, error.status_code)
+        response.headers.update(error.headers or {})
+        return response

@@ -1,0 +1,133 @@
+"""What stands before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
+
+A caller without a valid key is refused before the body is read. The bytes of a body count against the key's
+``max_incoming_bytes`` while the request is served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from starlette.types import Message, Receive, Scope, Send
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.access.quotas import Usage
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.bodies import ENCODINGS, decompressed, too_large, unknown_encoding
+from gradwire_server.doors.http.errors import error_response, internal_error
+from gradwire_server.doors.http.protocol import Protocol
+from gradwire_server.errors import ServiceError
+
+
+class GuardedProtocol:
+    """A protocol's application behind keys and limits; an ASGI application."""
+
+    def __init__(self, core: Core, protocol: Protocol) -> None:
+        self._core, self._protocol = core, protocol
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        began, status = time.monotonic(), 500
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", "") or "other"
+            self._core.metrics.http_request(self._protocol.name, route, status, time.monotonic() - began)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = _Headers(scope["headers"])
+        started = False
+
+        async def starting(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        body = _Body(self._core)
+        try:
+            if not scope["path"].removeprefix(self._protocol.prefix).startswith(self._protocol.open_paths):
+                scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
+                content = await body.read(caller, headers, receive)
+                await self._protocol.app(scope, _replayed(content, receive), starting)
+            else:
+                await self._protocol.app(scope, receive, starting)
+        except ServiceError as error:
+            status = 413 if error.error.rule.startswith("max_http_body_bytes") else None
+            await error_response(error.error, self._protocol.error_body, status)(scope, receive, send)
+        except _Disconnected:
+            return
+        except Exception as error:  # the outermost handler: callers see only errors that were written for them
+            reason = internal_error(error, scope["path"])
+            if not started:
+                await error_response(reason, self._protocol.error_body)(scope, receive, send)
+        finally:
+            body.release()
+
+
+class _Disconnected(Exception):
+    """The client went away while it sent the body."""
+
+
+class _Headers:
+    """The headers that matter here."""
+
+    def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
+        found = {name: value.decode("latin-1") for name, value in raw}
+        bearer = found.get(b"authorization", "")
+        self.secret = found.get(b"x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
+        self.encoding = found.get(b"content-encoding", "").strip().lower()
+        self.length = found.get(b"content-length", "")
+
+
+class _Body:
+    """The body of one request, counted against its key until :meth:`release`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._limit = core, core.config.limits.max_http_body_bytes
+        self._usage: Usage | None = None
+        self._held = 0
+
+    async def read(self, caller: Caller, headers: _Headers, receive: Receive) -> bytes:
+        if headers.encoding not in ENCODINGS:
+            raise unknown_encoding(headers.encoding)
+        if headers.length.isdigit() and int(headers.length) > self._limit:
+            raise too_large(headers.length, self._limit)
+        self._usage = self._core.scheduler.usage(caller.name)
+        parts: list[bytes] = []
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Disconnected
+            part, more = message.get("body", b""), message.get("more_body", False)
+            if not part:
+                continue
+            if self._held + len(part) > self._limit:
+                raise too_large(f"more than {self._limit}", self._limit)
+            self._usage.receive(len(part))
+            self._held += len(part)
+            parts.append(part)
+        return await decompressed(b"".join(parts), headers.encoding, self._limit)
+
+    def release(self) -> None:
+        if self._usage is not None:
+            self._usage.incoming_bytes -= self._held
+            self._usage, self._held = None, 0
+
+
+def _replayed(content: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives a body already read, then what the connection gives."""
+    messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

@@ -1,0 +1,4 @@
+"""The OpenAI door: the API of OpenAI's clients, under ``/v1``.
+
+May import: the files of ``doors/http``, ``core`` and what is below it.
+"""

@@ -1,0 +1,49 @@
+"""What a protocol of the HTTP door declares, and what its routes get of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller
+
+ErrorBody = Callable[[int, pb.Error], Mapping[str, Any]]
+"""``(status, error)`` -> the JSON object that the protocol answers with."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One protocol.
+
+    Attributes:
+        name: Its name in metrics and logs.
+        prefix: Beginning of its paths, without a slash at the end.
+        app: Its routes, relative to the prefix.
+        error_body: The form of its errors.
+        open_paths: Beginnings of paths, relative to the prefix, that need no key.
+    """
+
+    name: str
+    prefix: str
+    app: FastAPI
+    error_body: ErrorBody
+    open_paths: tuple[str, ...] = field(default=())
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope["gradwire.caller"]
+    return caller
+
+
+def _traceparent(request: Request) -> str:
+    return request.headers.get("traceparent", "")
+
+
+CallerOf = Annotated[Caller, Depends(_caller)]
+"""A route's parameter of this type is the authenticated caller."""
+TraceparentOf = Annotated[str, Depends(_traceparent)]
+"""A route's parameter of this type is the caller's trace context, for ``OperationHeader.traceparent``."""

@@ -1,0 +1,133 @@
+"""The HTTP listener: keys, bodies, errors, the end; each over a real connection, on an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gzip
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+import zstandard
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.keys import KeyFile
+from gradwire_server.cli.preflight import check
+from gradwire_server.cli.settings_file import SettingsError
+from gradwire_server.config import ServerConfig
+from gradwire_server.doors.http.errors import HTTP_STATUS
+from gradwire_server.server import Server
+from support.front import Start
+
+CONFIG = "/api/v1/client/config"
+
+
+@pytest.fixture
+async def server(start: Start) -> AsyncIterator[Server]:
+    async with start(http="127.0.0.1:0", limits={"max_http_body_bytes": 1 << 16}) as door:
+        yield door.server
+
+
+def _http(server: Server) -> httpx.AsyncClient:
+    assert server.http is not None
+    return httpx.AsyncClient(base_url=server.http.url)
+
+
+def test_every_code_has_a_status_and_none_is_retried_in_vain() -> None:
+    assert set(HTTP_STATUS) == set(pb.ErrorCode.values())
+    assert not {402, 409, 410} & set(HTTP_STATUS.values())
+
+
+async def test_both_protocols_and_health_share_a_listener(server: Server) -> None:
+    async with _http(server) as http:
+        assert (await http.get("/healthz")).text == "ok"
+        assert (await http.get("/api/v1/healthz")).json() == {"status": "ok"}
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        (served,) = (await http.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+        assert model["id"] == served["model_name"] and served["trainable"]
+        missing = await http.get("/elsewhere")
+        assert missing.status_code == 404 and "/api/v1 (tinker)" in missing.json()["detail"]
+        for path, where in (("/v1/none", ("error", "message")), ("/api/v1/none", ("detail",))):
+            answer = await http.get(path)
+            message = answer.json()
+            for key in where:
+                message = message[key]
+            assert answer.status_code == 404 and f"GET {path} is not served here" in message
+
+
+async def test_keys_of_both_headers_and_none(start: Start, tmp_path: Path) -> None:
+    secret = KeyFile(tmp_path).create("ann")
+    async with start(http="127.0.0.1:0") as door, _http(door.server) as http:
+        assert (await http.get("/api/v1/healthz")).status_code == 200
+        for headers in ({"X-API-Key": secret}, {"Authorization": f"Bearer {secret}"}):
+            assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        for headers in ({}, {"X-API-Key": "tml-other"}, {"Authorization": secret}):
+            refused = await http.get("/v1/models", headers=headers)
+            assert refused.status_code == 401 and "API key" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+async def test_a_compressed_body_is_bounded_by_what_it_becomes(server: Server, encoding: str) -> None:
+    compress = functools.partial(gzip.compress, compresslevel=1) if encoding == "gzip" else zstandard.compress
+    async with _http(server) as http:
+        headers = {"Content-Encoding": encoding}
+        bomb = await http.post(CONFIG, content=compress(b" " * (4 << 20)), headers=headers)
+        assert bomb.status_code == 413 and "max_http_body_bytes" in bomb.json()["detail"]
+        broken = await http.post(CONFIG, content=b"not compressed", headers=headers)
+        assert broken.status_code == 400 and f"the body is not {encoding}" in broken.json()["detail"]
+        torn = await http.post(CONFIG, content=compress(bytes(range(256)) * 9)[:-9], headers=headers)
+        assert torn.status_code in (400, 422)
+        assert server.core.scheduler.usage("").incoming_bytes == 0
+
+
+async def test_a_plain_body_is_bounded(server: Server) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1 << 12):
+            yield bytes(1 << 12)
+
+    async with _http(server) as http:
+        for content in (bytes(1 << 20), endless()):
+            answer = await http.post(CONFIG, content=content)
+            assert answer.status_code == 413 and "65536 at most" in answer.json()["detail"]
+        odd = await http.post(CONFIG, content=b"{}", headers={"Content-Encoding": "br"})
+        assert odd.status_code == 400 and "gzip, zstd or neither" in odd.json()["detail"]
+
+
+async def test_requests_are_counted_by_route(server: Server) -> None:
+    async with _http(server) as http:
+        await http.get("/v1/models")
+        await http.get("/v1/anything/at/all")
+    count = server.core.metrics.registry.get_sample_value
+    name, door = "gradwire_http_requests_total", {"door": "openai"}
+    assert count(name, door | {"route": "/models", "status": "200"}) == 1
+    assert count(name, door | {"route": "other", "status": "404"}) == 1
+
+
+async def test_tls_is_that_of_grpc(start: Start, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    verify = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    async with start(http="127.0.0.1:0", **files) as door, httpx.AsyncClient(verify=verify) as http:
+        url = door.server.http.url
+        assert url.startswith("https://") and (await http.get(url + "/healthz")).text == "ok"
+
+
+async def test_an_address_in_use_is_said(start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SystemExit, match=f"cannot listen on --http {address}"):
+            async with start(http=address):
+                pass
+        with pytest.raises(SettingsError) as caught:
+            await asyncio.to_thread(check, ServerConfig(models={"m": "."}, address="127.0.0.1:0", http=address))
+        assert any("give another with --http HOST:PORT" in sentence for sentence in caught.value.sentences)

@@ -37,6 +37,8 @@ class RunInfo:
         kind: ``"rl"`` or ``""``; selects the default learning rate.
         num_tokens: Tokens that went through the model since the server started.
         parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait.
+        recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
+            loading its newest checkpoint and repeating the operations behind it, as measured.
     """
 
     run_id: str
@@ -61,6 +63,7 @@ class RunInfo:
     kind: str = ""
     num_tokens: int = 0
     parked: str = ""
+    recovery_s: float = 0.0
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -95,6 +98,7 @@ class RunInfo:
             kind=config.kind,
             num_tokens=run.num_tokens,
             parked=run.parked.message,
+            recovery_s=run.recovery_s,
         )
 
 
@@ -110,6 +114,7 @@ class EngineInfo:
         device_memory_used_bytes: Memory in use on the device, by all processes; 0 without a device.
         device_memory_total_bytes: Memory of the device.
         device_utilization: Utilization of the device, 0 to 1; None where it is unknown.
+        start_s: Seconds that the process took to start and load its models.
     """
 
     restarts: int = 0
@@ -119,6 +124,7 @@ class EngineInfo:
     device_memory_used_bytes: int = 0
     device_memory_total_bytes: int = 0
     device_utilization: float | None = None
+    start_s: float = 0.0
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:
@@ -130,6 +136,7 @@ class EngineInfo:
             device_memory_used_bytes=engine.device_memory_used_bytes,
             device_memory_total_bytes=engine.device_memory_total_bytes,
             device_utilization=engine.device_utilization if engine.HasField("device_utilization") else None,
+            start_s=engine.start_s,
         )
 
 

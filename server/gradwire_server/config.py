@@ -182,6 +182,13 @@ class ServerConfig(EngineSettings):
         ge=0,
         allow_inf_nan=False,
     )
+    max_recovery_seconds: float = setting(
+        60.0,
+        "And seconds that a recovery would spend on repeating operations, as measured; 0 for never.",
+        subject=DURABILITY,
+        ge=0,
+        allow_inf_nan=False,
+    )
     keep_results_hours: float = setting(168.0, "Hours that a result waits to be fetched.", subject=DURABILITY, gt=0)
     mirror: Path | None = setting(
         None, "Folder, best on another disk, for a second copy of the journal.", subject=DURABILITY

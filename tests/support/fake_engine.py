@@ -28,7 +28,7 @@ class FakeEngine:
     """Carries requests out one after the other; `newest` is the one that was begun last.
 
     ``loss_fn`` says what a forward_backward does: "fail" and "fail-..." fail, "die" and "die-..." end the engine,
-    anything else is written down.
+    anything else is written down. ``seconds`` says how long an operation claims to have taken, by loss or kind.
     """
 
     file_bytes = 3 << 20
@@ -44,8 +44,9 @@ class FakeEngine:
         self.die_after: set[int] = set()
         self.dies_behind: set[int] = set()
         self.overwrites: list[bool] = []
-        self.unreadable = False
+        self.unreadable = self.disk_full = False
         self.unknown_losses: set[str] = set()
+        self.seconds: dict[str, float] = {}
         self.restore_error: ServiceError | None = None
         self.vitals = Vitals()
         self.vitals.started()
@@ -167,6 +168,7 @@ class FakeEngine:
         result = reply.result
         result.seq, result.status = seq, pb.STATUS_SUCCEEDED
         kind = operation.WhichOneof("kind")
+        result.timings.engine_s = self.seconds.get(operation.forward_backward.loss_fn or kind, 0.0)
         if kind == "forward_backward":
             loss_fn = operation.forward_backward.loss_fn
             if loss_fn.partition("-")[0] == "fail":
@@ -189,6 +191,10 @@ class FakeEngine:
             result.optim_step.step = run.step
         elif kind == "save_checkpoint":
             self.overwrites.append(operation.save_checkpoint.overwrite)
+            if self.disk_full:
+                run.failed_seq, result.status = seq, pb.STATUS_FAILED
+                result.error.code, result.error.message = pb.ERROR_CODE_STORAGE_FULL, "no space left on device"
+                return reply, b""
             name = operation.save_checkpoint.name or f"step-{run.step}"
             folder = self._folder(f"{asked.run_id}/{name}")
             if operation.save_checkpoint.overwrite:

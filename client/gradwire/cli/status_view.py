@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire import sync
-from gradwire.cli.text import duration, plain, size
+from gradwire.cli.text import duration, plain, precise, size
 from gradwire.descriptions import ModelInfo, RunInfo, ServerInfo
 
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks, from which the rates are taken.")]
@@ -74,6 +74,9 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
         if run.parked
     ]
     parts += [f"{len(parked)} parked"] if parked else []
+    runs_s = sum(run.recovery_s for run in now.runs.values())
+    whole, engine_s = precise(engine.start_s + runs_s), precise(engine.start_s)
+    parts.append(f"recovery {whole} (engine {engine_s}, runs {precise(runs_s)})")
     return Group(head, Text(", ".join(parts)), *parked, _models(now.models), _runs(now, before, most))
 
 
@@ -95,7 +98,7 @@ def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
     table = Table(caption=f"and {hidden} more" if hidden > 0 else None)
     for column in ("run", "name", "model"):
         table.add_column(column, overflow="fold")
-    for column in ("step", "queue", "done", "ops/s", "steps/s", "tokens/s"):
+    for column in ("step", "queue", "done", "ops/s", "steps/s", "tokens/s", "recovery"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("checkpoint", overflow="fold")
     for run in runs[: most or None]:
@@ -107,7 +110,7 @@ def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
             rate(run.applied_seq, earlier.applied_seq if earlier else None, seconds),
             rate(run.step, earlier.step if earlier else None, seconds),
             rate(run.num_tokens, earlier.num_tokens if earlier else None, seconds),
-            Text(plain(run.latest_checkpoint.partition("/")[2])),
+            precise(run.recovery_s), Text(plain(run.latest_checkpoint.partition("/")[2])),
         )  # fmt: skip
     return table
 

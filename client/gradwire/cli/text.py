@@ -20,6 +20,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
+def precise(seconds: float) -> str:
+    """Format a duration as :func:`duration` does, with tenths below a minute."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
 def plain(text: str) -> str:
     """Replace the characters of a foreign text that are not printable, such as terminal escapes, with "·"."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)

@@ -429,6 +429,7 @@ class EngineStatus(_message.Message):
     DEVICE_MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UTILIZATION_FIELD_NUMBER: _builtins.int
+    START_S_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
     heartbeat_age_s: _builtins.float
@@ -442,6 +443,8 @@ class EngineStatus(_message.Message):
     device_memory_total_bytes: _builtins.int
     device_utilization: _builtins.float
     """0 to 1; absent if unknown"""
+    start_s: _builtins.float
+    """how long it took to start and load its models"""
     def __init__(
         self,
         *,
@@ -452,10 +455,11 @@ class EngineStatus(_message.Message):
         device_memory_used_bytes: _builtins.int = ...,
         device_memory_total_bytes: _builtins.int = ...,
         device_utilization: _builtins.float | None = ...,
+        start_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
@@ -1181,6 +1185,7 @@ class Run(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
+    RECOVERY_S_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1205,6 +1210,10 @@ class Run(_message.Message):
     """tokens that went through the model since the server started"""
     owner: _builtins.str
     """name of the key that created it; empty on a server without keys"""
+    recovery_s: _builtins.float
+    """Seconds that bringing the run back into a new engine would take now: loading the newest checkpoint, and replaying
+    the operations behind it, both as measured. With durability "checkpoint" nothing is replayed: the work is lost.
+    """
     @_builtins.property
     def config(self) -> Global___RunConfig: ...
     @_builtins.property
@@ -1237,10 +1246,11 @@ class Run(_message.Message):
         owner: _builtins.str = ...,
         readers: _abc.Iterable[_builtins.str] | None = ...,
         parked: Global___Error | None = ...,
+        recovery_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

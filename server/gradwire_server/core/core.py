@@ -480,6 +480,7 @@ class Core(Startable):
         reason = self.scheduler.parked(record.run_id)
         if reason is not None:
             run.parked.CopyFrom(reason)
+        run.recovery_s = self.scheduler.recovery_s(record.run_id)
         return run
 
     def _start_tracing(self) -> None:

@@ -234,7 +234,7 @@ class EngineProcess:
     async def _live(self, started: asyncio.Future[None]) -> None:
         """The life of one engine process; ends by raising why it ended."""
         ours, theirs = socket.socketpair()
-        marks = CrashMarks()
+        marks, began = CrashMarks(), asyncio.get_running_loop().time()
         with theirs:
             words = command(self._config.engine, theirs.fileno(), marks.fd)
             env = ENVIRONMENT | os.environ | {"TOKENIZERS_PARALLELISM": "false"}
@@ -255,7 +255,7 @@ class EngineProcess:
                 raise ServiceError.of(first.error)
             self.hello = first.hello
             self.generation += 1
-            self.vitals.started()
+            self.vitals.started(asyncio.get_running_loop().time() - began)
             self._connection = connection
             self._ready.set()
             if not started.done():

@@ -20,18 +20,20 @@ class Vitals:
         starts: Number of engine processes started so far.
         beat: The last heartbeat; empty before the first one of a process.
         busy: Share of the time between the last two heartbeats that the engine spent on requests, 0 to 1.
+        start_s: Seconds that the newest process took to start and load its models.
     """
 
     def __init__(self, stale_s: float = STALE_S) -> None:
         self._stale_s = stale_s
         self._at = float("-inf")
         self.starts = 0
-        self.busy = 0.0
+        self.busy = self.start_s = 0.0
         self.beat = engine_pb2.EngineHeartbeat()
 
-    def started(self) -> None:
+    def started(self, start_s: float = 0.0) -> None:
         """Count a new engine process, which has just said hello, and reset the heartbeat."""
         self.starts += 1
+        self.start_s = start_s
         self.busy = 0.0
         self.beat = engine_pb2.EngineHeartbeat()
         self._at = time.monotonic()
@@ -68,6 +70,7 @@ class Vitals:
             memory_bytes=self.beat.memory_bytes,
             device_memory_used_bytes=device.used_bytes,
             device_memory_total_bytes=device.total_bytes,
+            start_s=self.start_s,
         )
         if device.HasField("utilization"):
             status.device_utilization = device.utilization

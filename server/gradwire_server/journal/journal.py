@@ -77,6 +77,7 @@ class JournalEntry:
         location: Where its payload is; None if it has none or it was dropped.
         damaged: Whether the row does not match its digest.
         outcome: What repeating it must give again (:func:`.same_state.outcome_of`); None if that is not known.
+        replay_s: Seconds that the engine took for it; 0 if a recovery leaves it out, or if that is not known.
     """
 
     header: pb.OperationHeader
@@ -87,6 +88,7 @@ class JournalEntry:
     location: Location | None
     damaged: bool = False
     outcome: bytes | None = None
+    replay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,7 @@ class Journal:
         """Operations of a run with numbers in ``(after_seq, up_to_seq]``, in order, without their payloads."""
         query = (
             f"SELECT seq, header, identity, accepted_at, status, deaths, segment, offset, outcome,"
+            " coalesce(CAST(replay_s AS REAL), 0.0),"
             f" digest = {OPERATION} FROM operations WHERE run_id = ? AND seq > ? AND seq <= ? ORDER BY seq"
         )
         rows = await self.store.read(
@@ -212,12 +215,13 @@ class Journal:
                 deaths,
                 _location(segment, offset),
                 outcome=outcome,
+                replay_s=replay_s,
             )
             if whole
             else JournalEntry(
                 pb.OperationHeader(run_id=run_id, seq=seq), content, at, status, deaths, None, damaged=True
             )
-            for seq, header, content, at, status, deaths, segment, offset, outcome, whole in rows
+            for seq, header, content, at, status, deaths, segment, offset, outcome, replay_s, whole in rows
         ]
 
     async def payload(self, location: Location) -> bytearray:
@@ -227,6 +231,14 @@ class Journal:
             CorruptRecord: The bytes are not those that were written.
         """
         return await asyncio.to_thread(self.segments.read, location)
+
+    async def replay_s(self, run_id: str, after_seq: int) -> float:
+        """Seconds that the engine took for the operations after a number that a recovery would replay."""
+        query = "SELECT total(replay_s) FROM operations WHERE run_id = ? AND seq > ?"
+        found: float = await self.store.read(
+            lambda connection: connection.execute(query, (run_id, after_seq)).fetchone()[0]
+        )
+        return found
 
     def count_death(self, run_id: str, seq: int) -> asyncio.Future[None]:
         """Record that the engine died while it executed an operation."""
@@ -334,8 +346,17 @@ class Journal:
             outcome = outcome_of(result, payload) if repeatable else None
             connection.execute(
                 f"UPDATE operations SET status = ?, (segment, offset) = ({kept}), outcome_segment = ?, outcome = ?,"
+                " replay_s = ?,"
                 f" digest = {OPERATION.replace('status, segment, offset', f'?, {kept}')} WHERE run_id = ? AND seq = ?",
-                (result.status, failed_in, outcome, result.status, run_id, result.seq),
+                (
+                    result.status,
+                    failed_in,
+                    outcome,
+                    result.timings.engine_s if repeatable else 0.0,
+                    result.status,
+                    run_id,
+                    result.seq,
+                ),
             )
             if marks.config:
                 connection.execute(

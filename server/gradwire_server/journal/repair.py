@@ -26,6 +26,7 @@ from gradwire_server.journal.run_records import NAME, ORIGIN
 from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, locked
+from gradwire_server.operation_kinds import kind_of
 
 EPOCHS = 1 << 20
 """How far the epoch of a rebuilt run is ahead of the newest one that is known: above any that was given out since."""
@@ -285,12 +286,14 @@ def _enter_operation(
     place = found.columns if found is not None and is_operation and not trimmed else (None, None)
     at = found.record.at if found else time.time()
     columns = (run_id, seq, identity(header), header.SerializeToString(), at, int(status), *place)
+    repeated = kind_of(header.operation).changes_state and status == pb.STATUS_SUCCEEDED
+    replay_s = result.record.result.timings.engine_s if result is not None and repeated else 0.0
     failed = result is not None and status != pb.STATUS_SUCCEEDED and not trimmed
     outcome = result.columns[0] if result is not None and failed else None
     connection.execute(
         "INSERT INTO operations (run_id, seq, identity, header, accepted_at, status, segment, offset, digest,"
-        " outcome_segment) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (*columns, row_digest(*columns), outcome),
+        " outcome_segment, replay_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*columns, row_digest(*columns), outcome, replay_s),
     )
     if not trimmed:
         for name in uses(header.operation):

@@ -127,7 +127,13 @@ _THIRD = (
 )
 """Version 3: what runs were computed with, and what their operations gave, is compared when they are restored."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD)
+_FOURTH = (
+    # Seconds that the engine took for the operation; 0 for one that a recovery leaves out.
+    "ALTER TABLE operations ADD COLUMN replay_s REAL NOT NULL DEFAULT 0",
+)
+"""Version 4: how long a recovery would take is known before it is needed."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH)
 VERSION = len(MIGRATIONS)
 
 

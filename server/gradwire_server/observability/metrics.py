@@ -68,6 +68,8 @@ CATALOGUE = (
     # Gauges sampled at scrape time.
     Spec("gradwire_runs", "gauge", (), "Runs that the server keeps."),
     Spec("gradwire_runs_parked", "gauge", (), "Runs that cannot go on for now; `gradwire status` says why."),
+    Spec("gradwire_recovery_seconds", "gauge", (),
+         "Bringing all runs back would take this long now: loading checkpoints, repeating what came after."),
     Spec("gradwire_queue_operations", "gauge", (), "Accepted operations without a result."),
     Spec("gradwire_queue_bytes", "gauge", (), "Payloads of operations without a result."),
     Spec("gradwire_queue_oldest_seconds", "gauge", (), "Age of the oldest operation without a result."),
@@ -75,6 +77,7 @@ CATALOGUE = (
     Spec("gradwire_engine_ready", "gauge", (), "1 while the engine's heartbeat is fresh."),
     Spec("gradwire_engine_heartbeat_age_seconds", "gauge", (), "Since the engine's last sign of life."),
     Spec("gradwire_engine_restarts_total", "counter", (), "Engine processes started after the first."),
+    Spec("gradwire_engine_start_seconds", "gauge", (), "What the engine took to start and load its models."),
     Spec("gradwire_engine_busy_ratio", "gauge", (), "Share of the last second in which the engine computed."),
     Spec("gradwire_engine_request_seconds", "gauge", (), "How long the engine has worked on its present request."),
     Spec("gradwire_engine_memory_bytes", "gauge", (), "Resident memory of the engine's process."),
@@ -101,6 +104,7 @@ class Backlog:
         early: Number of operations that wait for a missing number.
         oldest_s: Age in seconds of the oldest accepted operation without a result.
         parked: Number of parked runs.
+        recovery_s: Seconds that bringing all runs back into a new engine would take.
     """
 
     runs: int = 0
@@ -109,6 +113,7 @@ class Backlog:
     early: int = 0
     oldest_s: float = 0.0
     parked: int = 0
+    recovery_s: float = 0.0
 
 
 class Metrics:
@@ -260,6 +265,7 @@ class Present(Collector):
         beat = vitals.beat
         yield _one("gradwire_runs", backlog.runs)
         yield _one("gradwire_runs_parked", backlog.parked)
+        yield _one("gradwire_recovery_seconds", backlog.recovery_s)
         yield _one("gradwire_queue_operations", backlog.operations)
         yield _one("gradwire_queue_bytes", backlog.bytes)
         yield _one("gradwire_queue_oldest_seconds", backlog.oldest_s)
@@ -267,6 +273,7 @@ class Present(Collector):
         yield _one("gradwire_engine_ready", self._ready())
         yield _one("gradwire_engine_heartbeat_age_seconds", vitals.age_s)
         yield _one("gradwire_engine_restarts_total", vitals.restarts)
+        yield _one("gradwire_engine_start_seconds", vitals.start_s)
         yield _one("gradwire_engine_busy_ratio", vitals.busy)
         yield _one("gradwire_engine_request_seconds", beat.request_s)
         yield _one("gradwire_engine_memory_bytes", beat.memory_bytes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Sequence
 
 from gradwire_proto.v1 import engine_pb2
@@ -22,8 +23,12 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import AUTOMATIC, RunRecord, RunRecords
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
 
 log = logging.getLogger(__name__)
+
+SHARE = 0.1
+"""The most of a run's engine time that goes to checkpoints which the time of a recovery makes due."""
 
 
 class AutoCheckpoint:
@@ -32,13 +37,22 @@ class AutoCheckpoint:
     Args:
         every_steps, every_bytes: A checkpoint is due when this many optimizer steps have been taken, or the journal
             has grown by this many bytes, since the newest one; 0 for never.
+        replay_s: A checkpoint is also due when a recovery would spend this many seconds of the engine on replaying; 0
+            for never. Where saving takes so long that this would cost more than :data:`SHARE` of the engine's time, a
+            checkpoint waits until it does not.
     """
 
     def __init__(
-        self, engine: EngineClient, journal: Journal, runs: RunRecords, every_steps: int, every_bytes: int
+        self,
+        engine: EngineClient,
+        journal: Journal,
+        runs: RunRecords,
+        every_steps: int,
+        every_bytes: int,
+        replay_s: float = 0.0,
     ) -> None:
         self._engine, self._journal, self._runs = engine, journal, runs
-        self._every_steps, self._every_bytes = every_steps, every_bytes
+        self._every_steps, self._every_bytes, self._replay_s = every_steps, every_bytes, replay_s
 
     async def start(self, records: Sequence[RunRecord]) -> None:
         """Delete automatic checkpoints that a crash left on disk before they were recorded in the database."""
@@ -54,14 +68,18 @@ class AutoCheckpoint:
 
     def due(self, queue: RunQueue) -> bool:
         """Whether to save a run as soon as none of its operations is in the engine."""
-        since = queue.since_checkpoint
-        due = 0 < self._every_steps <= since.steps or 0 < self._every_bytes <= since.bytes
+        since, work = queue.since_checkpoint, queue.since_checkpoint.since_attempt
+        due = (
+            0 < self._every_steps <= work.steps
+            or 0 < self._every_bytes <= work.bytes
+            or 0 < self._replay_s <= work.engine_s >= since.saving_s / SHARE
+        )
         return due and queue.generation == self._engine.generation
 
     async def take(self, queue: RunQueue, seq: int) -> None:
         """Save the run in its state after operation ``seq``, which must be the last one that the engine executed."""
-        record = queue.record
-        queue.checkpointed()  # a failed attempt is repeated only after another interval
+        record, since, began = queue.record, queue.since_checkpoint, time.monotonic()
+        since.attempt()  # a failed attempt is repeated only after another interval
         save = pb.SaveCheckpoint(name=f"{AUTOMATIC}{seq}", note="automatic", overwrite=True)
         request = engine_pb2.EngineOperation(
             run_id=record.run_id, seq=seq, operation=pb.Operation(save_checkpoint=save)
@@ -74,11 +92,22 @@ class AutoCheckpoint:
                 return
             crash_point("checkpoint.before_row")
             await self._runs.add_checkpoint(record, reply.result.checkpoint)
+            since.saved()
             await self.saved(record, reply.result.checkpoint)
+            self._took(record, since, time.monotonic() - began)
         except EngineDied:
             log.error("the engine died while it took checkpoint %s of %s", save.name, record.run_id)
         except Exception as error:  # a run can train without the checkpoint; a bad disk also fails its other writes
             log.error("checkpoint %s of %s was not taken: %s", save.name, record.run_id, error)
+
+    def _took(self, record: RunRecord, since: SinceCheckpoint, seconds: float) -> None:
+        if since.saving_s <= SHARE * self._replay_s < seconds and self._replay_s:
+            log.warning(
+                "a checkpoint of run %s takes %.0f s: it is taken every %.0f s of work, not every %.0f s"
+                " (--max-recovery-seconds), so that saving costs no more than a tenth of the time",
+                record.run_id, seconds, seconds / SHARE, self._replay_s,
+            )  # fmt: skip
+        since.saving_s = seconds
 
     async def saved(self, record: RunRecord, newest: pb.Checkpoint) -> None:
         """Read a new checkpoint back, then delete the journal and automatic checkpoints older than the previous one."""

@@ -47,11 +47,13 @@ class Executor:
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         for _ in range(DEATHS):
             await self._engine.ready()
+            began = time.monotonic()
             try:
                 reply, _payload = await self._engine.request(request)
             except EngineDied:
                 continue
             queue.held_by(self._engine.generation)
+            queue.since_checkpoint.loading_s = time.monotonic() - began
             return reply.run_created
         raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
 
@@ -197,7 +199,7 @@ class Executor:
             return False
         generation, began = self._engine.generation, time.monotonic()
         try:
-            entries = await restore(self._engine, self._journal, queue.record)
+            done = await restore(self._engine, self._journal, queue.record)
         except ReplayDied as error:
             if queue.replay_died(error.seq) >= DEATHS:
                 message = (
@@ -211,10 +213,10 @@ class Executor:
             if self._engine.generation != generation:
                 raise EngineDied(suspect=False) from error  # it died between two requests; its successor lacks the run
             raise
-        queue.restored(generation, entries)
-        self._metrics.restored(
-            sum(is_replayed_with(entry.header.operation, entry.status) for entry in entries), time.monotonic() - began
-        )
+        queue.restored(generation, done.entries)
+        queue.since_checkpoint.loading_s = done.loading_s
+        count = sum(is_replayed_with(entry.header.operation, entry.status) for entry in done.entries)
+        self._metrics.restored(count, time.monotonic() - began)
         return True
 
     async def _after_death(self, queue: RunQueue, operation: QueuedOperation, error: EngineDied) -> Outcome | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -30,11 +32,21 @@ class ReplayDied(Exception):
         self.seq = seq
 
 
-async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> list[JournalEntry]:
-    """Restore a run in the engine to its state after its last result.
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did.
 
-    Returns:
-        The journal entries with a result, and damaged ones, after the checkpoint from which the restore started.
+    Attributes:
+        entries: The journal entries with a result, and damaged ones, after the checkpoint from which it started.
+        loading_s: Seconds until the engine held the state of that checkpoint.
+    """
+
+    entries: list[JournalEntry]
+    loading_s: float
+
+
+async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> Restored:
+    """Restore a run in the engine to its state after its last result.
 
     Raises:
         EngineDied: The engine died, and no operation is suspected.
@@ -51,10 +63,10 @@ async def restore(engine: EngineClient, journal: Journal, record: RunRecord) -> 
         raise ServiceError(passed[0].code, f"{passed[0]}; and without it, {error}") from error
 
 
-async def _restore(
-    engine: EngineClient, journal: Journal, record: RunRecord, passed: list[ServiceError]
-) -> list[JournalEntry]:
+async def _restore(engine: EngineClient, journal: Journal, record: RunRecord, passed: list[ServiceError]) -> Restored:
+    began = time.monotonic()
     base, facts = await _begin(engine, record, passed)
+    loading_s = time.monotonic() - began
     if facts:
         try:
             await journal.check_computed_with(record.run_id, base, facts)
@@ -71,7 +83,7 @@ async def _restore(
         elif drops_accumulation(entry.header.operation, entry.status):
             dropped_step = entry.header.seq
     log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
-    return entries
+    return Restored(entries, loading_s)
 
 
 async def behind(journal: Journal, record: RunRecord, base: int) -> list[JournalEntry]:

@@ -71,7 +71,7 @@ class RunQueue:
         handing: Lock held while an operation is sent to the engine; keeps them in order.
         finishing: Lock held while an answered operation waits for its journal write; keeps results in order.
         generation: Generation of the engine process that holds the run; 0 for none.
-        since_checkpoint: What a recovery would replay.
+        since_checkpoint: What a recovery would replay, and how long it would take.
         closed: Error for readers and writers once the run is closed.
         parked: Why and since when the run is parked; None if it is not. See :mod:`.parking`.
     """
@@ -328,7 +328,7 @@ class RunQueue:
                 record.failure_seq, record.failure = operation.seq, result.error.message
             elif operation.kind == "optim_step":
                 record.failure_seq, record.failure = 0, ""
-        self.since_checkpoint.count(operation.header, result.status)
+        self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
         if result.status == pb.STATUS_SUCCEEDED:
             if operation.kind == "save_checkpoint":
                 self.checkpointed()
@@ -404,7 +404,7 @@ class RunQueue:
         self._replay_deaths.clear()
         self.checkpointed()
         for entry in entries:
-            self.since_checkpoint.count(entry.header, entry.status)
+            self.since_checkpoint.count(entry.header, entry.status, entry.replay_s)
 
     def replay_died(self, seq: int) -> int:
         """Count an engine that died while it replayed an operation; return the count."""

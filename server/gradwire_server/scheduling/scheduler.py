@@ -69,7 +69,12 @@ class Scheduler:
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
         self._executor = Executor(engine, journal, self._metrics)
         self._auto_checkpoint = AutoCheckpoint(
-            engine, journal, runs, config.checkpoint_every_steps, int(config.checkpoint_every_mib * (1 << 20))
+            engine,
+            journal,
+            runs,
+            config.checkpoint_every_steps,
+            int(config.checkpoint_every_mib * (1 << 20)),
+            config.max_recovery_seconds,
         )
         self.results = Results(journal, self._auto_checkpoint, self._memory, self._metrics)
         self.dispatcher = Dispatcher(
@@ -104,6 +109,7 @@ class Scheduler:
                 except ServiceError as error:
                     self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)
+            await self._measure(queue)
         self._collecting = asyncio.create_task(self._collect())
         for queue in self._queues.values():
             self.dispatcher.wake(queue)
@@ -194,6 +200,18 @@ class Scheduler:
         """
         await self._auto_checkpoint.check_deletable(record, name)
         await self._runs.delete_checkpoint(record, name)
+        await self._measure(self.queue(record))
+
+    async def _measure(self, queue: RunQueue) -> None:
+        """Find out what a recovery of a run would replay, from the journal."""
+        newest = queue.record.newest_checkpoint
+        base = newest.seq if newest is not None else 0
+        queue.since_checkpoint.found(await self._journal.replay_s(queue.record.run_id, base))
+
+    def recovery_s(self, run_id: str) -> float:
+        """Seconds that bringing a run back into a new engine would take now."""
+        queue = self._queues.get(run_id)
+        return queue.since_checkpoint.recovery_s if queue is not None else 0.0
 
     def queue(self, record: RunRecord) -> RunQueue:
         """Return the queue of a run.
@@ -236,6 +254,7 @@ class Scheduler:
             operations=sum(len(queue.pending) for queue in queues),
             bytes=sum(queue.queued_bytes for queue in queues),
             parked=self.num_parked,
+            recovery_s=sum(queue.since_checkpoint.recovery_s for queue in queues),
             early=sum(len(queue.window) for queue in queues),
             oldest_s=max(now - min(oldest, default=now), 0.0),
         )

@@ -15,7 +15,10 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.journal.journal import Journal, uses
+from gradwire_server.observability.metrics import Present
+from gradwire_server.scheduling import auto_checkpoint
 from gradwire_server.server import Server
+from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
@@ -79,6 +82,85 @@ async def test_payloads_make_a_checkpoint_due_too(start: Start) -> None:
             await client.fb(seq, "g", bytes(3000))
         await client.results(7)
         await saved(client, "auto-4")
+
+
+async def recovery_s(client: Client) -> float:
+    """What the server says that bringing the run back would cost, to tenths of a second."""
+    run = await client.stub.GetRun(pb.GetRunRequest(run_id=client.run_id))
+    return float(round(run.recovery_s, 1))
+
+
+def slow(engine: FakeEngine) -> None:
+    engine.seconds = {"slow": 25.0, "optim_step": 1.0, "sample": 1000.0, "forward": 1000.0, "fail": 1000.0}
+
+
+async def test_the_time_that_a_recovery_would_take_makes_a_checkpoint_due(start: Start) -> None:
+    async with start(prepare=slow) as door:
+        client = await (await door.client()).begin()
+        await client.fb(1, "slow")
+        await client.submit(2, sample=pb.SampleCall(max_tokens=1000))
+        await client.submit(3, forward=pb.LossCall())
+        await client.step(4)
+        await client.fb(5, "slow")
+        await client.results(5)
+        assert await recovery_s(client) == 51.0
+        await client.fb(6, "fail")
+        await client.fb(7, "slow", failure_seen=6)
+        await client.results(7)
+        await saved(client, "auto-7")
+        assert await recovery_s(client) == 0.0
+        await client.fb(8, "slow")
+        await client.results(8)
+        assert await recovery_s(client) == 25.0
+    async with start(prepare=slow) as door:  # known before the run is brought back
+        client = await (await door.client()).open(client.run_id)
+        assert await recovery_s(client) == 25.0 and not door.engine.runs
+        await client.step(9)
+        await client.results(9)
+        assert await recovery_s(client) == 26.0
+        scrape = {metric.name: metric.samples for metric in Present(
+            door.server.core.scheduler.backlog, door.engine.vitals, lambda: True).collect()}  # fmt: skip
+        assert round(scrape["gradwire_recovery_seconds"][0].value, 1) == 26.0
+
+
+async def test_a_checkpoint_that_fails_or_is_deleted_leaves_the_cost_of_a_recovery_as_it_is(
+    start: Start,
+) -> None:
+    async with start(prepare=slow) as door:
+        client = await (await door.client()).begin()
+        door.engine.disk_full = True
+        for seq in (1, 2, 3):
+            await client.fb(seq, "slow")
+        await client.results(3)
+        await until(lambda: door.engine.overwrites)
+        assert await recovery_s(client) == 75.0
+        door.engine.disk_full = False
+        await client.fb(4, "slow")
+        await client.submit(5, save_checkpoint=pb.SaveCheckpoint(name="mine"))
+        await client.results(5)
+        assert await recovery_s(client) == 0.0
+        await client.fb(6, "slow")
+        await client.results(6)
+        await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/mine"))
+        assert await recovery_s(client) == 125.0
+
+
+async def test_checkpoints_that_take_long_to_save_are_taken_less_often_which_is_said(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto_checkpoint, "time", SimpleNamespace(monotonic=iter(range(0, 90_000, 9)).__next__))
+    async with start(prepare=slow) as door:
+        client = await (await door.client()).begin()
+        for seq in range(1, 4):
+            await client.fb(seq, "slow")
+        await client.results(3)
+        await saved(client, "auto-3")
+        for seq in range(4, 8):
+            await client.fb(seq, "slow")
+        await client.results(7)
+        await saved(client, "auto-3", "auto-7")  # 9 seconds are a tenth of 90
+    [said] = [record.getMessage() for record in caplog.records if "--max-recovery-seconds" in record.getMessage()]
+    assert client.run_id in said and "takes 9 s" in said and "every 90 s of work, not every 60 s" in said
 
 
 @pytest.mark.parametrize("damage", ["newest", "both"])

@@ -55,7 +55,9 @@ class Finding:
 
 
 def doctor(
-    state_dir: Annotated[Path, typer.Option(help="State folder of the server.")] = Path("gradwire-state"),
+    state_dir: Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="State folder of the server.")] = Path(
+        "gradwire-state"
+    ),
     address: Annotated[str, typer.Option(help="HOST:PORT that the server is to listen on.")] = ADDRESS,
 ) -> None:
     """Check Python, torch, CUDA, memory, disk, the port and the keys' permissions; status 1 if there is a problem."""

@@ -15,7 +15,7 @@ from gradwire_server.access.keys import KeyFile, Quota, Role
 app = typer.Typer(help="API keys of a server.", no_args_is_help=True, add_completion=False)
 console = Console(stderr=True, soft_wrap=True)
 
-StateDir = Annotated[Path, typer.Option(help="Of the server whose keys they are.")]
+StateDir = Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="Of the server whose keys they are.")]
 STATE_DIR = Path("gradwire-state")
 
 

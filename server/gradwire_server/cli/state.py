@@ -23,7 +23,7 @@ restore_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 repair_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True, soft_wrap=True)
 
-StateDir = Annotated[Path, typer.Option(help="State folder of the server.")]
+StateDir = Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="State folder of the server.")]
 STATE_DIR = Path("gradwire-state")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,19 +23,28 @@ def sync_tree(folder: Path) -> None:
         sync(entry)
 
 
+@contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Provide a name to write a new file under, which replaces ``path`` and is on disk once the context ends."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    yield partial
+    sync(partial)
+    partial.rename(path)
+    sync(path.parent)
+
+
 def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file such that a crash leaves the old or the new one; on disk when this returns.
 
     Args:
         mode: Permissions of the new file, less the umask.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+    with (
+        replacing_file(path) as partial,
+        open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file,
+    ):
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
-    sync(path.parent)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> None:

@@ -15,7 +15,7 @@ HEAVY = ("torch", "transformers", "pydantic", "gradwire_losses", "gradwire_serve
 BASE_LACKS = (
     "torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "pydantic_settings", "yaml",
     "prometheus_client", "grpc_health", "fastapi", "sqlalchemy", "alembic", "dbos", "nicegui", "uvicorn", "jsonschema",
-    "matplotlib", "datasets", "opentelemetry", "jinja2", "huggingface_hub",
+    "matplotlib", "datasets", "opentelemetry", "huggingface_hub",
 )  # fmt: skip
 PROBE = f"""
 import json, sys, time

@@ -4,7 +4,7 @@
 (``gradwire[data]``) and iterables of rows. Common column layouts are recognised; ``mapping=`` names any other.
 """
 
-from gradwire.data.dataset import Batches, Dataset, conversations, preferences, prompts
+from gradwire.data.dataset import Batches, Dataset, OnError, conversations, preferences, prompts
 from gradwire.data.layouts import Conversation, Preference, Prompt
 from gradwire.data.sources import DataError, read
 
@@ -13,6 +13,7 @@ __all__ = [
     "Conversation",
     "DataError",
     "Dataset",
+    "OnError",
     "Preference",
     "Prompt",
     "conversations",

@@ -61,7 +61,7 @@ async def train_with(
     """Train a run with an algorithm, from where its folder's state stands."""
     rows = data.prompts(
         settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
-        on_error=settings.on_error,  # type: ignore[arg-type]
+        on_error=settings.on_error,
     )  # fmt: skip
     kept, held_out = rows.split(settings.held_out, settings.seed)
     tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]

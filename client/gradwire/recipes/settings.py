@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gradwire.data import OnError
 from gradwire.extras import require
 
 S = TypeVar("S", bound="Settings")
@@ -39,7 +40,7 @@ class Settings:
     split: str = setting("train", "split of a data set of the hub")
     mapping: dict[str, str] = setting({}, "field -> column, where the columns are not recognised")
     limit: int = setting(0, "rows to use at most; 0: all")
-    on_error: str = setting("raise", "raise, or skip: what to do with a row that does not fit")
+    on_error: OnError = setting("raise", "raise, or skip: what to do with a row that does not fit")
     held_out: float = setting(0.02, "share of the rows to evaluate on; they share no prompt with the others")
     seed: int = setting(0, "of the adapter, the order of the rows and sampling")
     lora_rank: int = setting(16, "rank of the adapter; 0 trains all weights")
@@ -145,6 +146,7 @@ def _built(kind: type[S], given: Mapping[str, Any], places: Mapping[str, str]) -
 
 def _value(hint: Any, value: Any, place: str) -> Any:
     kind = typing.get_origin(hint) or hint
+    kind = str if kind is typing.Literal else kind
     if kind is float and isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value):
         value = float(value)  # YAML 1.1 takes 1e-4 for a text
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

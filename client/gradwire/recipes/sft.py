@@ -25,7 +25,7 @@ async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
     rows = data.conversations(
         settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
-        on_error=settings.on_error,  # type: ignore[arg-type]
+        on_error=settings.on_error,
     )  # fmt: skip
     kept, held_out = rows.split(settings.held_out, settings.seed)
     batches = kept.batches(settings.batch_size, seed=settings.seed)

@@ -17,7 +17,7 @@ from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
 from gradwire.rl.progress import Progress
-from gradwire.whole_files import replace_json
+from gradwire.whole_files import replace_json, whole_file
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -255,9 +255,8 @@ def forget(file: Path, step: int) -> None:
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= step]
-        aside = file.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(file)
+        with whole_file(file) as whole:
+            whole.write("".join(kept).encode())
 
 
 def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:

@@ -5,32 +5,20 @@
 
 from __future__ import annotations
 
-import argparse
-import html
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import jinja2
+import typer
+from rich.console import Console
+from rich.text import Text
 
 from gradwire.rl.loggers import read_jsonl
 
 Record = Mapping[str, Any]
-
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin:1.6rem 0 .4rem}
-details{border:1px solid #ddd;border-radius:6px;margin:.4rem 0;padding:.2rem .8rem}
-summary{cursor:pointer;padding:.2rem 0;white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
-summary b{font-variant-numeric:tabular-nums}
-.step{border-left:3px solid #ccc;margin:.8rem 0;padding:.1rem .9rem}
-.turn{display:grid;grid-template-columns:6.5rem 1fr;align-items:baseline}.turn>span{font-size:.8rem;color:#777}
-pre{white-space:pre-wrap;word-break:break-word;background:#f6f6f6;padding:.3rem .5rem;border-radius:4px;margin:.15rem 0}
-pre.action{background:#fff;border:1px solid #e4e4e4}.token{border-radius:2px}
-.numbers{font-size:.85rem;color:#555}.good{color:#06723a}.bad{color:#b00020}.error{color:#b00020;font-weight:600}
-.legend span{padding:0 .5rem}
-"""
-LEGEND = (-0.05, -0.7, -1.5, -3.0, -6.0)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def colour(logprob: float) -> str:
@@ -64,14 +52,14 @@ def view(
         ValueError: The file holds something else.
     """
     records = [each for each in _records(path) if iteration is None or each["iteration"] == iteration]
-    stream = out or sys.stdout
+    console = Console(file=out, highlight=False)
     if html_path is not None:
         Path(html_path).write_text(page(records, str(path)), encoding="utf-8")
     for record in records[-limit:] if limit else records:
-        _show(record, stream)
-    print(f"{len(records)} trajectories, {min(limit or len(records), len(records))} shown", file=stream)
+        _show(record, console)
+    print(f"{len(records)} trajectories, {min(limit or len(records), len(records))} shown", file=out)
     if html_path is not None:
-        print(f"page: {html_path}", file=stream)
+        print(f"page: {html_path}", file=out)
 
 
 def _records(path: Path | str) -> list[dict[str, Any]]:
@@ -82,14 +70,7 @@ def _records(path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
-def _show(record: Record, stream: TextIO) -> None:
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ModuleNotFoundError:
-        _show_plain(record, stream)
-        return
-    console = Console(file=stream, highlight=False)
+def _show(record: Record, console: Console) -> None:
     console.rule(Text(f"iteration {record['iteration']}  {_which(record)}  {_verdict(record)}"))
     if record.get("error"):
         console.print(Text(record["error"], style="bold red"))
@@ -102,16 +83,6 @@ def _show(record: Record, stream: TextIO) -> None:
         console.print(action)
         for result in step.get("tool_results", ()):
             console.print(Text(_tool(result), style="magenta"))
-
-
-def _show_plain(record: Record, stream: TextIO) -> None:
-    print(f"--- iteration {record['iteration']}  {_which(record)}  {_verdict(record)}", file=stream)
-    if record.get("error"):
-        print(f"error: {record['error']}", file=stream)
-    for step in record["steps"]:
-        print(f"step {step['index']}  {_numbers(step)}\n  < {step['observation']}\n  > {step['action']}", file=stream)
-        for result in step.get("tool_results", ()):
-            print(f"  {_tool(result)}", file=stream)
 
 
 def _which(record: Record) -> str:
@@ -137,68 +108,24 @@ def _tool(result: Record) -> str:
 
 def page(records: Sequence[Record], title: str) -> str:
     """Render the trajectories as one self-contained page."""
-    legend = "".join(f'<span style="background:{colour(each)}">{each:g}</span>' for each in LEGEND)
-    iterations: dict[int, list[Record]] = {}
-    for record in records:
-        iterations.setdefault(record["iteration"], []).append(record)
-    body = "".join(
-        f"<h2>iteration {iteration}</h2>{''.join(map(_trajectory, members))}"
-        for iteration, members in iterations.items()
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-        f"<h1>{len(records)} trajectories of {html.escape(title)}</h1>"
-        f"<p class=legend>log-probability of a token: {legend}</p>{body}</html>"
-    )
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("gradwire.rl", ""), autoescape=True)
+    environment.globals |= {"colour": colour, "which": _which, "verdict": _verdict, "numbers": _numbers, "tool": _tool}
+    return environment.get_template("viewer.html.jinja").render(records=records, title=title)
 
 
-def _trajectory(record: Record) -> str:
-    tone = "good" if record["reward"] > 0 else "bad"
-    error = f"<p class=error>{html.escape(record['error'])}</p>" if record.get("error") else ""
-    facts = [f"ground truth {record['ground_truth']}"] if record.get("ground_truth") is not None else []
-    facts += [f"{name} {value:.3g}" for name, value in record.get("metrics", {}).items()]
-    return (
-        f"<details><summary>{html.escape(_which(record))}: <b class={tone}>{html.escape(_verdict(record))}</b>, "
-        f"{len(record['steps'])} steps</summary>"
-        f"{error}<p class=numbers>{html.escape(', '.join(facts))}</p>"
-        f"{''.join(map(_html_step, record['steps']))}</details>"
-    )
-
-
-def _html_step(step: Record) -> str:
-    tokens = "".join(
-        f'<span class=token style="background:{colour(logprob)}" title="{logprob:.3f}">{html.escape(text)}</span>'
-        for text, logprob in step.get("tokens") or [[step["action"], 0.0]]
-    )
-    tone = "good" if step["advantage"] > 0 else "bad" if step["advantage"] < 0 else ""
-    tools = "".join(_turn("tool", f"<pre>{html.escape(_tool(each))}</pre>") for each in step.get("tool_results", ()))
-    observation = _turn("observation", f"<pre>{html.escape(step['observation'])}</pre>")
-    action = _turn("action", f"<pre class=action>{tokens}</pre>")
-    return (
-        f"<div class=step><span class='numbers {tone}'>step {step['index']}: {html.escape(_numbers(step))}</span>"
-        f"{observation}{action}{tools}</div>"
-    )
-
-
-def _turn(who: str, content: str) -> str:
-    return f"<div class=turn><span>{who}</span>{content}</div>"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command ``gradwire trajectories view``."""
-    parser = argparse.ArgumentParser(prog="gradwire trajectories view", description=view.__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--html", type=Path, help="write a self-contained page to this file")
-    parser.add_argument("--limit", type=int, default=20, help="number of newest trajectories to show; 0: all")
-    parser.add_argument("--iteration", type=int, help="only trajectories of this iteration")
-    given = parser.parse_args(arguments)
-    if not given.file.is_file():
-        parser.error(f"there is no file {given.file}")
+@app.command()
+def main(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A file of a TrajectoryRecorder.")],
+    html: Annotated[Path | None, typer.Option(help="Also write a self-contained page to this file.")] = None,
+    limit: Annotated[int, typer.Option(help="Number of newest trajectories to show; 0: all.")] = 20,
+    iteration: Annotated[int | None, typer.Option(help="Only trajectories of this iteration.")] = None,
+) -> None:
+    """Show a file of recorded trajectories."""
     try:
-        view(given.file, html_path=given.html, limit=given.limit, iteration=given.iteration)
+        view(file, html_path=html, limit=limit, iteration=iteration)
     except ValueError as error:
-        parser.error(str(error))
+        raise typer.BadParameter(str(error)) from None
 
 
 if __name__ == "__main__":
-    main()
+    app()

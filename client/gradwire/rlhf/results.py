@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from gradwire.errors import InvalidArgumentError
 from gradwire.extras import require
+from gradwire.whole_files import replace_json
 
 RESULTS_FILE = "training_results.json"
 FIGURES = (
@@ -114,10 +115,7 @@ class TrainingResult:
     def save(self, path: str | Path) -> Path:
         """Write JSON to this file, or to ``training_results.json`` in this folder; NaN is written as null."""
         file = _file(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".tmp")
-        aside.write_text(json.dumps(_finite(asdict(self)), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        aside.replace(file)
+        replace_json(file, _finite(asdict(self)), indent=1)
         return file
 
     @classmethod

@@ -25,6 +25,7 @@ import gradwire
 import sqlalchemy as sa
 from dbos import DBOS, DBOSConfig, SetWorkflowID
 from gradwire.rlhf import TrainingResult
+from gradwire.whole_files import whole_file
 
 from gradwire_feedback.database.connection import Database
 from gradwire_feedback.database.tables import Job, Policy
@@ -196,10 +197,8 @@ class Jobs:
                     {"prompt": row.prompt, "response": row.response, "score": row.score}
                     for row in feedback_of(session, job.agent_id)
                 ]
-                file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_suffix(".partial")
-                partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-                partial.rename(file)
+                with whole_file(file) as whole:
+                    whole.write("".join(json.dumps(row) + "\n" for row in rows).encode())
             store.begin(session, job_id, len(_read(file)))
 
     def _train(self, job_id: str) -> None:

@@ -19,6 +19,7 @@ from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings import load, misspelled_variables, with_settings
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
+from gradwire_server.durable_files import replace_text
 from gradwire_server.observability import logs
 
 if TYPE_CHECKING:
@@ -162,6 +163,4 @@ def _announce(server: Server, ready_file: Path | None) -> None:
         print(f"gradwire: HTTP on {server.http.url}", flush=True)
     print(f"gradwire: listening on {server.address}", flush=True)
     if ready_file is not None:
-        partial = ready_file.with_name(ready_file.name + ".partial")
-        partial.write_text(server.address + "\n")
-        partial.rename(ready_file)
+        replace_text(ready_file, server.address + "\n")

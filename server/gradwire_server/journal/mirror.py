@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire_server.durable_files import make_folder, sync, sync_tree
+from gradwire_server.durable_files import make_folder, replacing_file, sync_tree
 from gradwire_server.journal.schema import OPERATION, RESULT, RUN, VERSION, connect, migrate, version_of
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS, StateFolderError
@@ -134,14 +134,13 @@ def copy_database(source: Path, target: Path) -> None:
             if part.exists():
                 part.rename(aside.with_name(aside.name + suffix))
     target.with_name(target.name + "-shm").unlink(missing_ok=True)
-    partial = target.with_name(f"{target.name}.new")
-    partial.unlink(missing_ok=True)
-    with closing(connect(source)) as reading, closing(connect(partial)) as writing:
+    with (
+        replacing_file(target) as partial,
+        closing(connect(source)) as reading,
+        closing(connect(partial)) as writing,
+    ):
         reading.backup(writing)
         writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    sync(partial)
-    partial.rename(target)
-    sync(target.parent)
 
 
 def _reconcile_segments(better: Path, worse: Path) -> None:
@@ -153,9 +152,8 @@ def _reconcile_segments(better: Path, worse: Path) -> None:
         if first.exists() and second.exists() and filecmp.cmp(first, second, shallow=False):
             continue
         good, bad = (first, second) if _readable(better, number) >= _readable(worse, number) else (second, first)
-        partial = bad.with_suffix(".partial")
-        shutil.copy2(good, partial)
-        partial.rename(bad)
+        with replacing_file(bad) as partial:
+            shutil.copy2(good, partial)
         log.warning("%s is copied from %s", bad, good)
     sync_tree(better)
     sync_tree(worse)

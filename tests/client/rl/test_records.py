@@ -25,7 +25,7 @@ from gradwire.rl.loggers import (
 )
 from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.types import Action, EvaluateResult, StepData, Task, ToolCall, ToolResult, Trajectory
-from gradwire.rl.viewer import colour, main, page, view
+from gradwire.rl.viewer import app, colour, page, view
 
 
 def trajectory(reward: float = 1.0, status: Any = "completed") -> Trajectory:
@@ -116,13 +116,15 @@ def test_a_page_does_not_run_what_a_policy_wrote() -> None:
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none.jsonl")])
-    assert "there is no file" in capsys.readouterr().err
+    def refusal(file: Path) -> str:
+        with pytest.raises(SystemExit) as status:
+            app([str(file)])
+        assert status.value.code == 2
+        return " ".join(capsys.readouterr().err.replace("│", " ").split())  # typer draws a frame
+
+    assert "does not exist" in refusal(tmp_path / "none.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n')
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "metrics.jsonl")])
-    assert "line 1 is not a trajectory" in capsys.readouterr().err
+    assert "line 1 is not a trajectory" in refusal(tmp_path / "metrics.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     for command in (["gradwire.cli", "trajectories", "view"], ["gradwire.rl.viewer"]):
         result = subprocess.run(

@@ -14,6 +14,7 @@ from gradwire_losses.registry import all_losses
 from transformers.utils.hub import cached_file
 
 from gradwire_server.checkpoint_files import StoredFile
+from gradwire_server.durable_files import replace_text
 from gradwire_server.engine import generators
 from gradwire_server.engine.model import dropout
 from gradwire_server.engine.model.pool import ModelPool
@@ -75,10 +76,8 @@ class ComputedWith:
             if key not in known:
                 known[key] = StoredFile.of(file).blake2b
             state.update(f"{file.name} {known[key]}\n".encode())
-        partial = self._hashes.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(known, indent=1))
-            partial.rename(self._hashes)
+            replace_text(self._hashes, json.dumps(known, indent=1))
         except OSError as error:  # read again at the next start
             log.warning("the digests of the base model's files were not kept: %s", error)
         return state.hexdigest()

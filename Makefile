@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | test | test-slow | test-faults | bench | lint | docs | site | proto
+# make setup | demo | feedback-demo | notebook | test | test-slow | test-faults | bench | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo feedback-demo test test-slow test-faults parity bench lint docs proto site
+.PHONY: setup demo feedback-demo notebook test test-slow test-faults parity bench lint docs proto site
 
 setup: .venv/.installed
 
@@ -21,6 +21,14 @@ demo: setup
 # Two rounds of ratings, reward model, PPO and A/B through the feedback service.
 feedback-demo: setup
 	$(BIN)/python examples/feedback_loop.py
+
+# JupyterLab on the example notebook; `make notebook ARGS=--no-browser` prints the address only.
+notebook: .venv/.notebook
+	$(BIN)/jupyter-lab examples/train_across_cells.ipynb $(ARGS)
+
+.venv/.notebook: .venv/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
+	touch $@
 
 # The test files run in two processes (pytest-xdist); WORKERS=0 is one.
 WORKERS ?= 2

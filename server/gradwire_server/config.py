@@ -57,6 +57,11 @@ class Limits(BaseModel):
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
     key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
+    key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")
+    key_call_bytes: int = Field(
+        default=256 << 20, ge=1, description="bodies of one key's calls in memory, operations not included"
+    )
+    key_streams: int = Field(default=1024, ge=1, description="streams of operations and of results of one key")
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 
@@ -169,6 +174,9 @@ class ServerConfig(EngineSettings):
         None, "PEM file; only clients whose certificate it signed may connect.", subject=NETWORK
     )
     limits: Limits = setting(Limits(), "NAME=VALUE of a limit (see `gradwire status`); repeat.", subject=NETWORK)
+    tokenizer_memory_gib: float = setting(
+        2.0, "GiB that each tokenizing process may hold.", subject=COMPUTE, gt=0, allow_inf_nan=False
+    )
     durability: Literal["journal", "checkpoint"] = setting(
         "journal", "journal: replay after a crash. checkpoint: go back to the last one.", subject=DURABILITY
     )

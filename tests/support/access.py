@@ -1,11 +1,13 @@
 """Which key may call which RPC: written down here, held to the service's descriptor and to a running server by
-`tests/server/security/test_access.py`, and shown in SECURITY.md (`python tests/support/access.py` writes it there)."""
+`tests/server/security/test_access.py`, and shown in SECURITY.md (`python tests/support/access.py` writes it there),
+beside what bounds each RPC (`gradwire_server.access.calls`) and the limits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.calls import RPCS
 from gradwire_server.config import Limits
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
@@ -63,6 +65,15 @@ def table() -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def bounds() -> str:
+    rows = [("RPC", "of one key at a time", "further ones", "besides"), ("---",) * 4]
+    for rpc in rpcs():
+        kind = RPCS[rpc]
+        number = "`key_streams`" if kind.of_key is None else str(kind.of_key)
+        rows.append((f"`{rpc}`", number, "are refused" if kind.of_key is None else "wait unread", kind.bounds))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def limits() -> str:
     rows = [("limit", "default", "of what"), ("---",) * 3]
     rows += [
@@ -72,8 +83,8 @@ def limits() -> str:
 
 
 def with_tables(text: str) -> str:
-    """Return the text with both tables updated."""
-    for name, rows in (("access", table()), ("limits", limits())):
+    """Return the text with the tables updated."""
+    for name, rows in (("access", table()), ("bounds", bounds()), ("limits", limits())):
         begin, end = f"<!-- {name}: python tests/support/access.py -->", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{rows}\n{end}{rest.partition(end)[2]}"

@@ -1,4 +1,4 @@
-"""API keys and quotas: who may call the server, and how much of it each key may hold.
+"""API keys, their quotas and turns: who may call the server, how much of it each key may hold, and when.
 
 May import: ``config``, ``errors``.
 """

@@ -12,21 +12,24 @@ import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.access.calls import Calls
 from gradwire_server.access.keys import Caller, Keys
+from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.run_creation import RunCreation
 from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
-from gradwire_server.core.tokenizing import Tokenizers
+from gradwire_server.core.texts import Texts
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
+from gradwire_server.errors import ServiceError, check_length, unknown_checkpoint
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.journal import Journal, StoredResult
 from gradwire_server.journal.mirror import reconcile
@@ -42,6 +45,8 @@ log = logging.getLogger(__name__)
 PROTOCOL = 1
 """Version of the protocol, reported to clients."""
 ENGINE_GRACE_S = 5.0
+SLICE_RUNS = 20
+"""Runs of a page that are listed before others are served."""
 
 
 class Core(Startable):
@@ -58,6 +63,8 @@ class Core(Startable):
     Attributes:
         keys: The API keys.
         metrics: The server's metrics.
+        calls: Turns of the keys' calls; a door takes one before it reads a call's body.
+        texts: Conversions between text and token ids.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
 
@@ -73,7 +80,10 @@ class Core(Startable):
         self.config = config
         self.keys = Keys(config.state_dir, open_door=config.loopback or config.insecure_bind, own_key=own_key)
         self.metrics = Metrics(per_run=config.metrics_runs)
+        self.calls = Calls(config.limits)
         self.left: dict[str, int] = {}
+        self._models = ModelNames(config.all_models, tuple(config.models))
+        self.texts = Texts(lambda: self.engine.hello.tokenizer_files, self._models, config)
         self._given_engine, self._on_engine_ready, self._on_parked = engine, on_engine_ready, on_parked
         self._own_engine: EngineProcess | None = None
         self._given_tracing, self._tracing = tracing, Tracing()
@@ -126,8 +136,7 @@ class Core(Startable):
         self.scheduler = Scheduler(
             engine, journal, self.runs, config, self.keys.quota, self.metrics, self._tracing, self._on_parked
         )
-        self._creation = RunCreation(self.scheduler, self.runs, config.limits, config.all_models)
-        self._tokenizers = Tokenizers(engine.hello.tokenizer_files, config.limits)
+        self._creation = RunCreation(self.scheduler, self.runs, config.limits, self._models)
         await self.scheduler.start(records)
         self._running = True
 
@@ -143,6 +152,7 @@ class Core(Startable):
     async def stop(self) -> None:
         """Drain, stop the engine, close the journal, and unlock the state folder. A second call does nothing."""
         await self.drain()
+        await self.texts.close()
         engine, self._own_engine = self._own_engine, None
         journal, self._journal = self._journal, None
         if engine is not None:
@@ -186,63 +196,6 @@ class Core(Startable):
         """The available losses, with their fields, arguments and metrics."""
         return self.engine.hello.losses
 
-    async def encode(self, model: str, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode texts into token ids with the model's tokenizer.
-
-        Raises:
-            ServiceError: LIMIT_EXCEEDED, UNKNOWN_MODEL; UNSUPPORTED for a model without a tokenizer.
-        """
-        limits = self.config.limits
-        if len(texts) > limits.max_encode_texts:
-            raise limit_exceeded(f"{len(texts)} texts", "max_encode_texts", limits.max_encode_texts, "texts")
-        for text in texts:
-            check_length(text, "max_text_chars", limits.max_text_chars, "texts")
-        name = self._creation.model(model, "model")
-        return await self._tokenizers.encode(name, texts, add_special_tokens)
-
-    async def decode(
-        self, model: str, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
-    ) -> list[str]:
-        """Decode sequences of token ids into texts with the model's tokenizer.
-
-        Raises:
-            ServiceError: As for :meth:`encode`.
-        """
-        limit = self.config.limits.max_encode_texts
-        if len(sequences) > limit:
-            raise limit_exceeded(f"{len(sequences)} sequences", "max_encode_texts", limit, "sequences")
-        return await self._tokenizers.decode(self._creation.model(model, "model"), sequences, skip_special_tokens)
-
-    async def render(self, caller: Caller, request: pb.RenderRequest) -> pb.RenderResponse:
-        """Render conversations into token ids and loss masks with the model's own chat template.
-
-        Raises:
-            ServiceError: LIMIT_EXCEEDED, UNKNOWN_MODEL; INVALID_ARGUMENT for what is no conversation or what the
-                template refuses; UNSUPPORTED for a model without a tokenizer or a template.
-        """
-        limit = self.config.limits.max_encode_texts
-        if len(request.conversations) > limit:
-            count = f"{len(request.conversations)} conversations"
-            raise limit_exceeded(count, "max_encode_texts", limit, "messages")
-        return await self._tokenizers.render(self._named_or_only(request.model), caller.name, request)
-
-    async def tokenizer_info(self, model: str) -> pb.TokenizerInfo:
-        """Describe a model's tokenizer: vocabulary size, special tokens, chat template.
-
-        Raises:
-            ServiceError: UNKNOWN_MODEL; UNSUPPORTED for a model without a tokenizer.
-        """
-        return await self._tokenizers.info(self._named_or_only(model))
-
-    def _named_or_only(self, model: str) -> str:
-        if model:
-            return self._creation.model(model, "model")
-        known = list(self.config.models)
-        if len(known) != 1:
-            message = f"this server holds {', '.join(known) or 'no model'}: say which one, model=NAME"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="model")
-        return known[0]
-
     # ---- runs ----
 
     async def create_run(self, caller: Caller, config: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
@@ -269,10 +222,14 @@ class Core(Startable):
         """
         return self._described(self.runs.get(run_id, caller))
 
-    def list_runs(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
+    async def list_runs(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
         """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
         page, token = self.runs.page(caller, page_size, page_token)
-        return [self._described(record) for record in page], token
+        found: list[pb.Run] = []
+        for start in range(0, len(page), SLICE_RUNS):
+            found += [self._described(record) for record in page[start : start + SLICE_RUNS]]
+            await asyncio.sleep(0)
+        return found, token
 
     async def delete_run(self, caller: Caller, run_id: str) -> None:
         """Delete a run with its operations, results, checkpoints and files.
@@ -301,8 +258,12 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN.
         """
-        record = self.runs.get(run_id, caller)
-        async for points in self.scheduler.history(record):
+        pages = self.scheduler.history(self.runs.get(run_id, caller))
+        while True:
+            async with self.calls.slice(caller.name):
+                points = await anext(pages, None)
+            if points is None:
+                return
             yield points
 
     def _own(self, caller: Caller, run_id: str) -> RunRecord:
@@ -383,7 +344,8 @@ class Core(Startable):
                 closed, or no longer shared with the caller, while it is read.
         """
         queue = self.scheduler.queue(self.runs.get(run_id, caller))
-        async for results in self.scheduler.results.results(queue, from_seq):
+        turn = partial(self.calls.slice, caller.name)
+        async for results in self.scheduler.results.results(queue, from_seq, turn):
             self.runs.get(run_id, caller)  # fails if the run is no longer shared with the caller
             yield results
 
@@ -431,7 +393,7 @@ class Core(Startable):
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
         if request.model in self.config.all_models or "/" not in request.model:
-            asked.model = self._creation.model(request.model, "model")
+            asked.model = self._models.find(request.model, "model")
         else:
             self.runs.checkpoint(request.model, caller)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.run_records import ORIGIN, RunRecord, RunRecords, new_record
@@ -23,13 +23,12 @@ class RunCreation:
     """Creation of runs in tasks of the server, so that a client that disconnects midway leaves no incomplete run.
 
     Args:
-        models: Path of each allowed model, by name.
+        models: The models that a run may be created from.
     """
 
-    def __init__(self, scheduler: Scheduler, runs: RunRecords, limits: Limits, models: Mapping[str, str]) -> None:
+    def __init__(self, scheduler: Scheduler, runs: RunRecords, limits: Limits, models: ModelNames) -> None:
         self._scheduler, self._runs, self._limits = scheduler, runs, limits
-        self._names = dict(models)
-        self._by_path = {path: name for name, path in models.items()}
+        self._models = models
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str) -> RunRecord:
@@ -40,7 +39,7 @@ class RunCreation:
         """
         config = pb.RunConfig()
         config.CopyFrom(given)
-        config.base_model = self.model(config.base_model, "base_model")
+        config.base_model = self._models.find(config.base_model, "base_model")
         self._check(config, idempotency_key)
         request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
         return await self._once(new_record(caller.name, config, idempotency_key, _content(request)))
@@ -68,23 +67,6 @@ class RunCreation:
         )
         record.forked_from = checkpoint.path
         return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))
-
-    def model(self, name: str, field: str) -> str:
-        """Return the name of the allowed model with this name or path.
-
-        Raises:
-            ServiceError: UNKNOWN_MODEL, with the known names.
-        """
-        name = self._by_path.get(name, name)
-        if name not in self._names:
-            known = ", ".join(sorted(self._names))
-            raise ServiceError(
-                pb.ERROR_CODE_UNKNOWN_MODEL,
-                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model`"
-                " add more)",
-                field=field,
-            )
-        return name
 
     async def _once(self, record: RunRecord, origin: Path | None = None) -> RunRecord:
         known = self._known(record)

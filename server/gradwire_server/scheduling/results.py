@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -109,11 +110,17 @@ class Results:
         if self._storing:
             await asyncio.wait(self._storing, timeout=grace_s)
 
-    async def results(self, queue: RunQueue, from_seq: int) -> AsyncIterator[list[StoredResult]]:
+    async def results(
+        self,
+        queue: RunQueue,
+        from_seq: int,
+        turn: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+    ) -> AsyncIterator[list[StoredResult]]:
         """Yield results in order of number as they become durable, without end; each list holds at least one.
 
         Args:
             from_seq: First number to yield; 0 for the first that is not released.
+            turn: Waits for the reader's turn to read from the disk.
 
         Raises:
             ServiceError: RESULT_RELEASED; REWOUND, UNKNOWN_RUN, SHUTTING_DOWN or RUN_PARKED if the run is rewound,
@@ -132,7 +139,10 @@ class Results:
             if record.rewound_epoch != rewound_epoch:
                 raise queue.rewound()
             if seq <= record.applied_seq:
-                found = queue.recent(seq) or await self._journal.results(record.run_id, seq, record.applied_seq)
+                found = queue.recent(seq)
+                if not found:
+                    async with turn():
+                        found = await self._journal.results(record.run_id, seq, record.applied_seq)
                 if seq <= record.released_seq or record.rewound_epoch != rewound_epoch:
                     continue  # released or rewound during the read
                 whole = list[StoredResult]()

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
+from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits, ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
 from gradwire_server.core.run_creation import RunCreation
@@ -190,7 +191,8 @@ async def test_one_key_makes_one_run(door: Door) -> None:
 
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
-    creator = RunCreation(door.server.core.scheduler, door.server.core.runs, Limits(), {"tiny": "/models/tiny"})
+    models = ModelNames({"tiny": "/models/tiny"})
+    creator = RunCreation(door.server.core.scheduler, door.server.core.runs, Limits(), models)
     config, caller = pb.RunConfig(base_model="tiny"), Caller("")
     one, other = await asyncio.gather(creator.create(caller, config, "k"), creator.create(caller, config, "k"))
     assert one is other and one.ready and door.server.core.runs.count == 1

@@ -49,7 +49,7 @@ class GrpcDoor:
         """
         config = self._core.config
         self._service = TrainingService(self._core)
-        self._grpc = grpc.aio.server(interceptors=[Guard(self._core.keys)], options=grpc_options(config.limits))
+        self._grpc = grpc.aio.server(interceptors=[Guard(self._core)], options=grpc_options(config.limits))
         add_TrainingServiceServicer_to_server(self._service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         try:

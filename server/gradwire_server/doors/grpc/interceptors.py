@@ -1,8 +1,11 @@
-"""Interceptor around every RPC: authenticates the caller and maps exceptions to errors of the protocol.
+"""Interceptor around every RPC: authenticates the caller, waits for the caller's turn, and maps exceptions to errors.
 
-A caller without a valid key is refused before its body is read. An exception that is not a ServiceError is returned as
-INTERNAL with a request id; the log holds its traceback under that id. A message that cannot be parsed is an
-INVALID_ARGUMENT, where gRPC alone would report UNKNOWN.
+A caller without a valid key is refused before its body is read. The body of a call that waits for its turn is not read
+either: every handler receives a stream of messages, and gRPC reads one when it is asked for. Requests and responses of
+conversions between text and tokens pass through unparsed.
+
+An exception that is not a ServiceError is returned as INTERNAL with a request id; the log holds its traceback under
+that id. A message that cannot be parsed is an INVALID_ARGUMENT, where gRPC alone would report UNKNOWN.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -19,7 +22,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Caller, Keys
+from gradwire_server.access.calls import RPCS, CallKind
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from gradwire_server.errors import ServiceError
 
@@ -34,10 +39,11 @@ CALLER: ContextVar[Caller] = ContextVar("gradwire_caller")
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Interceptor that authenticates callers and maps errors, for every handler except the health service's."""
+    """Interceptor of every handler except the health service's: authenticates callers, waits for their turn, and maps
+    errors."""
 
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, core: Core) -> None:
+        self._core = core
 
     async def intercept_service(
         self,
@@ -48,10 +54,10 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None or details.method.startswith(_OPEN):
             return handler
         try:
-            caller = self._keys.caller(_secret(details.invocation_metadata))
+            caller = self._core.keys.caller(_secret(details.invocation_metadata))
         except ServiceError as error:
             return _refusing(error, details.method)
-        return _guarded(handler, self._keys, caller, details.method)
+        return _guarded(handler, self._core, caller, details.method)
 
 
 def _secret(metadata: Any) -> str:
@@ -68,45 +74,64 @@ def _refusing(error: ServiceError, method: str) -> grpc.RpcMethodHandler[Any, An
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _guarded(handler: Any, keys: Keys, caller: Caller, method: str) -> grpc.RpcMethodHandler[Any, Any]:
-    parse = handler.request_deserializer
+def _guarded(handler: Any, core: Core, caller: Caller, method: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler that waits for the call's turn before it reads the body, whatever the kind of the method."""
+    name = method.rpartition("/")[2]
+    keys, calls, kind = core.keys, core.calls, RPCS[name]
+    serialized = kind is CallKind.CONVERT
+    parse = bytes if serialized else handler.request_deserializer
+    unary = None if handler.request_streaming else handler.unary_stream or handler.unary_unary
 
     async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for request in requests:
             keys.check(caller)
             yield parse(request)
 
-    def take(request: Any) -> Any:
+    @asynccontextmanager
+    async def taken(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         CALLER.set(caller)
-        return parsed(request) if handler.request_streaming else parse(request)
+        async with calls.turn(caller.name, kind):
+            if handler.request_streaming:
+                yield parsed(requests)
+                return
+            async with calls.body(caller.name, lambda: _first(requests)) as body:
+                keys.check(caller)
+                yield parse(body)
 
-    async def one(request: Any, context: Any) -> Any:
-        behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
+    async def one(requests: AsyncIterator[bytes], context: Any) -> Any:
         try:
-            return await behaviour(take(request), context)
+            async with taken(requests) as request:
+                return await (unary or handler.stream_unary)(request, context)
         except Exception as error:  # the outermost handler: callers see only errors that were written for them
             await _refuse(context, error, method)
 
-    async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-        behaviour = handler.stream_stream if handler.request_streaming else handler.unary_stream
+    async def many(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
         try:
-            async with aclosing(behaviour(take(request), context)) as responses:
+            async with (
+                taken(requests) as request,
+                aclosing((unary or handler.stream_stream)(request, context)) as responses,
+            ):
                 async for response in responses:
                     keys.check(caller)
                     yield response
         except Exception as error:  # as above
             await _refuse(context, error, method)
 
-    make: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-        many if handler.response_streaming else one, None, handler.response_serializer
-    )
-    return wrapped
+    serialize = None if serialized else handler.response_serializer
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(many, None, serialize)
+    return grpc.stream_unary_rpc_method_handler(one, None, serialize)
+
+
+async def _first(requests: AsyncIterator[bytes]) -> bytes:
+    """The only message of a call.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT if there is none.
+    """
+    async for request in requests:
+        return request
+    raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "the call has no request")
 
 
 async def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -46,20 +47,17 @@ class TrainingService(TrainingServiceServicer):
     async def ListLosses(self, request: pb.ListLossesRequest, context: Any) -> pb.ListLossesResponse:
         return pb.ListLossesResponse(losses=self._core.losses())
 
-    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
-        found = await self._core.encode(request.model, request.texts, add_special_tokens=request.add_special_tokens)
-        return pb.EncodeResponse(sequences=[pb.TokenIds(ids=ids) for ids in found])
+    async def Encode(self, request: bytes, context: Any) -> bytes:  # type: ignore[override]  # passed on unparsed
+        return await self._core.texts.convert(CALLER.get(), "Encode", request)
 
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
-        sequences = [sequence.ids for sequence in request.sequences]
-        texts = await self._core.decode(request.model, sequences, skip_special_tokens=request.skip_special_tokens)
-        return pb.DecodeResponse(texts=texts)
+    async def Decode(self, request: bytes, context: Any) -> bytes:  # type: ignore[override]
+        return await self._core.texts.convert(CALLER.get(), "Decode", request)
 
-    async def Render(self, request: pb.RenderRequest, context: Any) -> pb.RenderResponse:
-        return await self._core.render(CALLER.get(), request)
+    async def Render(self, request: bytes, context: Any) -> bytes:  # type: ignore[override]
+        return await self._core.texts.convert(CALLER.get(), "Render", request)
 
-    async def GetTokenizerInfo(self, request: pb.GetTokenizerInfoRequest, context: Any) -> pb.TokenizerInfo:
-        return await self._core.tokenizer_info(request.model)
+    async def GetTokenizerInfo(self, request: bytes, context: Any) -> bytes:  # type: ignore[override]
+        return await self._core.texts.convert(CALLER.get(), "GetTokenizerInfo", request)
 
     # ---- runs ----
 
@@ -73,7 +71,7 @@ class TrainingService(TrainingServiceServicer):
         return self._core.get_run(CALLER.get(), request.run_id)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        runs, token = self._core.list_runs(CALLER.get(), request.page_size, request.page_token)
+        runs, token = await self._core.list_runs(CALLER.get(), request.page_size, request.page_token)
         return pb.ListRunsResponse(runs=runs, next_page_token=token)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
@@ -134,7 +132,7 @@ class TrainingService(TrainingServiceServicer):
     async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadFrame]:
         source = request.WhichOneof("source") or "checkpoint"
         folder = await self._core.folder(CALLER.get(), **{source: getattr(request, source)})
-        async for frame in files.frames(folder):
+        async for frame in files.frames(folder, partial(self._core.calls.slice, CALLER.get().name)):
             yield frame
 
 

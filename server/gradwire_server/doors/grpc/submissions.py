@@ -19,6 +19,8 @@ from gradwire_server.observability.tracing import MAX_TRACEPARENT
 log = logging.getLogger(__name__)
 
 MOST_TOGETHER = 255
+SLICE_FRAMES = 4
+"""Frames of one message that are taken before others are served."""
 
 
 def _broken(message: str) -> ServiceError:
@@ -96,27 +98,33 @@ class Submissions:
         try:
             async for first in frames:
                 self._batched |= first.batched
-                for frame in (first, *first.more):
-                    if frame.HasField("header"):
-                        if incoming is not None:
-                            raise _broken(
-                                f"a header came before the payload of operation {incoming.header.seq} was complete"
-                            )
-                        incoming = self._begin(frame.header)
-                    elif incoming is None:
-                        raise _broken("a chunk came before a header")
-                    if len(frame.chunk) > CHUNK_BYTES:
-                        raise _broken(f"a chunk of {len(frame.chunk)} bytes; {CHUNK_BYTES} at most")
-                    incoming.add(frame.chunk)
-                    if incoming.complete:
-                        self._hand_over(incoming)
-                        incoming = None
+                async with self._core.calls.slice(self._caller.name):
+                    for place, frame in enumerate((first, *first.more), 1):
+                        incoming = self._take(frame, incoming)
+                        if place % SLICE_FRAMES == 0:
+                            await asyncio.sleep(0)
             if incoming is not None:
                 raise _broken(f"it ended before the payload of operation {incoming.header.seq} was complete")
         finally:
             if incoming is not None:
                 incoming.end()
         await self._idle.wait()
+
+    def _take(self, frame: pb.SubmitFrame, incoming: Incoming | None) -> Incoming | None:
+        """Add a frame to the operation that is being received; returns what is not complete then."""
+        if frame.HasField("header"):
+            if incoming is not None:
+                raise _broken(f"a header came before the payload of operation {incoming.header.seq} was complete")
+            incoming = self._begin(frame.header)
+        elif incoming is None:
+            raise _broken("a chunk came before a header")
+        if len(frame.chunk) > CHUNK_BYTES:
+            raise _broken(f"a chunk of {len(frame.chunk)} bytes; {CHUNK_BYTES} at most")
+        incoming.add(frame.chunk)
+        if not incoming.complete:
+            return incoming
+        self._hand_over(incoming)
+        return None
 
     def _begin(self, given: pb.OperationHeader) -> Incoming:
         header = pb.OperationHeader()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gradwire_proto.chat import TemplateError
-from gradwire_server.core.chat_template import ChatTemplate
+from gradwire_server.tokenizing.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "{{ 7 * 7 }}"}]
 

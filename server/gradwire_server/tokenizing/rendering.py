@@ -16,8 +16,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from tokenizers import Tokenizer
 
 from gradwire_server.config import Limits
-from gradwire_server.core.chat_template import ChatTemplate
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.tokenizing.chat_template import ChatTemplate
 
 CACHED_TOKENS = 4 << 20
 """Tokens of rendered conversations that a model's cache keeps; five bytes each."""

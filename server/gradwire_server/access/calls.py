@@ -1,0 +1,219 @@
+"""What a key's calls may take of the front at a time, so that no key waits long for another's.
+
+A door takes a turn of the call's kind before it reads the body. A key's further calls wait for their turn unread, so a
+flood costs the key that sends it. Calls never wait for another key's, except where several share the engine or the
+tokenizing processes, which take turns of their own.
+
+What is long is done in slices: a page of a stream, a message of submitted operations. A key has one slice at a time, so
+that between two of its slices the event loop serves everyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from enum import Enum
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.turns import Turns
+from gradwire_server.config import Limits
+from gradwire_server.errors import ServiceError
+
+BODY_S = 60.0
+"""Seconds in which a call's body must arrive."""
+BODIES = 4
+"""Bodies of one key that are received at a time."""
+
+
+class CallKind(Enum):
+    """Kinds of calls: how many of one key are executed at a time, and what bounds them besides.
+
+    Attributes:
+        of_key: Calls of one key at a time; further ones wait. None: ``key_streams`` of the limits, further ones are
+            refused, since they may stay open for days.
+        bounds: Further bounds, for people.
+    """
+
+    READ = (2, "answered from memory, in slices")
+    WRITE = (16, "waits for the disk; commits are shared by all keys")
+    CONVERT = (2, "processes of bounded memory, where keys take turns; short requests have one of their own")
+    CREATE = (4, "`key_runs`; the memory that the adapter and the head need; a turn at the engine")
+    SAMPLE = (
+        64,
+        "`key_queued_operations`, `key_tokens_per_minute`, the bytes of what may be sampled; a turn at the engine",
+    )
+    PAGES = (4, "one page or chunk of the key is read at a time")
+    RESULTS = (None, "one page of the key is read at a time")
+    SUBMIT = (
+        None,
+        "one message of the key is taken at a time; `max_incoming_bytes`, `key_queued_operations`, `key_queued_bytes`,"
+        " `key_tokens_per_minute`; turns at the engine",
+    )  # fmt: skip
+
+    def __init__(self, of_key: int | None, bounds: str) -> None:
+        self.of_key, self.bounds = of_key, bounds
+
+
+RPCS: dict[str, CallKind] = {
+    "GetServerInfo": CallKind.READ,
+    "ListModels": CallKind.READ,
+    "ListLosses": CallKind.READ,
+    "Encode": CallKind.CONVERT,
+    "Decode": CallKind.CONVERT,
+    "Render": CallKind.CONVERT,
+    "GetTokenizerInfo": CallKind.CONVERT,
+    "CreateRun": CallKind.CREATE,
+    "GetRun": CallKind.READ,
+    "ListRuns": CallKind.READ,
+    "DeleteRun": CallKind.WRITE,
+    "ForkRun": CallKind.CREATE,
+    "ShareRun": CallKind.WRITE,
+    "GetHistory": CallKind.PAGES,
+    "OpenRun": CallKind.WRITE,
+    "Submit": CallKind.SUBMIT,
+    "Results": CallKind.RESULTS,
+    "AckResults": CallKind.WRITE,
+    "Cancel": CallKind.WRITE,
+    "DiscardPending": CallKind.WRITE,
+    "Sample": CallKind.SAMPLE,
+    "ListCheckpoints": CallKind.READ,
+    "DeleteCheckpoint": CallKind.WRITE,
+    "Download": CallKind.PAGES,
+}
+"""The kind of each RPC of ``training.proto``."""
+
+
+class Calls:
+    """The calls of all keys."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._turns = {kind: Turns(kind.of_key) for kind in CallKind if kind.of_key is not None}
+        self._bodies = Turns(BODIES)
+        self._bytes = _Bytes(limits.key_call_bytes)
+        self._slices = Turns(1)
+        self._waiting: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def turn(self, key: str, kind: CallKind) -> AsyncIterator[None]:
+        """Wait for the turn of a call, and hold it in the body.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED if too many calls of the key wait, or too many streams are open.
+        """
+        if kind.of_key is None:
+            with self._stream(key):
+                yield
+            return
+        await self._wait(key, self._turns[kind])
+        try:
+            yield
+        finally:
+            self._turns[kind].give_back(key)
+
+    @asynccontextmanager
+    async def body(self, key: str, receive: Callable[[], Awaitable[bytes]]) -> AsyncIterator[bytes]:
+        """Receive a call's body when the key holds few enough bytes, and count its bytes in the ``async with`` body.
+
+        Raises:
+            ServiceError: DEADLINE_EXCEEDED if it does not arrive.
+        """
+        await self._wait(key, self._bodies)
+        try:
+            try:
+                received = await asyncio.wait_for(receive(), BODY_S)
+            except TimeoutError:
+                message = f"the request did not arrive within {BODY_S:.0f} s of its call; send it again"
+                raise ServiceError(pb.ERROR_CODE_DEADLINE_EXCEEDED, message) from None
+            await self._bytes.take(key, len(received))
+        finally:
+            self._bodies.give_back(key)
+        try:
+            yield received
+        finally:
+            self._bytes.give_back(key, len(received))
+
+    def slice(self, key: str) -> AbstractAsyncContextManager[None]:
+        """Wait until no other slice of the key is executed, and execute one in the body."""
+        return self._slices.turn(key)
+
+    async def _wait(self, key: str, turns: Turns) -> None:
+        limit = self._limits.key_waiting_calls
+        if self._waiting[key] >= limit:
+            raise ServiceError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"{limit} calls of this key wait for their turn already (--limit key_waiting_calls=N); await some, then"
+                " make this one again",
+                rule=f"key_waiting_calls = {limit}",
+            )
+        self._waiting[key] += 1
+        try:
+            await turns.take(key)
+        finally:
+            _less(self._waiting, key)
+
+    @contextmanager
+    def _stream(self, key: str) -> Iterator[None]:
+        limit = self._limits.key_streams
+        if self._streams[key] >= limit:
+            raise ServiceError(
+                pb.ERROR_CODE_LIMIT_EXCEEDED,
+                f"{limit} streams of operations and results of this key are open (--limit key_streams=N); close one,"
+                " then open this one again",
+                rule=f"key_streams = {limit}",
+            )
+        self._streams[key] += 1
+        try:
+            yield
+        finally:
+            _less(self._streams, key)
+
+
+class _Bytes:
+    """Bytes that each key holds, at most a number; a body that is larger by itself passes when nothing else is held."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    async def take(self, key: str, size: int) -> None:
+        """Wait until the key may hold as many bytes more."""
+        if key not in self._waiting and self._fits(key, size):
+            self._held[key] += size
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append((size, given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            if given.done() and not given.cancelled():
+                self.give_back(key, size)
+            else:
+                self._waiting[key].remove((size, given))
+                self.give_back(key, 0)
+            raise
+
+    def give_back(self, key: str, size: int) -> None:
+        """Count bytes as freed, and let those go on that fit now."""
+        _less(self._held, key, size)
+        waiting = self._waiting.get(key)
+        while waiting and self._fits(key, waiting[0][0]):
+            size, given = waiting.popleft()
+            self._held[key] += size
+            given.set_result(None)
+        if not waiting:
+            self._waiting.pop(key, None)
+
+    def _fits(self, key: str, size: int) -> bool:
+        return not self._held[key] or self._held[key] + size <= self._most
+
+
+def _less(counts: Counter[str], key: str, number: int = 1) -> None:
+    counts[key] -= number
+    if counts[key] <= 0:
+        del counts[key]

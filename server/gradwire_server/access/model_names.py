@@ -1,0 +1,54 @@
+"""The names by which callers may name models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.errors import ServiceError
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The models of a server.
+
+    Attributes:
+        paths: Path of each model that a caller may name, by name.
+        named_first: Names of those that were loaded at the start; one alone need not be named where a name is optional.
+    """
+
+    paths: Mapping[str, str]
+    named_first: Sequence[str] = ()
+
+    def find(self, name: str, field: str) -> str:
+        """The name of the model with this name or path.
+
+        Raises:
+            ServiceError: UNKNOWN_MODEL, with the known names.
+        """
+        if name not in self.paths:
+            name = next((known for known, path in self.paths.items() if path == name), name)
+        if name not in self.paths:
+            known = ", ".join(sorted(self.paths))
+            raise ServiceError(
+                pb.ERROR_CODE_UNKNOWN_MODEL,
+                f"this server has no model {name[:200]!r}; it has {known} (`gradwire serve --model` and `--allow-model`"
+                " add more)",
+                field=field,
+            )
+        return name
+
+    def find_or_only(self, name: str, field: str) -> str:
+        """As :meth:`find`; the server's only model if the name is empty.
+
+        Raises:
+            ServiceError: UNKNOWN_MODEL; INVALID_ARGUMENT for no name where there are several models.
+        """
+        if name:
+            return self.find(name, field)
+        if len(self.named_first) != 1:
+            message = f"this server holds {', '.join(self.named_first) or 'no model'}: say which one, model=NAME"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+        return self.named_first[0]

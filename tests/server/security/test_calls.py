@@ -1,0 +1,129 @@
+"""What bounds each call: every RPC has a kind, a key's calls wait for their turn, and no key waits for another's."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.calls import RPCS, CallKind, Calls
+from gradwire_server.access.turns import Turns
+from gradwire_server.config import Limits
+from gradwire_server.errors import ServiceError
+from support.access import rpcs
+from support.front import Start, error_of
+from support.scripted import until
+
+
+def test_every_rpc_has_a_bound() -> None:
+    assert list(RPCS) == rpcs(), "a new RPC: say in gradwire_server.access.calls what bounds it, in the service's order"
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_turns_go_to_the_key_that_was_served_least_recently() -> None:
+    turns, order = Turns(of_key=1, total=1), list[str]()
+
+    async def work(name: str) -> None:
+        async with turns.turn(name[0]):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(work(name) for name in ("a1", "a2", "a3", "b1", "b2", "c1")))
+    assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert (turns._held, turns._waiting, turns._served, turns._count) == ({}, {}, {}, 0)
+
+
+async def test_a_key_never_waits_for_anothers_turn_where_there_is_no_total() -> None:
+    turns = Turns(of_key=2)
+    await turns.take("a")
+    await turns.take("a")
+    third = asyncio.ensure_future(turns.take("a"))
+    await settled()
+    assert turns.waiting("a") == 1 and not third.done()
+    await asyncio.wait_for(turns.take("b"), 60)
+    turns.give_back("a")
+    await asyncio.wait_for(third, 60)
+
+
+async def test_who_leaves_while_it_waits_or_as_it_is_served_keeps_no_turn() -> None:
+    turns = Turns(of_key=1)
+    await turns.take("a")
+    waiting, served = [asyncio.ensure_future(turns.take("a")) for _ in range(2)]
+    await settled()
+    waiting.cancel()
+    await settled()
+    turns.give_back("a")
+    served.cancel()  # it has its turn already, and has not run since
+    await asyncio.gather(waiting, served, return_exceptions=True)
+    await asyncio.wait_for(turns.take("a"), 60)
+
+
+async def test_bodies_wait_until_the_key_holds_few_bytes() -> None:
+    calls = Calls(Limits(key_call_bytes=100))
+
+    async def receive() -> bytes:
+        return bytes(60)
+
+    async with calls.body("a", receive):
+        async with asyncio.timeout(60), calls.body("b", receive):
+            pass
+        second = calls.body("a", receive)
+        entering = asyncio.ensure_future(second.__aenter__())
+        third = asyncio.ensure_future(calls.body("a", receive).__aenter__())
+        await settled()
+        assert not entering.done()
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+    assert await asyncio.wait_for(entering, 60) == bytes(60)
+    await second.__aexit__(None, None, None)
+    assert (calls._bytes._held, calls._bytes._waiting, calls._bodies._held) == ({}, {}, {})
+
+
+async def test_calls_that_wait_and_open_streams_are_bounded_by_name() -> None:
+    calls = Calls(Limits(key_waiting_calls=1, key_streams=1))
+    async with calls.turn("a", CallKind.READ), calls.turn("a", CallKind.READ):
+        waiting = asyncio.ensure_future(calls.turn("a", CallKind.READ).__aenter__())
+        await settled()
+        with pytest.raises(ServiceError, match="key_waiting_calls=N") as caught:
+            await calls.turn("a", CallKind.READ).__aenter__()
+        assert caught.value.error.rule == "key_waiting_calls = 1"
+        async with calls.turn("b", CallKind.READ), calls.turn("a", CallKind.SUBMIT):
+            with pytest.raises(ServiceError, match="key_streams=N"):
+                await calls.turn("a", CallKind.RESULTS).__aenter__()
+        async with calls.turn("a", CallKind.RESULTS):
+            pass
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_call_that_waits_is_not_read(keyed: Any) -> None:
+    async with keyed() as door:
+        core, ada, bob = door.door.server.core, await door.client("ada"), await door.client("bob")
+        held = [core.calls.turn("ada", CallKind.READ) for _ in range(2)]
+        for each in held:
+            await each.__aenter__()
+        waiting = [asyncio.ensure_future(ada.stub.ListRuns(pb.ListRunsRequest())) for _ in range(3)]
+        await until(lambda: core.calls._turns[CallKind.READ].waiting("ada") == 3)
+        assert not core.calls._bytes._held and not core.calls._bodies._held
+        assert not (await bob.stub.ListRuns(pb.ListRunsRequest())).runs
+        run = await ada.begin()  # of another kind
+        waiting[0].cancel()
+        for each in held:
+            await each.__aexit__(None, None, None)
+        answers = await asyncio.gather(*waiting[1:])
+        assert [[each.run_id for each in answer.runs] for answer in answers] == [[run.run_id]] * 2
+        await until(lambda: not core.calls._turns[CallKind.READ]._held)
+
+
+async def test_a_call_without_a_request_is_refused(start: Start) -> None:
+    async with start() as door:
+        client = await door.client()
+        call = client.channel.stream_unary("/gradwire.v1.TrainingService/GetRun")
+        with pytest.raises(Exception, match="has no request") as caught:
+            await call(iter(()))
+        assert error_of(caught).code == pb.ERROR_CODE_INVALID_ARGUMENT

@@ -18,7 +18,8 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.journal import Journal, RunMarks
+from gradwire_server.journal.entries import RunMarks
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.segments import Segments
 from gradwire_server.scheduling.replay import behind

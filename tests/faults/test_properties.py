@@ -17,7 +17,8 @@ from gradwire_server.access.keys import Quota
 from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.journal import Journal, RunMarks, identity
+from gradwire_server.journal.entries import RunMarks, identity
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Segments
 from gradwire_server.scheduling.operation import QueuedOperation
@@ -122,7 +123,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def trim(self, data: st.DataObject) -> None:
         up_to = data.draw(st.integers(0, self.applied))
-        self.do(self.wait(self.journal.trim(self.run_id, up_to)))
+        self.do(self.wait(self.journal.retention.trim(self.run_id, up_to)))
         self.kept = {seq for seq in self.kept if seq > up_to}
         self.known = {seq for seq in self.known if seq > min(up_to, self.released)}
 
@@ -131,7 +132,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        self.do(self.journal.collect())
+        self.do(self.journal.retention.collect())
 
     @rule(cleanly=st.booleans())
     def restart(self, cleanly: bool) -> None:

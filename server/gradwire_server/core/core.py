@@ -31,7 +31,9 @@ from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
 from gradwire_server.errors import ServiceError, check_length, unknown_checkpoint
 from gradwire_server.journal import state_folder
-from gradwire_server.journal.journal import Journal, StoredResult
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
+from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
 from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.journal.state_folder import StateFolderError
@@ -118,6 +120,7 @@ class Core(Startable):
                 accept_changes=config.accept_changes,
             )
             self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
+            self.checkpoints = CheckpointRecords(self.runs, journal.store, config.state_dir)
             records = await self.runs.load()
         except StateFolderError as error:
             raise SystemExit(f"gradwire: {error}") from error
@@ -134,9 +137,17 @@ class Core(Startable):
         journal.store.on_commit = self.metrics.committed
         self._start_tracing()
         self.scheduler = Scheduler(
-            engine, journal, self.runs, config, self.keys.quota, self.metrics, self._tracing, self._on_parked
+            engine,
+            journal,
+            self.runs,
+            self.checkpoints,
+            config,
+            self.keys.quota,
+            self.metrics,
+            self._tracing,
+            self._on_parked,
         )
-        self._creation = RunCreation(self.scheduler, self.runs, config.limits, self._models)
+        self._creation = RunCreation(self.scheduler, self.runs, self.checkpoints, config.limits, self._models)
         await self.scheduler.start(records)
         self._running = True
 
@@ -395,7 +406,7 @@ class Core(Startable):
         if request.model in self.config.all_models or "/" not in request.model:
             asked.model = self._models.find(request.model, "model")
         else:
-            self.runs.checkpoint(request.model, caller)
+            self.checkpoints.get(request.model, caller)
         try:
             reply, payload = await self.scheduler.dispatcher.sample(asked, self.scheduler.usage(caller.name))
         except EngineDied as error:
@@ -416,7 +427,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_CHECKPOINT, PERMISSION_DENIED; UNSUPPORTED while a recovery could need it.
         """
-        record, checkpoint = self.runs.checkpoint(path, caller, write=True)
+        record, checkpoint = self.checkpoints.get(path, caller, write=True)
         await self.scheduler.delete_checkpoint(record, checkpoint.name)
 
     async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
@@ -427,10 +438,10 @@ class Core(Startable):
         """
         if export:
             run_id, _, name = export.partition("/")
-            folder = self.runs.folder(self.runs.get(run_id, caller).run_id, "exports", name)
+            folder = self.checkpoints.folder(self.runs.get(run_id, caller).run_id, "exports", name)
         else:
-            record, found = self.runs.checkpoint(checkpoint, caller)
-            folder = self.runs.folder(record.run_id, "checkpoints", found.name)
+            record, found = self.checkpoints.get(checkpoint, caller)
+            folder = self.checkpoints.folder(record.run_id, "checkpoints", found.name)
         if not await asyncio.to_thread(folder.is_dir):
             raise unknown_checkpoint(export or checkpoint)
         return folder

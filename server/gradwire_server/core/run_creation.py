@@ -13,7 +13,8 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
-from gradwire_server.journal.run_records import ORIGIN, RunRecord, RunRecords, new_record
+from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
+from gradwire_server.journal.run_records import RunRecord, RunRecords, new_record
 from gradwire_server.scheduling.scheduler import Scheduler
 
 HEADS = ("", "value", "reward", "classification")
@@ -26,8 +27,15 @@ class RunCreation:
         models: The models that a run may be created from.
     """
 
-    def __init__(self, scheduler: Scheduler, runs: RunRecords, limits: Limits, models: ModelNames) -> None:
-        self._scheduler, self._runs, self._limits = scheduler, runs, limits
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runs: RunRecords,
+        checkpoints: CheckpointRecords,
+        limits: Limits,
+        models: ModelNames,
+    ) -> None:
+        self._scheduler, self._runs, self._checkpoints, self._limits = scheduler, runs, checkpoints, limits
         self._models = models
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
@@ -50,7 +58,7 @@ class RunCreation:
         Raises:
             ServiceError: As for :meth:`create`; UNKNOWN_CHECKPOINT.
         """
-        source, checkpoint = self._runs.checkpoint(request.checkpoint, caller)
+        source, checkpoint = self._checkpoints.get(request.checkpoint, caller)
         config = pb.RunConfig()
         config.CopyFrom(source.config)
         if request.HasField("head"):
@@ -66,7 +74,7 @@ class RunCreation:
             fresh_head=request.HasField("head"),
         )
         record.forked_from = checkpoint.path
-        return await self._once(record, self._runs.folder(source.run_id, "checkpoints", checkpoint.name))
+        return await self._once(record, self._checkpoints.folder(source.run_id, "checkpoints", checkpoint.name))
 
     async def _once(self, record: RunRecord, origin: Path | None = None) -> RunRecord:
         known = self._known(record)

@@ -19,8 +19,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, read_sealed, sealed
 from gradwire_server.durable_files import make_folder, sync, sync_tree
+from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_files import RUN_FILE
-from gradwire_server.journal.run_records import ORIGIN
 from gradwire_server.journal.schema import check_version, connect
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError

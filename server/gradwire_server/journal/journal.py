@@ -11,13 +11,10 @@ the last one in the journal.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,8 +23,11 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.journal import history
+from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.database import Database
-from gradwire_server.journal.same_state import RunChanged, differences, outcome_of
+from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult, lost_result
+from gradwire_server.journal.retention import Retention
+from gradwire_server.journal.same_state import RunFacts, outcome_of
 from gradwire_server.journal.schema import OPERATION, RESULT, row_digest
 from gradwire_server.journal.segments import SEGMENT_BYTES, Buffer, CorruptRecord, Location, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
@@ -36,85 +36,6 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
 """Approximate number of bytes of result payloads that are read at a time."""
-
-
-def uses(operation: pb.Operation) -> list[str]:
-    """The checkpoints that a replay of an operation reads."""
-    kind = operation.WhichOneof("kind")
-    if kind == "load_checkpoint":
-        return [operation.load_checkpoint.checkpoint]
-    if kind == "forward_backward" and "/" in operation.forward_backward.loss_kwargs_json:
-        try:
-            arguments = json.loads(operation.forward_backward.loss_kwargs_json)
-        except ValueError:
-            return []
-        values = arguments.values() if isinstance(arguments, dict) else ()
-        return sorted({value for value in values if isinstance(value, str) and value.count("/") == 1})
-    return []
-
-
-def identity(header: pb.OperationHeader) -> bytes:
-    """Digest of an operation, its tensors and its payload; equal for repeated submissions of the same operation."""
-    content = pb.OperationHeader(
-        operation=header.operation,
-        tensors=header.tensors,
-        payload_bytes=header.payload_bytes,
-        payload_digest=header.payload_digest,
-    )
-    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """A journaled operation without its payload.
-
-    Attributes:
-        header: The operation; if ``damaged``, only its run and number are set.
-        identity: Digest that tells a repeated submission from a reused number; see :func:`identity`.
-        accepted_at: Unix time in seconds.
-        status: Status of its result; STATUS_UNSPECIFIED while it has none.
-        deaths: Number of engines that died while they executed it.
-        location: Where its payload is; None if it has none or it was dropped.
-        damaged: Whether the row does not match its digest.
-        outcome: What repeating it must give again (:func:`.same_state.outcome_of`); None if that is not known.
-        replay_s: Seconds that the engine took for it; 0 if a recovery leaves it out, or if that is not known.
-    """
-
-    header: pb.OperationHeader
-    identity: bytes
-    accepted_at: float
-    status: pb.Status.ValueType
-    deaths: int
-    location: Location | None
-    damaged: bool = False
-    outcome: bytes | None = None
-    replay_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """A result with its payload."""
-
-    header: pb.OperationResult
-    payload: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class RunMarks:
-    """Values of the run's row after a result, written in the same transaction.
-
-    Attributes:
-        step: Number of optimizer steps.
-        failure_seq, failure: As in the run's row.
-        config: The run's settings, serialized, if the operation gave the run a head; else empty.
-        num_trainable_parameters: With ``config``.
-    """
-
-    step: int
-    failure_seq: int
-    failure: str
-    config: bytes = b""
-    num_trainable_parameters: int = 0
 
 
 class Journal:
@@ -127,6 +48,10 @@ class Journal:
         history_points: Points of a run's record; see :mod:`.history`.
         mirror: Folder of a second copy, equal to the first (:func:`.mirror.reconcile`).
         accept_changes: Whether runs go on with something other than what they were computed with.
+
+    Attributes:
+        retention: Deletes what is no longer needed.
+        facts: What each run was computed with.
     """
 
     def __init__(
@@ -139,8 +64,6 @@ class Journal:
         mirror: Path | None = None,
         accept_changes: bool = False,
     ) -> None:
-        self.accept_changes = accept_changes
-
         def lost(error: Exception) -> None:
             log.error("the mirror %s is given up until the next start, the journal goes on alone: %s", mirror, error)
 
@@ -148,6 +71,8 @@ class Journal:
         self.segments = Segments(state_dir / SEGMENTS, segment_bytes, second, lost)
         second = None if mirror is None else mirror / DATABASE
         self.store = Database(state_dir / DATABASE, self.segments.sync, self.segments.abandon, second, lost)
+        self.retention = Retention(self.store, self.segments)
+        self.facts = RunFacts(self.store, accept_changes)
         self.keep_payloads, self._history_points = keep_payloads, history_points
 
     # ---- operations ----
@@ -248,52 +173,6 @@ class Journal:
             connection.execute(query, (run_id, seq))
 
         return self.store.write(work)
-
-    # ---- what runs were computed with ----
-
-    async def computed_with(self, run_id: str) -> list[tuple[int, float, dict[str, str], str]]:
-        """What a run was computed with, oldest first: from which operation on, since when, the facts, what changed."""
-        query = "SELECT seq, at, facts, note FROM computed_with WHERE run_id = ? ORDER BY position"
-        rows = await self.store.read(lambda connection: connection.execute(query, (run_id,)).fetchall())
-        return [(seq, at, json.loads(facts), note) for seq, at, facts, note in rows]
-
-    def note_computed_with(
-        self, run_id: str, seq: int, facts: Mapping[str, str], note: str = ""
-    ) -> asyncio.Future[None]:
-        """Store what a run is computed with after operation ``seq``."""
-
-        def work(connection: sqlite3.Connection) -> None:
-            query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
-            connection.execute(query, (run_id, seq, time.time(), json.dumps(dict(facts), sort_keys=True), note))
-
-        return self.store.write(work)
-
-    def replace_outcome(self, run_id: str, seq: int, outcome: bytes) -> asyncio.Future[None]:
-        """Store what an operation gave when it was repeated with an accepted change; later recoveries repeat that."""
-        query = "UPDATE operations SET outcome = ? WHERE run_id = ? AND seq = ?"
-        return self.store.write(lambda connection: connection.execute(query, (outcome, run_id, seq)).close())
-
-    async def check_computed_with(self, run_id: str, seq: int, facts: Mapping[str, str]) -> None:
-        """Compare what a run was computed with with what it would be computed with now.
-
-        Args:
-            seq: The last operation of the state from which it would go on.
-
-        Raises:
-            RunChanged: They differ, and changes are not accepted.
-        """
-        before = await self.computed_with(run_id)
-        changes = differences(before[-1][2], facts) if before else []
-        if before and not changes:
-            return
-        if changes and not self.accept_changes:
-            raise RunChanged(
-                f"the run {run_id} would not go on as it was: {'; '.join(changes)}. Put back what changed, or start the"
-                " server once with --accept-changes"
-            )
-        for change in changes:
-            log.warning("run %s goes on after operation %d although its %s", run_id, seq, change)
-        await self.note_computed_with(run_id, seq, facts, "; ".join(changes))
 
     # ---- results ----
 
@@ -426,76 +305,6 @@ class Journal:
             if points:
                 yield points
 
-    # ---- trimming and rewinding ----
-
-    def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
-        """Delete operations that no recovery needs because a checkpoint contains them.
-
-        The row of an operation whose result is not released stays, without its payload.
-        """
-
-        def work(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
-                " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
-                (run_id, up_to_seq, run_id),
-            )
-            connection.execute(
-                "UPDATE operations SET segment = NULL, offset = NULL, outcome_segment = NULL,"
-                f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
-                " WHERE run_id = ? AND seq <= ? AND (segment IS NOT NULL OR outcome_segment IS NOT NULL)",
-                (run_id, up_to_seq),
-            )
-            connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
-            connection.execute(
-                "UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
-            )
-
-        return self.store.write(work)
-
-    async def user_of(self, run_id: str, name: str = "") -> tuple[str, str, int] | None:
-        """Find an operation whose replay would read a checkpoint of a run.
-
-        Args:
-            run_id: The run that owns the checkpoint.
-            name: The checkpoint; empty for any checkpoint of the run, read by an operation of another run.
-
-        Returns:
-            Checkpoint, run id and number of the newest such operation; None if there is none.
-        """
-        condition = "checkpoint = ?" if name else "checkpoint LIKE ? AND uses.run_id != ?"
-        values = (f"{run_id}/{name}",) if name else (f"{run_id}/%", run_id)
-        query = (
-            "SELECT checkpoint, uses.run_id, seq FROM uses JOIN operations USING (run_id, seq)"
-            f" WHERE {condition} AND status IN (?, ?) ORDER BY seq DESC LIMIT 1"
-        )
-        values = (*values, pb.STATUS_UNSPECIFIED, pb.STATUS_SUCCEEDED)
-        found: tuple[str, str, int] | None = await self.store.read(
-            lambda connection: connection.execute(query, values).fetchone()
-        )
-        return found
-
-    async def expired(self, after_s: float) -> dict[str, int]:
-        """The highest number of a result that was stored more than ``after_s`` seconds of a server ago, by run id."""
-        query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
-        rows = await self.store.read(
-            lambda connection: connection.execute(query, (self.store.ran_s() - after_s,)).fetchall()
-        )
-        return dict(rows)
-
-    async def collect(self) -> None:
-        """Delete the segments to which no row refers."""
-
-        def work(connection: sqlite3.Connection) -> set[int]:
-            query = (
-                "SELECT segment FROM operations UNION SELECT segment FROM results"
-                " UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
-            )
-            return self.segments.closed() - {segment for (segment,) in connection.execute(query)}
-
-        superfluous = await self.store.write(work)  # once committed, no deleted row can come back after a crash
-        await asyncio.to_thread(self.segments.forget, superfluous)
-
     def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
         """Delete every operation and result after ``to_seq``, and fence the present writer with a new epoch."""
 
@@ -550,10 +359,3 @@ def _with_payload(segments: Segments, result: pb.OperationResult, location: Loca
         return StoredResult(result, segments.read(location))
     except CorruptRecord:
         return lost_result(result.seq)
-
-
-def lost_result(seq: int) -> StoredResult:
-    """PAYLOAD_CORRUPT in place of a result that cannot be read."""
-    message = f"operation {seq} was carried out, but its result was damaged on the server's disk"
-    error = pb.Error(code=pb.ERROR_CODE_PAYLOAD_CORRUPT, message=message)
-    return StoredResult(pb.OperationResult(seq=seq, status=pb.STATUS_FAILED, error=error), b"")

@@ -20,9 +20,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.checkpoint_files import DamagedCheckpoint, Manifest, read_manifest
 from gradwire_server.durable_files import sync
 from gradwire_server.journal import history
-from gradwire_server.journal.journal import identity, uses
+from gradwire_server.journal.checkpoint_records import NAME, ORIGIN, uses
+from gradwire_server.journal.entries import identity
 from gradwire_server.journal.run_files import read_description, write_description
-from gradwire_server.journal.run_records import NAME, ORIGIN
 from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, locked

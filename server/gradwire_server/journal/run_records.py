@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
-import os
-import re
 import secrets
 import shutil
 import sqlite3
@@ -19,20 +16,13 @@ from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
-from gradwire_server.durable_files import make_folder, sync, sync_tree
-from gradwire_server.errors import ServiceError, unknown_checkpoint, unknown_run
+from gradwire_server.errors import ServiceError, unknown_run
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_files import RUN_FILE, write_description
 from gradwire_server.journal.schema import RUN
 
 log = logging.getLogger(__name__)
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-ORIGIN = "fork-origin"
-"""Folder name, among a fork's checkpoints, of its copy of the checkpoint from which it started."""
-AUTOMATIC = "auto-"
-"""Name prefix of automatic checkpoints."""
 
 
 @dataclass
@@ -99,6 +89,23 @@ class RunRecord:
     def readable(self, caller: Caller) -> bool:
         """Whether a caller may read the run."""
         return self.writable(caller) or caller.name in self.readers
+
+    def check_writable(self, caller: Caller) -> None:
+        """Check that a caller, who may read the run, may also change it.
+
+        Raises:
+            ServiceError: PERMISSION_DENIED.
+        """
+        if not self.writable(caller):
+            raise ServiceError(
+                pb.ERROR_CODE_PERMISSION_DENIED,
+                f"the run {self.run_id} is shared with this key to read; fork a checkpoint of it to go on from there",
+                field="run_id",
+            )
+
+    def trim(self, up_to_seq: int) -> None:
+        """Record that the journal starts after this number."""
+        self.trimmed_seq = max(self.trimmed_seq, up_to_seq)
 
     @property
     def newest_checkpoint(self) -> pb.Checkpoint | None:
@@ -211,16 +218,13 @@ class RunRecords:
         record = self._records.get(run_id)
         if record is None or not record.ready or not record.readable(caller):
             raise unknown_run(run_id)
-        return self._for_writing(record, caller) if write else record
-
-    def _for_writing(self, record: RunRecord, caller: Caller) -> RunRecord:
-        if not record.writable(caller):
-            raise ServiceError(
-                pb.ERROR_CODE_PERMISSION_DENIED,
-                f"the run {record.run_id} is shared with this key to read; fork a checkpoint of it to go on from there",
-                field="run_id",
-            )
+        if write:
+            record.check_writable(caller)
         return record
+
+    def find(self, run_id: str) -> RunRecord | None:
+        """A run, one that is being created included; None if there is none."""
+        return self._records.get(run_id)
 
     def owned(self, owner: str) -> int:
         """Number of runs that a key owns."""
@@ -335,128 +339,6 @@ class RunRecords:
 
         await self._store.write(work)
         await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
-
-    # ---- checkpoints ----
-
-    def checkpoint(self, path: str, caller: Caller, *, write: bool = False) -> tuple[RunRecord, pb.Checkpoint]:
-        """Return the run and the checkpoint of a path ``"RUN_ID/NAME"``.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, also for a run that the caller may not read; PERMISSION_DENIED as for
-                :meth:`get`.
-        """
-        run_id, _, name = path.partition("/")
-        record = self._records.get(run_id)
-        if record is None or not record.readable(caller) or name not in record.checkpoints:
-            raise unknown_checkpoint(path)
-        return self._for_writing(record, caller) if write else record, record.checkpoints[name]
-
-    def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
-        """Return an error if an operation names a checkpoint of a run that its own run's owner may not read.
-
-        The error is the same as for a run that does not exist. Whether the checkpoint itself exists is checked by the
-        engine when it executes the operation.
-        """
-        owner = Caller(record.owner)
-        for name, path in named_checkpoints(operation):
-            other = self._records.get(path.partition("/")[0])
-            if other is None or not other.ready or not other.readable(owner):
-                error = unknown_checkpoint(path).error
-                error.field = name
-                return error
-        return None
-
-    async def add_checkpoint(self, record: RunRecord, checkpoint: pb.Checkpoint) -> None:
-        """Record a checkpoint whose folder is complete."""
-        query, values = "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)", (
-            record.run_id, checkpoint.name, checkpoint.SerializeToString(),
-        )  # fmt: skip
-        await self._store.write(lambda connection: connection.execute(query, values).close())
-        record.checkpoints[checkpoint.name] = checkpoint
-
-    def trimmed(self, record: RunRecord, up_to_seq: int) -> None:
-        """Record that the journal starts after this number."""
-        record.trimmed_seq = max(record.trimmed_seq, up_to_seq)
-
-    async def delete_checkpoint(self, record: RunRecord, name: str) -> None:
-        """Delete a checkpoint: first its row, so that no recovery reads a half-deleted folder, then its files.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT.
-        """
-        if record.checkpoints.pop(name, None) is None:
-            raise unknown_checkpoint(f"{record.run_id}/{name}")  # another call has deleted it meanwhile
-        query, values = "DELETE FROM checkpoints WHERE run_id = ? AND name = ?", (record.run_id, name)
-        await self._store.write(lambda connection: connection.execute(query, values).close())
-        await asyncio.to_thread(shutil.rmtree, self.folder(record.run_id, "checkpoints", name), ignore_errors=True)
-
-    def folder(self, run_id: str, kind: str, name: str) -> Path:
-        """The folder of a checkpoint or an export.
-
-        Args:
-            kind: ``"checkpoints"`` or ``"exports"``.
-
-        Raises:
-            ServiceError: INVALID_ARGUMENT for an invalid name, which could lead out of the folder.
-        """
-        if not NAME.fullmatch(run_id) or not NAME.fullmatch(name):
-            raise ServiceError(
-                pb.ERROR_CODE_INVALID_ARGUMENT, f"{name[:100]!r} is not a name", field="name", rule=NAME.pattern
-            )
-        return self._folder / run_id / kind / name
-
-    async def adopt(self, record: RunRecord, folder: Path) -> None:
-        """Copy the checkpoint from which a fork starts, and the source's record up to it, into the fork's own.
-
-        Files are linked where possible. The fork stays restorable when the original is deleted.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT if the original was deleted meanwhile.
-        """
-        target = self.folder(record.run_id, "checkpoints", ORIGIN)
-
-        def copy() -> None:
-            make_folder(target.parent)
-            try:
-                shutil.copytree(folder, target, copy_function=_link_or_copy)
-            except OSError as error:
-                if folder.exists():
-                    raise
-                raise unknown_checkpoint(record.forked_from) from error  # deleted meanwhile
-            sync_tree(target)
-            sync(target.parent)
-
-        await asyncio.to_thread(copy)
-        source, _, name = record.forked_from.partition("/")
-        original = self._records.get(source)
-        if original is None or name not in original.checkpoints:
-            raise unknown_checkpoint(record.forked_from)  # deleted meanwhile
-        seq = original.checkpoints[name].seq
-        await self._store.write(lambda connection: history.copy(connection, source, seq, record.run_id))
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another filesystem, or one without links
-        shutil.copy2(source, target)
-
-
-def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
-    """The checkpoints ``"RUN_ID/NAME"`` that an operation names, as pairs of argument and path.
-
-    Raises:
-        ValueError, RecursionError: The arguments of a loss are not JSON.
-    """
-    kind = operation.WhichOneof("kind") or ""
-    found: list[tuple[str, object]] = []
-    if kind == "load_checkpoint" and "/" in operation.load_checkpoint.checkpoint:
-        return [("checkpoint", operation.load_checkpoint.checkpoint)]
-    if kind in ("forward", "forward_backward"):
-        call: pb.LossCall = getattr(operation, kind)
-        arguments = json.loads(call.loss_kwargs_json or "{}")
-        found = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
-    return [(name, path) for name, path in found if isinstance(path, str) and path.startswith("run-") and "/" in path]
 
 
 def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:

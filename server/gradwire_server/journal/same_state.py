@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
+import logging
 import math
+import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.journal.database import Database
 from gradwire_server.journal.segments import Buffer
+
+log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Relative difference of losses and gradient norms that counts as rounding, where results are not exact: on a GPU, and
@@ -28,6 +36,60 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         for name, value in sorted(before.items())
         if value != now.get(name) and not (name.startswith("loss ") and name not in now)
     ]
+
+
+class RunFacts:
+    """The facts that each run was computed with, by name: package versions, the device, losses and the like.
+
+    Args:
+        store: The database.
+        accept_changes: Whether runs go on with something other than what they were computed with.
+    """
+
+    def __init__(self, store: Database, accept_changes: bool) -> None:
+        self._store, self.accept_changes = store, accept_changes
+
+    async def of(self, run_id: str) -> list[tuple[int, float, dict[str, str], str]]:
+        """What a run was computed with, oldest first: from which operation on, since when, the facts, what changed."""
+        query = "SELECT seq, at, facts, note FROM computed_with WHERE run_id = ? ORDER BY position"
+        rows = await self._store.read(lambda connection: connection.execute(query, (run_id,)).fetchall())
+        return [(seq, at, json.loads(facts), note) for seq, at, facts, note in rows]
+
+    def note(self, run_id: str, seq: int, facts: Mapping[str, str], note: str = "") -> asyncio.Future[None]:
+        """Store what a run is computed with after operation ``seq``."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
+            connection.execute(query, (run_id, seq, time.time(), json.dumps(dict(facts), sort_keys=True), note))
+
+        return self._store.write(work)
+
+    def replace_outcome(self, run_id: str, seq: int, outcome: bytes) -> asyncio.Future[None]:
+        """Store what an operation gave when it was repeated with an accepted change; later recoveries repeat that."""
+        query = "UPDATE operations SET outcome = ? WHERE run_id = ? AND seq = ?"
+        return self._store.write(lambda connection: connection.execute(query, (outcome, run_id, seq)).close())
+
+    async def check(self, run_id: str, seq: int, facts: Mapping[str, str]) -> None:
+        """Compare what a run was computed with with what it would be computed with now.
+
+        Args:
+            seq: The last operation of the state from which it would go on.
+
+        Raises:
+            RunChanged: They differ, and changes are not accepted.
+        """
+        before = await self.of(run_id)
+        changes = differences(before[-1][2], facts) if before else []
+        if before and not changes:
+            return
+        if changes and not self.accept_changes:
+            raise RunChanged(
+                f"the run {run_id} would not go on as it was: {'; '.join(changes)}. Put back what changed, or start the"
+                " server once with --accept-changes"
+            )
+        for change in changes:
+            log.warning("run %s goes on after operation %d although its %s", run_id, seq, change)
+        await self.note(run_id, seq, facts, "; ".join(changes))
 
 
 def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb2.Outcome:

@@ -13,8 +13,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.config import Limits
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
-from gradwire_server.journal.journal import Journal, JournalEntry, identity
-from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
+from gradwire_server.journal.entries import JournalEntry, identity
+from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
@@ -49,7 +51,7 @@ class Admission:
         self,
         queues: Mapping[str, RunQueue],
         journal: Journal,
-        runs: RunRecords,
+        checkpoints: CheckpointRecords,
         dispatcher: Dispatcher,
         results: Results,
         memory: PayloadMemory,
@@ -57,7 +59,7 @@ class Admission:
         metrics: Metrics,
         tracing: Tracing,
     ) -> None:
-        self._queues, self._journal, self._runs, self._limits = queues, journal, runs, limits
+        self._queues, self._journal, self._checkpoints, self._limits = queues, journal, checkpoints, limits
         self._dispatcher, self._results, self._memory = dispatcher, results, memory
         self._metrics, self._tracing = metrics, tracing
         self._repeating: set[asyncio.Task[None]] = set()
@@ -65,7 +67,7 @@ class Admission:
 
     def refusal(self, record: RunRecord, header: pb.OperationHeader) -> pb.Error | None:
         """Return the error of an operation that breaks a rule that can be checked without a model; None if valid."""
-        return check(header, self._limits) or self._runs.check_uses(record, header.operation)
+        return check(header, self._limits) or self._checkpoints.check_uses(record, header.operation)
 
     async def load(self, queue: RunQueue) -> None:
         """Queue the operations of a run that the journal holds from before the server started."""

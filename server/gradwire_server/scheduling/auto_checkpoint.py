@@ -20,8 +20,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.process import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import AUTOMATIC, RunRecord, RunRecords
+from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
 
@@ -46,12 +47,12 @@ class AutoCheckpoint:
         self,
         engine: EngineClient,
         journal: Journal,
-        runs: RunRecords,
+        checkpoints: CheckpointRecords,
         every_steps: int,
         every_bytes: int,
         replay_s: float = 0.0,
     ) -> None:
-        self._engine, self._journal, self._runs = engine, journal, runs
+        self._engine, self._journal, self._checkpoints = engine, journal, checkpoints
         self._every_steps, self._every_bytes, self._replay_s = every_steps, every_bytes, replay_s
 
     async def start(self, records: Sequence[RunRecord]) -> None:
@@ -59,7 +60,7 @@ class AutoCheckpoint:
 
         def remove() -> None:
             for record in records:
-                folder = self._runs.folder(record.run_id, "checkpoints", "x").parent
+                folder = self._checkpoints.folder(record.run_id, "checkpoints", "x").parent
                 for orphan in folder.glob(f"{AUTOMATIC}*"):
                     if orphan.name not in record.checkpoints:
                         shutil.rmtree(orphan, ignore_errors=True)
@@ -91,7 +92,7 @@ class AutoCheckpoint:
             if not await queue.settled(seq):
                 return
             crash_point("checkpoint.before_row")
-            await self._runs.add_checkpoint(record, reply.result.checkpoint)
+            await self._checkpoints.add(record, reply.result.checkpoint)
             since.saved()
             await self.saved(record, reply.result.checkpoint)
             self._took(record, since, time.monotonic() - began)
@@ -123,12 +124,12 @@ class AutoCheckpoint:
         if not older:
             return
         previous = max(older)
-        await self._journal.trim(record.run_id, previous)
-        self._runs.trimmed(record, previous)
+        await self._journal.retention.trim(record.run_id, previous)
+        record.trim(previous)
         for saved in list(record.checkpoints.values()):
             old = saved.name.startswith(AUTOMATIC) and saved.seq < previous
-            if old and await self._journal.user_of(record.run_id, saved.name) is None:
-                await self._runs.delete_checkpoint(record, saved.name)
+            if old and await self._checkpoints.user_of(record.run_id, saved.name) is None:
+                await self._checkpoints.delete(record, saved.name)
 
     async def check_deletable(self, record: RunRecord, name: str) -> None:
         """Check that no recovery could need a checkpoint.
@@ -136,7 +137,7 @@ class AutoCheckpoint:
         Raises:
             ServiceError: UNSUPPORTED if one could.
         """
-        used = await self._journal.user_of(record.run_id, name)
+        used = await self._checkpoints.user_of(record.run_id, name)
         if used is not None:
             raise in_use(*used)
         rest = [saved.seq for saved in record.checkpoints.values() if saved.name != name]

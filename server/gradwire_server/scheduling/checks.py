@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
-from gradwire_server.journal.run_records import AUTOMATIC, NAME, ORIGIN
+from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN
 
 
 def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:

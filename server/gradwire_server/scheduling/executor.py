@@ -12,6 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.process import EngineAnswer, EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.segments import Buffer, CorruptRecord
 from gradwire_server.observability.metrics import Metrics
@@ -35,8 +36,10 @@ Outcome = tuple[pb.OperationResult, Buffer]
 class Executor:
     """Executor of single operations on the engine."""
 
-    def __init__(self, engine: EngineClient, journal: Journal, metrics: Metrics) -> None:
-        self._engine, self._journal, self._metrics = engine, journal, metrics
+    def __init__(
+        self, engine: EngineClient, journal: Journal, checkpoints: CheckpointRecords, metrics: Metrics
+    ) -> None:
+        self._engine, self._journal, self._checkpoints, self._metrics = engine, journal, checkpoints, metrics
 
     async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
         """Create a new run in the engine.
@@ -150,7 +153,7 @@ class Executor:
                 is reached.
         """
         save = operation.header.operation.save_checkpoint
-        used = await self._journal.user_of(queue.record.run_id, save.name) if save.overwrite else None
+        used = await self._checkpoints.user_of(queue.record.run_id, save.name) if save.overwrite else None
         if used is not None and used[1] != queue.record.run_id:
             raise in_use(*used)
         if not await queue.settled(operation.seq - 1):

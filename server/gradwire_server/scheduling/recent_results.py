@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import takewhile
 
-from gradwire_server.journal.journal import StoredResult
+from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.run_records import RunRecord
 
 RECENT_RESULTS = 64

@@ -12,7 +12,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.engine_client.process import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.journal import Journal, JournalEntry
+from gradwire_server.journal.entries import JournalEntry
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.same_state import RunChanged, divergence, is_comparable, outcome, outcome_of, parse_outcome
 from gradwire_server.journal.segments import CorruptRecord
@@ -69,7 +70,7 @@ async def _restore(engine: EngineClient, journal: Journal, record: RunRecord, pa
     loading_s = time.monotonic() - began
     if facts:
         try:
-            await journal.check_computed_with(record.run_id, base, facts)
+            await journal.facts.check(record.run_id, base, facts)
         except RunChanged as error:
             raise changed(error) from error
     count = dropped_step = 0
@@ -176,7 +177,7 @@ async def _repeat(
     now = outcome(reply.result, [tensors])
     exact = exact and is_comparable(before, now)
     difference = divergence(before, now, exact=exact)
-    if difference and not journal.accept_changes:
+    if difference and not journal.facts.accept_changes:
         raise changed(
             RunChanged(
                 f"the run {record.run_id} would not become what it was: its operation {header.seq} was repeated, and"
@@ -185,7 +186,7 @@ async def _repeat(
         )
     if difference:
         log.warning("run %s goes on although operation %d was repeated and %s", record.run_id, header.seq, difference)
-        await journal.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, [tensors]))
+        await journal.facts.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, [tensors]))
     return exact
 
 

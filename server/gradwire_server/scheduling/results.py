@@ -12,8 +12,9 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, parked_error
+from gradwire_server.journal.entries import StoredResult, lost_result
 from gradwire_server.journal.history import history_point
-from gradwire_server.journal.journal import Journal, StoredResult, lost_result
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics

@@ -19,6 +19,7 @@ from gradwire_server.access.quotas import Usage, check_runs
 from gradwire_server.config import ServerConfig
 from gradwire_server.engine_client.process import EngineClient
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.observability.metrics import Backlog, Metrics
@@ -55,6 +56,7 @@ class Scheduler:
         engine: EngineClient,
         journal: Journal,
         runs: RunRecords,
+        checkpoints: CheckpointRecords,
         config: ServerConfig,
         quota_of: Callable[[str], Quota] = lambda _: Quota(),
         metrics: Metrics | None = None,
@@ -62,16 +64,17 @@ class Scheduler:
         parked: Callable[[int], object] = bool,
     ) -> None:
         self._metrics = metrics or Metrics()
-        self._journal, self._runs, self._limits, self._quota_of = journal, runs, config.limits, quota_of
+        self._journal, self._runs, self._checkpoints = journal, runs, checkpoints
+        self._limits, self._quota_of = config.limits, quota_of
         self._result_retention_s = config.keep_results_hours * 3600
         self._queues: dict[str, RunQueue] = {}
         self._usages: dict[str, Usage] = {}
         self._memory = PayloadMemory(PAYLOAD_MEMORY_BYTES)
-        self._executor = Executor(engine, journal, self._metrics)
+        self._executor = Executor(engine, journal, checkpoints, self._metrics)
         self._auto_checkpoint = AutoCheckpoint(
             engine,
             journal,
-            runs,
+            checkpoints,
             config.checkpoint_every_steps,
             int(config.checkpoint_every_mib * (1 << 20)),
             config.max_recovery_seconds,
@@ -88,7 +91,7 @@ class Scheduler:
         self.admission = Admission(
             self._queues,
             journal,
-            runs,
+            checkpoints,
             self.dispatcher,
             self.results,
             self._memory,
@@ -145,7 +148,7 @@ class Scheduler:
             check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
             await self._runs.insert(record)
             if origin is not None:
-                await self._runs.adopt(record, origin)
+                await self._checkpoints.adopt(record, origin)
             await self.dispatcher.enter(record.owner)
             try:
                 created = await self._executor.create(queue)
@@ -154,7 +157,7 @@ class Scheduler:
             # A fork has the head of its checkpoint, which need not be the one that the source has now.
             record.config.head, record.config.num_labels = created.head, created.num_labels
             if created.computed_with:
-                await self._journal.note_computed_with(record.run_id, 0, created.computed_with)
+                await self._journal.facts.note(record.run_id, 0, created.computed_with)
             await self._runs.finish(record, created.num_trainable_parameters, created.step)
         except BaseException:
             await self._runs.delete(record)
@@ -167,7 +170,7 @@ class Scheduler:
         Raises:
             ServiceError: UNSUPPORTED if the recovery of another run needs a checkpoint of this one; UNKNOWN_RUN.
         """
-        used = await self._journal.user_of(record.run_id)
+        used = await self._checkpoints.user_of(record.run_id)
         if used is not None:
             raise in_use(*used)
         queue = self._queues.pop(record.run_id, None)
@@ -199,7 +202,7 @@ class Scheduler:
             ServiceError: UNSUPPORTED if a recovery could need it.
         """
         await self._auto_checkpoint.check_deletable(record, name)
-        await self._runs.delete_checkpoint(record, name)
+        await self._checkpoints.delete(record, name)
         await self._measure(self.queue(record))
 
     async def _measure(self, queue: RunQueue) -> None:
@@ -264,9 +267,9 @@ class Scheduler:
         while True:
             await asyncio.sleep(COLLECT_EVERY_S)
             try:
-                for run_id, seq in (await self._journal.expired(self._result_retention_s)).items():
+                for run_id, seq in (await self._journal.retention.expired(self._result_retention_s)).items():
                     if run_id in self._queues:
                         await self.results.release(self._queues[run_id], seq)
-                await self._journal.collect()
+                await self._journal.retention.collect()
             except Exception as error:  # tried again after the next interval
                 log.error("old results and segments were not deleted: %s", error)

@@ -191,8 +191,8 @@ async def test_one_key_makes_one_run(door: Door) -> None:
 
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
-    models = ModelNames({"tiny": "/models/tiny"})
-    creator = RunCreation(door.server.core.scheduler, door.server.core.runs, Limits(), models)
+    core, models = door.server.core, ModelNames({"tiny": "/models/tiny"})
+    creator = RunCreation(core.scheduler, core.runs, core.checkpoints, Limits(), models)
     config, caller = pb.RunConfig(base_model="tiny"), Caller("")
     one, other = await asyncio.gather(creator.create(caller, config, "k"), creator.create(caller, config, "k"))
     assert one is other and one.ready and door.server.core.runs.count == 1

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.journal import Journal, RunMarks, identity
+from gradwire_server.journal.entries import RunMarks, identity
+from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecords, new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
@@ -212,8 +213,8 @@ async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_pat
         await append(journal, operation(run_id, seq, size=len(payload)), payload)
         await journal.put_result(run_id, pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED), [], MARKS)
     before = len(journal.segments.numbers())
-    await journal.trim(run_id, 20)
-    await journal.collect()
+    await journal.retention.trim(run_id, 20)
+    await journal.retention.collect()
     assert len(journal.segments.numbers()) < before
     entries = await journal.entries(run_id, 0, 30)
     assert [entry.location is None for entry in entries] == [seq <= 20 for seq in range(1, 31)]
@@ -221,7 +222,7 @@ async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_pat
         assert entry.location is not None
         assert await journal.payload(entry.location) == payloads[entry.header.seq]
     await journal.release(run_id, 10)
-    await journal.trim(run_id, 20)
+    await journal.retention.trim(run_id, 20)
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 30)] == list(range(11, 31))
     assert await journal.identity_of(run_id, 10) is None and await journal.identity_of(run_id, 11) is not None
     await journal.close()

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.journal.journal import Journal, StoredResult
+from gradwire_server.journal.entries import StoredResult
+from gradwire_server.journal.journal import Journal
 from gradwire_server.scheduling.fairness import SMALL_AHEAD
 from gradwire_server.scheduling.recent_results import RECENT_BYTES
 from support.front import Client, Door, Start, error_of

@@ -1,0 +1,63 @@
+"""Deletion of what no recovery and no reader needs any more."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+from gradwire_server.journal.database import Database
+from gradwire_server.journal.schema import OPERATION
+from gradwire_server.journal.segments import Segments
+
+
+class Retention:
+    """Deletion of operations that a checkpoint contains, and of segments to which no row refers; results expire."""
+
+    def __init__(self, store: Database, segments: Segments) -> None:
+        self._store, self._segments = store, segments
+
+    def trim(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
+        """Delete operations that no recovery needs because a checkpoint contains them.
+
+        The row of an operation whose result is not released stays, without its payload.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "DELETE FROM operations WHERE run_id = ? AND seq <= ?"
+                " AND seq <= (SELECT released_seq FROM runs WHERE run_id = ?)",
+                (run_id, up_to_seq, run_id),
+            )
+            connection.execute(
+                "UPDATE operations SET segment = NULL, offset = NULL, outcome_segment = NULL,"
+                f" digest = {OPERATION.replace('segment, offset', 'NULL, NULL')}"
+                " WHERE run_id = ? AND seq <= ? AND (segment IS NOT NULL OR outcome_segment IS NOT NULL)",
+                (run_id, up_to_seq),
+            )
+            connection.execute("DELETE FROM uses WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
+            connection.execute(
+                "UPDATE runs SET trimmed_seq = max(trimmed_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
+            )
+
+        return self._store.write(work)
+
+    async def expired(self, after_s: float) -> dict[str, int]:
+        """The highest number of a result that was stored more than ``after_s`` seconds of a server ago, by run id."""
+        query = "SELECT run_id, max(seq) FROM results WHERE stored_at < ? GROUP BY run_id"
+        rows = await self._store.read(
+            lambda connection: connection.execute(query, (self._store.ran_s() - after_s,)).fetchall()
+        )
+        return dict(rows)
+
+    async def collect(self) -> None:
+        """Delete the segments to which no row refers."""
+
+        def work(connection: sqlite3.Connection) -> set[int]:
+            query = (
+                "SELECT segment FROM operations UNION SELECT segment FROM results"
+                " UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
+            )
+            return self._segments.closed() - {segment for (segment,) in connection.execute(query)}
+
+        superfluous = await self._store.write(work)  # once committed, no deleted row can come back after a crash
+        await asyncio.to_thread(self._segments.forget, superfluous)

@@ -203,6 +203,14 @@ class Core(Startable):
         """The models from which runs can be created."""
         return self.engine.hello.models
 
+    def model_name(self, name: str) -> str:
+        """The name of the model with this name or path.
+
+        Raises:
+            ServiceError: UNKNOWN_MODEL.
+        """
+        return self._creation.model(name, "base_model")
+
     def losses(self) -> Sequence[pb.LossInfo]:
         """The available losses, with their fields, arguments and metrics."""
         return self.engine.hello.losses
@@ -343,6 +351,23 @@ class Core(Startable):
         incoming.check_digest()
         refusal = incoming.refusal or check_rows(incoming.header, incoming.chunks, self.config.limits)
         return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal)
+
+    def awaits_number(self, caller: Caller, run_id: str, seq: int) -> bool:
+        """Whether a submitted operation is not journaled because an earlier number has not been submitted.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED.
+        """
+        return seq in self.scheduler.queue(self._own(caller, run_id)).window
+
+    def epoch_of(self, caller: Caller, run_id: str, writer: str) -> int:
+        """The run's epoch if its present writer has this name; else 0, with which operations are refused.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED.
+        """
+        record = self._own(caller, run_id)
+        return record.epoch if record.writer == writer else 0
 
     async def results(self, caller: Caller, run_id: str, from_seq: int = 0) -> AsyncIterator[list[StoredResult]]:
         """Yield the run's results in order of number as they become durable, without end.

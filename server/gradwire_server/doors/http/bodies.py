@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import zlib
-from collections.abc import Iterable
 
 import zstandard
 from gradwire_proto.v1 import training_pb2 as pb
@@ -13,6 +11,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 READ_BYTES = 1 << 20
+ZSTD_STEP_BYTES = 512
+"""Compressed bytes decoded at once: 4 of them can become 128 KiB."""
 IN_THREAD_BYTES = 64 << 10
 """Compressed bodies above this size are decompressed in a thread, so that other requests go on."""
 MAX_WINDOW_BYTES = 128 << 20
@@ -51,9 +51,18 @@ async def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
 
 
 def _unzstd(body: bytes, limit: int) -> bytes:
-    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-    with decoder.stream_reader(io.BytesIO(body), read_across_frames=True) as reader:
-        return _joined(iter(lambda: reader.read(READ_BYTES), b""), limit)
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+    view = memoryview(body)
+    parts, size = [], 0
+    for start in range(0, len(view), ZSTD_STEP_BYTES):
+        if decoder.eof:
+            break
+        parts.append(decoder.decompress(view[start : start + ZSTD_STEP_BYTES]))
+        if (size := size + len(parts[-1])) > limit:
+            raise too_large(f"more than {limit}", limit)
+    if not decoder.eof:
+        raise EOFError("it ends too early")
+    return b"".join(parts)
 
 
 def _gunzip(body: bytes, limit: int) -> bytes:
@@ -67,12 +76,3 @@ def _gunzip(body: bytes, limit: int) -> bytes:
     if not decoder.eof:
         raise EOFError("it ends too early")
     return b"".join(parts)
-
-
-def _joined(parts: Iterable[bytes], limit: int) -> bytes:
-    found, size = [], 0
-    for part in parts:
-        found.append(part)
-        if (size := size + len(part)) > limit:
-            raise too_large(f"more than {limit}", limit)
-    return b"".join(found)

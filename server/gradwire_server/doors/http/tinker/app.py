@@ -1,4 +1,4 @@
-"""The Tinker protocol as an application: its routes and the form of its errors."""
+"""The Tinker protocol as an application."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import install
 from gradwire_server.doors.http.protocol import Protocol
-
-CLIENT_CONFIG = {
-    "parallel_fwdbwd_chunks": False,
-}
-
-
-class ClientConfigRequest(BaseModel):
-    """The SDK that asks."""
-
-    sdk_version: str = ""
+from gradwire_server.doors.http.tinker import futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.store import TinkerStore
 
 
 class Tinker:
@@ -35,43 +28,30 @@ class Tinker:
 
     def __init__(self, core: Core, stopping: asyncio.Event) -> None:
         self.core, self.stopping = core, stopping
+        self.store = TinkerStore(core.config.state_dir)
+        self.models = Models(core, self.store)
+        self.samplers = Samplers(core, self.store)
 
     async def start(self) -> None:
         """Read what the state folder holds of the door."""
+        await self.store.open()
+        await self.models.start()
 
     async def stop(self) -> None:
-        """Close it."""
+        """End what is in progress, and close the store."""
+        await self.samplers.stop()
+        await self.models.stop()
+        await self.store.close()
 
 
 def protocol(tinker: Tinker) -> Protocol:
     """The protocol over the door's state."""
     app = FastAPI(openapi_url=None)
     install(app, error_body)
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Say that the server answers."""
-        return {"status": "stopping" if tinker.stopping.is_set() else "ok"}
-
-    @app.post("/client/config")
-    async def client_config(request: ClientConfigRequest) -> dict[str, Any]:
-        """The flags that the SDK starts with."""
-        return CLIENT_CONFIG
-
-    @app.get("/get_server_capabilities")
-    async def capabilities() -> dict[str, Any]:
-        """The models that can be trained and sampled."""
-        models = [
-            {
-                "model_name": model.name,
-                "max_context_length": model.context_length,
-                "trainable": True,
-                "sampleable": True,
-            }
-            for model in tinker.core.models()
-        ]
-        return {"supported_models": models}
-
+    app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
+    app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
+    app.include_router(sampling.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
+    app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
     return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz",))
 
 

@@ -1,0 +1,131 @@
+"""The route that waits for results. A waiting request is a suspended coroutine; it costs no thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.names import TinkerPath, read_request_id, sampler_id_of
+from gradwire_server.doors.http.tinker.results import failed, loss_output, step_output
+from gradwire_server.doors.http.tinker.samplers import SampleGoneError, Samplers
+from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
+from gradwire_server.errors import ServiceError
+from gradwire_server.journal.journal import StoredResult
+
+HOLD_S = 30.0
+"""How long a request waits for its result before the client is asked to come again."""
+PAUSE_S = 5.0
+"""How long it waits where the result cannot come for now."""
+PROTOBUF = "application/x-protobuf"
+
+T = TypeVar("T")
+
+
+class RetrieveRequest(BaseModel):
+    """A promise whose result is wanted."""
+
+    request_id: str
+
+
+class _NotYet(Exception):
+    """There is no result yet."""
+
+    def __init__(self, state: str = "active", reason: str = "") -> None:
+        super().__init__(state)
+        self.state, self.reason = state, reason
+
+
+def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asyncio.Event) -> APIRouter:
+    """The routes over the door's state."""
+    router = APIRouter()
+
+    @router.post("/retrieve_future")
+    async def retrieve_future(caller: CallerOf, request: RetrieveRequest) -> Response:
+        """Wait for the result of a promise."""
+        owner_id, seq, kind = read_request_id(request.request_id)
+        try:
+            if kind == "sample":
+                return Response(await _held(samplers.result(caller, owner_id, seq)), media_type=PROTOBUF)
+            model = models.get(caller, owner_id)
+            if seq == 0:
+                model = await _held(models.created(caller, owner_id))
+                return JSONResponse(_created(model))
+            model = await _held(models.created(caller, owner_id))
+            return await _training(caller, model, seq, kind)
+        except _NotYet as waiting:
+            body = {"type": "try_again", "request_id": request.request_id, "queue_state": waiting.state}
+            if waiting.reason:
+                body["queue_state_reason"] = waiting.reason
+            return JSONResponse(body, 408)
+        except SampleGoneError:
+            message = "this sample is not known any more: the server was restarted, or it was fetched long ago"
+            return JSONResponse({"detail": message}, 410)
+        except ServiceError as error:
+            if error.code in (pb.ERROR_CODE_UNKNOWN_OPERATION, pb.ERROR_CODE_UNKNOWN_RUN) and kind != "sample":
+                raise
+            return JSONResponse(failed(error.error))
+
+    async def _training(caller: Caller, model: ModelRecord, seq: int, kind: str) -> Response:
+        stored = await _held(models.result(caller, model, seq))
+        if stored.header.status != pb.STATUS_SUCCEEDED:
+            await models.failure_delivered(model.model_id, seq)
+            return JSONResponse(failed(stored.header.error))
+        if kind == "loss":
+            widths = store.widths.get(f"{model.model_id}:{seq}:{kind}")
+            return Response(loss_output(stored, widths.widths if widths else None), media_type=PROTOBUF)
+        if kind == "step":
+            return JSONResponse(step_output(stored.header.optim_step))
+        return JSONResponse(_checkpoint(model, kind, stored))
+
+    def _checkpoint(model: ModelRecord, kind: str, stored: StoredResult) -> dict[str, Any]:
+        run_id, _, name = stored.header.checkpoint.path.partition("/")
+        if kind == "save_snapshot":
+            return {"type": "save_weights_for_sampler", "sampling_session_id": _sampler_of(model, name)}
+        source = store.models_by_run.get(run_id, model)
+        path = str(TinkerPath.stored(source.model_id, name) or f"{run_id}/{name}")
+        if kind == "load":
+            return {"type": "load_weights", "path": path, "model_id": model.model_id}
+        return {"type": "save_weights" if kind == "save" else "save_weights_for_sampler", "path": path}
+
+    async def _held(work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, timeout=HOLD_S, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        except ServiceError as error:
+            if error.code == pb.ERROR_CODE_RUN_PARKED:
+                await asyncio.wait({stop}, timeout=PAUSE_S)
+                raise _NotYet("paused_capacity", str(error)) from error
+            if error.code in (pb.ERROR_CODE_SHUTTING_DOWN, pb.ERROR_CODE_ENGINE_UNAVAILABLE):
+                await asyncio.sleep(1)
+                raise _NotYet from error
+            raise
+        finally:
+            for each in (task, stop):
+                each.cancel()
+        if stopping.is_set():
+            await asyncio.sleep(1)  # clients come again at once
+        raise _NotYet
+
+    return router
+
+
+def _created(model: ModelRecord) -> dict[str, Any]:
+    if model.path:
+        return {"type": "load_weights", "path": model.path, "model_id": model.model_id}
+    return {"type": "create_model", "model_id": model.model_id}
+
+
+def _sampler_of(model: ModelRecord, snapshot: str) -> str:
+    return sampler_id_of(model.session_id, int(snapshot.rpartition(".")[2]))

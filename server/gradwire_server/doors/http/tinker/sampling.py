@@ -1,0 +1,192 @@
+"""Routes of sampling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, Field
+
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.names import TinkerPath, sampler_id_of
+from gradwire_server.doors.http.tinker.results import sample_output
+from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.sessions import session_of
+from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
+from gradwire_server.errors import ServiceError, limit_exceeded
+
+MAX_NUMBER = 2**31
+MAX_SAMPLE_NUMBER = 2**63
+
+
+class CreateSamplerRequest(BaseModel):
+    """A new sampler of a base model or a checkpoint."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0, lt=MAX_NUMBER)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class PromptChunk(BaseModel):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class PromptTokens(BaseModel):
+    """A prompt as token ids."""
+
+    chunks: list[PromptChunk]
+
+    def ids(self) -> list[int]:
+        """The ids of all parts.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT.
+        """
+        found: list[int] = []
+        for chunk in self.chunks:
+            if chunk.tokens is None:
+                raise _invalid(f"the prompt has a chunk of type {chunk.type[:50]!r}; this server reads text", "prompt")
+            found += chunk.tokens
+        if found and not 0 <= min(found) <= max(found) < 2**32:
+            raise _invalid("the prompt has a token id that no model has", "prompt")
+        return found
+
+
+class SampleSettings(BaseModel):
+    """How tokens are drawn."""
+
+    max_tokens: int | None = Field(default=None, ge=0)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = -1
+    top_p: float = Field(default=1.0, ge=0, le=1)
+
+
+class AsampleRequest(BaseModel):
+    """A prompt to sample from."""
+
+    sampling_session_id: str | None = None
+    seq_id: int | None = Field(default=None, ge=0, lt=MAX_SAMPLE_NUMBER)
+    num_samples: int = Field(default=1, ge=1)
+    prompt: PromptTokens
+    sampling_params: SampleSettings = SampleSettings()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> APIRouter:
+    """The routes over the door's state."""
+    router = APIRouter()
+
+    @router.post("/create_sampling_session")
+    async def create_sampling_session(caller: CallerOf, request: CreateSamplerRequest) -> dict[str, str]:
+        """Make a sampler of a base model or of a checkpoint."""
+        session_of(store, caller.name, request.session_id)
+        base_model, source = request.base_model or "", ""
+        if request.model_path:
+            source = models.checkpoint(caller, request.model_path)
+            base_model = store.models[TinkerPath.read(request.model_path).model_id].base_model
+        elif base_model:
+            source = base_model = core.model_name(base_model)
+        else:
+            raise _invalid("give a base_model or a model_path", "base_model")
+        asked = SamplerRecord(
+            owner=caller.name,
+            sampler_id=sampler_id_of(request.session_id, request.sampling_session_seq_id),
+            session_id=request.session_id,
+            base_model=base_model,
+            model_path=request.model_path or "",
+            source=source,
+        )
+        made = await samplers.create(caller, request.session_id, request.sampling_session_seq_id, asked)
+        return {"type": "create_sampling_session", "sampling_session_id": made.sampler_id}
+
+    @router.get("/samplers/{sampler_id}")
+    async def get_sampler(caller: CallerOf, sampler_id: str) -> dict[str, Any]:
+        """What a sampler samples from."""
+        sampler = samplers.get(caller, sampler_id)
+        path = {"model_path": sampler.model_path} if sampler.model_path else {}
+        return {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, **path}
+
+    @router.post("/asample")
+    async def asample(caller: CallerOf, request: AsampleRequest) -> dict[str, Any]:
+        """Begin to sample."""
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise _invalid("give sampling_session_id and seq_id", "sampling_session_id")
+        sampler = samplers.get(caller, request.sampling_session_id)
+        most = core.config.limits.max_samples
+        if request.num_samples > most:
+            raise limit_exceeded(f"num_samples is {request.num_samples}", "max_samples", most, "num_samples")
+        _check_served(request)
+        asked = pb.SampleRequest(
+            model=sampler.source, call=_call(request, _room(core, sampler, request)),
+            prompt_ids=[pb.TokenIds(ids=request.prompt.ids())],
+        )  # fmt: skip
+
+        async def work() -> bytes:
+            return sample_output(await core.sample(caller, asked))
+
+        seq = request.seq_id
+        promise = samplers.ask(caller, sampler, seq, asked.SerializeToString(deterministic=True), work)
+        numbers = [f"{sampler.sampler_id}:{seq}:{number}" for number in range(request.num_samples)]
+        return {"request_id": promise, "sample_sequence_ids": numbers}
+
+    return router
+
+
+def _check_served(request: AsampleRequest) -> None:
+    unserved = {
+        "prompt_logprobs": request.prompt_logprobs,
+        "topk_prompt_logprobs": request.topk_prompt_logprobs,
+        "topk_sample_logprobs": request.topk_sample_logprobs,
+        "target_prompt_logprobs": request.target_prompt_logprobs,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
+        "record_stability_info": request.record_stability_info,
+    }
+    for name, value in unserved.items():
+        if value:
+            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, f"{name} is not served by this server", field=name)
+
+
+def _room(core: Core, sampler: SamplerRecord, request: AsampleRequest) -> int:
+    """The most tokens that fit after the prompt."""
+    context = next((each.context_length for each in core.models() if each.name == sampler.base_model), 0)
+    length = sum(len(chunk.tokens or ()) for chunk in request.prompt.chunks)
+    return max(1, min(context - length, core.config.limits.max_sample_tokens))
+
+
+def _call(request: AsampleRequest, room: int) -> pb.SampleCall:
+    """The core's call. A ``stop`` of the client's replaces the model's end tokens, also an empty one."""
+    params = request.sampling_params
+    call = pb.SampleCall(
+        n=request.num_samples, max_tokens=room if params.max_tokens is None else params.max_tokens,
+        temperature=params.temperature, top_k=max(params.top_k, 0), top_p=params.top_p,
+    )  # fmt: skip
+    if params.seed is not None:
+        call.seed = params.seed % 2**64
+    if params.stop is None:
+        return call
+    call.ignore_eos = True
+    for stop in [params.stop] if isinstance(params.stop, str) else params.stop:
+        if isinstance(stop, str):
+            call.stop.append(stop)
+        else:
+            call.stop_token_ids.append(stop)
+    return call
+
+
+def _invalid(message: str, field: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -1,0 +1,118 @@
+"""Routes of start-up and sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from fastapi import APIRouter
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel
+
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.store import SessionRecord, TinkerStore
+from gradwire_server.errors import ServiceError
+
+CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": False,
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 65_536,
+    "fwdbwd_max_chunk_bytes_count": 32_000_000,
+    "fwdbwd_dispatch_bytes_semaphore_size": 128_000_000,
+    "sample_max_concurrent_requests": 2000,
+}
+"""The SDK's flags. A batch is one request up to this size: several requests add up in the same way, and cost more."""
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
+HEAD_NOTE = (
+    "gradwire trains LoRA on every linear layer but the output head, with alpha 32; train_unembed is not followed"
+)
+
+
+class SessionRequest(BaseModel):
+    """A new session."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+
+
+class SessionIdRequest(BaseModel):
+    """A request about a session."""
+
+    session_id: str
+
+
+def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter:
+    """The routes over a core."""
+    router = APIRouter()
+
+    @router.post("/client/config")
+    async def client_config() -> dict[str, Any]:
+        """The flags that the SDK starts with."""
+        return CLIENT_CONFIG
+
+    @router.post("/client/dynamic_config")
+    async def dynamic_config() -> dict[str, Any]:
+        """The flags that the SDK asks for again."""
+        return DYNAMIC_CONFIG
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Say that the server answers."""
+        return {"status": "stopping" if stopping.is_set() else "ok"}
+
+    @router.get("/get_server_capabilities")
+    async def capabilities() -> dict[str, Any]:
+        """The models that can be trained and sampled."""
+        models = [
+            {"model_name": each.name, "max_context_length": each.context_length, "trainable": True, "sampleable": True}
+            for each in core.models()
+        ]
+        return {"supported_models": models}
+
+    @router.post("/telemetry")
+    async def telemetry() -> dict[str, str]:
+        """Accept the SDK's events, and drop them."""
+        return {"status": "accepted"}
+
+    @router.post("/create_session")
+    async def create_session(caller: CallerOf, request: SessionRequest) -> dict[str, Any]:
+        """Begin a session."""
+        record = SessionRecord(
+            owner=caller.name,
+            session_id=str(uuid.uuid4()),
+            tags=request.tags,
+            user_metadata=request.user_metadata or {},
+        )
+        await store.put(store.sessions, record)
+        return {"type": "create_session", "session_id": record.session_id, "info_message": HEAD_NOTE}
+
+    @router.post("/session_heartbeat")
+    async def session_heartbeat(caller: CallerOf, request: SessionIdRequest) -> dict[str, str]:
+        """Keep a session alive."""
+        session_of(store, caller.name, request.session_id)
+        return {"type": "session_heartbeat"}
+
+    @router.post("/sessions/{session_id}/finish")
+    async def finish(caller: CallerOf, session_id: str) -> dict[str, str]:
+        """End a session."""
+        session = session_of(store, caller.name, session_id)
+        await store.put(store.sessions, session.model_copy(update={"ended": True}))
+        return {"type": "finish_session"}
+
+    return router
+
+
+def session_of(store: TinkerStore, owner: str, session_id: str) -> SessionRecord:
+    """A session of a key's.
+
+    Raises:
+        ServiceError: UNKNOWN_RUN.
+    """
+    session = store.sessions.get(session_id)
+    if session is None or session.owner != owner:
+        message = f"there is no session {session_id[:100]!r}: create one, with the same key"
+        raise ServiceError(pb.ERROR_CODE_UNKNOWN_RUN, message, field="session_id")
+    return session

@@ -1,0 +1,228 @@
+"""What the door keeps beside the core's runs: sessions, models, samplers, and what clients say of checkpoints.
+
+The records are in memory, and in ``tinker.db`` of the state folder before they are acknowledged. Operations that came
+before an earlier number did are kept there too, until the core has journaled them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, Field
+
+from gradwire_server.errors import ServiceError
+
+FILE = "tinker.db"
+_TABLES = """
+CREATE TABLE IF NOT EXISTS records (kind TEXT NOT NULL, key TEXT NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (kind, key)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS early (model_id TEXT NOT NULL, seq INTEGER NOT NULL, operation BLOB NOT NULL,
+    PRIMARY KEY (model_id, seq));
+"""
+
+
+class OwnedRecord(BaseModel):
+    """What every record has. Times are Unix seconds.
+
+    Attributes:
+        owner: Name of the key that made it.
+    """
+
+    owner: str
+    created_at: float = Field(default_factory=time.time)
+
+
+class SessionRecord(OwnedRecord):
+    """A session of a client.
+
+    Attributes:
+        ended: Whether the client has said that it is finished.
+    """
+
+    session_id: str
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    ended: bool = False
+
+
+class ModelRecord(OwnedRecord):
+    """A model that is trained: a run of the core.
+
+    Attributes:
+        run_id: The run; empty until it is made.
+        base_model, rank, alpha, seed, train_attn, train_mlp, train_unembed: Of a new one.
+        path: Of one that starts from a checkpoint.
+        optimizer: Whether that one takes the optimizer's state too.
+        error: Why it could not be made, as a serialized error in hex; empty otherwise.
+        failure_seen: Number of the newest failed operation whose failure was delivered.
+    """
+
+    model_id: str
+    session_id: str
+    run_id: str = ""
+    base_model: str = ""
+    rank: int = 0
+    alpha: float = 0.0
+    seed: int = 0
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    path: str = ""
+    optimizer: bool = False
+    user_metadata: dict[str, Any] = {}
+    error: str = ""
+    failure_seen: int = 0
+    used_at: float = Field(default_factory=time.time)
+
+
+class SamplerRecord(OwnedRecord):
+    """A sampler.
+
+    Attributes:
+        base_model: The model that it samples from; for a checkpoint, the one below it.
+        model_path: The path that the client gave; empty for a base model and for an unnamed snapshot.
+        source: What the core samples from: a model's name, or ``RUN_ID/NAME``.
+        snapshot: Whether the source is an unnamed snapshot, which goes with the sampler.
+    """
+
+    sampler_id: str
+    session_id: str
+    base_model: str = ""
+    model_path: str = ""
+    source: str = ""
+    snapshot: bool = False
+
+
+class SavedRecord(OwnedRecord):
+    """What a client says of a checkpoint.
+
+    Attributes:
+        expires_at: When it is deleted; None for never.
+        public: Whether every key may read it.
+    """
+
+    path: str
+    expires_at: float | None = None
+    public: bool = False
+    user_metadata: dict[str, Any] = {}
+
+
+class WidthsRecord(OwnedRecord):
+    """The number of targets at each position of each datum of one operation whose data differ in it."""
+
+    request_id: str
+    widths: list[int]
+
+
+R = TypeVar("R", bound=OwnedRecord)
+T = TypeVar("T")
+
+
+class Table(dict[str, R]):
+    """The records of one kind by key; change them through :class:`TinkerStore`."""
+
+    def __init__(self, kind: str, model: type[R], key: Callable[[R], str]) -> None:
+        super().__init__()
+        self.kind, self.model, self.key = kind, model, key
+
+
+class TinkerStore:
+    """The records, and the early operations.
+
+    Args:
+        state_dir: Folder of ``tinker.db``.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self.sessions = Table("session", SessionRecord, lambda record: record.session_id)
+        self.models = Table("model", ModelRecord, lambda record: record.model_id)
+        self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
+        self.saved = Table("saved", SavedRecord, lambda record: record.path)
+        self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
+        self.models_by_run: dict[str, ModelRecord] = {}
+        self._path = state_dir / FILE
+        self._thread = ThreadPoolExecutor(1, "gradwire-tinker-store")
+        self._connection: sqlite3.Connection | None = None
+
+    async def open(self) -> None:
+        """Read every record."""
+
+        def run() -> list[tuple[str, str]]:
+            self._connection = connection = sqlite3.connect(self._path, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.executescript(_TABLES)
+            return connection.execute("SELECT kind, record FROM records").fetchall()
+
+        tables: dict[str, Table[Any]] = {table.kind: table for table in self._tables()}
+        for kind, text in await self._run(run):
+            record = tables[kind].model.model_validate_json(text)
+            tables[kind][tables[kind].key(record)] = record
+        self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
+
+    async def close(self) -> None:
+        """Close the file."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await self._run(connection.close)
+        self._thread.shutdown()
+
+    async def put(self, table: Table[R], record: R) -> None:
+        """Add or change a record; durable when this returns."""
+        key, text = table.key(record), record.model_dump_json()
+        await self._execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (table.kind, key, text))
+        table[key] = record
+        if isinstance(record, ModelRecord) and record.run_id:
+            self.models_by_run[record.run_id] = record
+
+    async def delete(self, table: Table[R], key: str) -> None:
+        """Delete a record, if it is there."""
+        record = table.pop(key, None)
+        if record is None:
+            return
+        if isinstance(record, ModelRecord):
+            self.models_by_run.pop(record.run_id, None)
+        await self._execute("DELETE FROM records WHERE kind = ? AND key = ?", (table.kind, key))
+
+    async def keep_early(self, model_id: str, seq: int, operation: bytes) -> None:
+        """Keep an operation that waits for an earlier number."""
+        await self._execute("INSERT OR REPLACE INTO early VALUES (?, ?, ?)", (model_id, seq, operation))
+
+    async def drop_early(self, model_id: str, seq: int) -> None:
+        """Drop one that the core has journaled."""
+        await self._execute("DELETE FROM early WHERE model_id = ? AND seq = ?", (model_id, seq))
+
+    async def early(self) -> list[tuple[str, int, bytes]]:
+        """The kept operations: model, number and content, in order."""
+
+        def run() -> list[tuple[str, int, bytes]]:
+            assert self._connection is not None
+            query = "SELECT model_id, seq, operation FROM early ORDER BY model_id, seq"
+            return self._connection.execute(query).fetchall()
+
+        return await self._run(run)
+
+    def _tables(self) -> Iterator[Table[Any]]:
+        yield from (self.sessions, self.models, self.samplers, self.saved, self.widths)
+
+    async def _execute(self, sql: str, values: tuple[Any, ...]) -> None:
+        def run() -> None:
+            assert self._connection is not None
+            with self._connection:
+                self._connection.execute(sql, values)
+
+        try:
+            await self._run(run)
+        except sqlite3.OperationalError as error:
+            message = f"the server could not write {FILE}: {error}; try again"
+            raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,339 @@
+"""Routes of training."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from gradwire_proto.v1 import tinker_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, Field
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
+from gradwire_server.doors.http.tinker.datums import loss_batch, loss_operation
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.names import (
+    SNAPSHOT,
+    TinkerPath,
+    check_name,
+    model_id_of,
+    request_id_of,
+    sampler_id_of,
+)
+from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.sessions import session_of
+from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, SavedRecord, TinkerStore, WidthsRecord
+from gradwire_server.errors import ServiceError
+
+ALPHA = 32.0
+MAX_NUMBER = 2**31
+
+
+class LoraConfig(BaseModel):
+    """The adapter of a new model."""
+
+    rank: int = Field(ge=1, le=65_536)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(BaseModel):
+    """The optimizer of a new model."""
+
+    type: str = "adamw"
+
+
+class CreateModelRequest(BaseModel):
+    """A new model."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=MAX_NUMBER)
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class LoadWeightsRequest(BaseModel):
+    """A checkpoint to load, into a new model of a session or into one that is there."""
+
+    path: str
+    optimizer: bool
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    model_id: str | None = None
+    seq_id: int | None = Field(default=None, ge=1, lt=MAX_NUMBER)
+
+
+class AdamParams(BaseModel):
+    """The settings of a step."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    type: str = "adamw"
+
+
+class OperationRequest(BaseModel):
+    """A request about a model, in order of its numbers."""
+
+    model_id: str
+    seq_id: int = Field(ge=1, lt=MAX_NUMBER)
+
+
+class OptimStepRequest(OperationRequest):
+    """A step of the optimizer."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+
+
+class SaveWeightsRequest(OperationRequest):
+    """A checkpoint to save, with the optimizer's state."""
+
+    path: str
+    overwrite: bool = False
+    ttl_seconds: int | None = Field(default=None, ge=1)
+    user_metadata: dict[str, Any] | None = None
+
+
+class SaveForSamplerRequest(OperationRequest):
+    """A checkpoint to sample from: named, or for one sampler."""
+
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = Field(default=None, ge=1)
+    user_metadata: dict[str, Any] | None = None
+
+
+class ModelIdRequest(BaseModel):
+    """A request about a model."""
+
+    model_id: str
+
+
+def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> APIRouter:
+    """The routes over the door's state."""
+    router = APIRouter()
+
+    @router.post("/create_model")
+    async def create_model(caller: CallerOf, request: CreateModelRequest) -> dict[str, str]:
+        """Make a model with a new adapter."""
+        session_of(store, caller.name, request.session_id)
+        _check_optimizer(request.optimizer_config)
+        if request.lora_config is None:
+            raise _invalid("give a lora_config: through this protocol models are trained with LoRA", "lora_config")
+        if not (request.lora_config.train_attn or request.lora_config.train_mlp):
+            message = "train_attn and train_mlp are off, and the output head is not trained here: nothing is left"
+            raise _invalid(message, "lora_config")
+        lora = request.lora_config
+        asked = ModelRecord(
+            owner=caller.name,
+            model_id=model_id_of(request.session_id, request.model_seq_id),
+            session_id=request.session_id,
+            base_model=core.model_name(request.base_model),
+            rank=lora.rank,
+            alpha=ALPHA,
+            seed=secrets.randbelow(MAX_NUMBER) if lora.seed is None else lora.seed % 2**63,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            user_metadata=request.user_metadata or {},
+        )
+        return _promise(await models.create(caller, asked), asked.model_id)
+
+    @router.post("/load_weights")
+    async def load_weights(caller: CallerOf, request: LoadWeightsRequest, trace: TraceparentOf) -> dict[str, str]:
+        """Make a model from a checkpoint, or load one into a model."""
+        if request.optimizer_config is not None:
+            _check_optimizer(request.optimizer_config)
+        if request.weights_access_token:
+            raise _invalid("access tokens are not served: publish the checkpoint instead", "weights_access_token")
+        if request.model_id is not None and request.seq_id is not None:
+            return await _load_into(caller, request, request.model_id, request.seq_id, trace)
+        if request.session_id is None or request.model_seq_id is None:
+            raise _invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
+        session_of(store, caller.name, request.session_id)
+        source = (
+            store.models[TinkerPath.read(request.path).model_id] if models.checkpoint(caller, request.path) else None
+        )
+        if request.base_model and source is not None and request.base_model != source.base_model:
+            message = f"the checkpoint is of {source.base_model}, not of {request.base_model[:200]}"
+            raise _invalid(message, "base_model")
+        asked = ModelRecord(
+            owner=caller.name,
+            model_id=model_id_of(request.session_id, request.model_seq_id),
+            session_id=request.session_id,
+            path=request.path,
+            optimizer=request.optimizer,
+            seed=secrets.randbelow(MAX_NUMBER),
+            alpha=ALPHA,
+            user_metadata=request.user_metadata or {},
+        )
+        if source is not None:
+            train = {name: getattr(source, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+            asked = asked.model_copy(update=train)
+        return _promise(await models.create(caller, asked), asked.model_id)
+
+    async def _load_into(
+        caller: Caller, request: LoadWeightsRequest, model_id: str, seq: int, trace: str
+    ) -> dict[str, str]:
+        refusal, checkpoint = None, ""
+        try:
+            checkpoint = models.checkpoint(caller, request.path)
+        except ServiceError as error:
+            refusal = error.error
+        operation = pb.Operation(
+            load_checkpoint=pb.LoadCheckpoint(checkpoint=checkpoint, weights_only=not request.optimizer)
+        )
+        promise = await models.submit(caller, model_id, seq, "load", operation, refusal=refusal, traceparent=trace)
+        return _promise(promise, model_id)
+
+    @router.post("/get_info")
+    async def get_info(caller: CallerOf, request: ModelIdRequest) -> dict[str, Any]:
+        """A model's base model and adapter."""
+        model = await models.created(caller, request.model_id)
+        arch = next((each.architecture for each in core.models() if each.name == model.base_model), "")
+        data = {"arch": arch, "model_name": model.base_model, "tokenizer_id": model.base_model}
+        return {
+            "type": "get_info", "model_id": model.model_id, "model_name": model.base_model,
+            "is_lora": True, "lora_rank": model.rank, "model_data": data,
+        }  # fmt: skip
+
+    @router.post("/forward_backward")
+    async def forward_backward(caller: CallerOf, request: Request, trace: TraceparentOf) -> dict[str, str]:
+        """Accumulate a loss's gradients, or compute the loss alone. What is wrong with the data fails the promise."""
+        asked = tinker_pb2.ForwardBackwardRequest.FromString(await request.body())
+        if not 1 <= asked.seq_id < MAX_NUMBER:
+            raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
+        await models.created(caller, asked.model_id)
+        try:
+            batch = loss_batch(asked, core.config.limits)
+        except ServiceError as error:
+            operation = loss_operation(asked)
+            promise = await models.submit(
+                caller, asked.model_id, asked.seq_id, "loss", operation, refusal=error.error, traceparent=trace
+            )
+            return _promise(promise, asked.model_id)
+        if batch.widths is not None:
+            request_id = request_id_of(asked.model_id, asked.seq_id, "loss")
+            widths = WidthsRecord(owner=caller.name, request_id=request_id, widths=batch.widths)
+            await store.put(store.widths, widths)
+        promise = await models.submit(
+            caller, asked.model_id, asked.seq_id, "loss", batch.operation, batch.columns, traceparent=trace
+        )
+        return _promise(promise, asked.model_id)
+
+    @router.post("/optim_step")
+    async def optim_step(caller: CallerOf, request: OptimStepRequest, trace: TraceparentOf) -> dict[str, str]:
+        """Take a step."""
+        adam, refusal = request.adam_params, None
+        if adam is None or adam.type != "adamw":
+            kind = str((request.optimizer_params or {}).get("type", "none"))[:50]
+            message = (
+                f"optim_step has no adam_params ({kind}): this server steps with AdamW for clients of this protocol"
+            )
+            adam, refusal = AdamParams(), _invalid(message, "optimizer_params").error
+        step = pb.OptimStep(
+            learning_rate=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps,
+            weight_decay=adam.weight_decay, max_grad_norm=adam.grad_clip_norm,
+        )  # fmt: skip
+        operation = pb.Operation(optim_step=step)
+        promise = await models.submit(
+            caller, request.model_id, request.seq_id, "step", operation, refusal=refusal, traceparent=trace
+        )
+        return _promise(promise, request.model_id)
+
+    @router.post("/save_weights")
+    async def save_weights(caller: CallerOf, request: SaveWeightsRequest, trace: TraceparentOf) -> dict[str, str]:
+        """Save a checkpoint with the optimizer's state."""
+        models.get(caller, request.model_id)
+        return await _save(caller, request, TinkerPath(request.model_id, "weights", request.path), "save", trace)
+
+    @router.post("/save_weights_for_sampler")
+    async def save_for_sampler(
+        caller: CallerOf, request: SaveForSamplerRequest, trace: TraceparentOf
+    ) -> dict[str, str]:
+        """Save a checkpoint to sample from: one with a name, or a sampler's own."""
+        model = await models.created(caller, request.model_id)
+        if request.path is not None:
+            path = TinkerPath(request.model_id, "sampler_weights", request.path)
+            return await _save(caller, request, path, "save_sampler", trace)
+        if request.sampling_session_seq_id is None:
+            raise _invalid("give a path, or a sampling_session_seq_id", "path")
+        if request.kind == "inflight":
+            raise ServiceError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                "samplers whose weights change while they sample (kind inflight) are not served; take kind snapshot",
+                field="kind",
+            )
+        number = request.sampling_session_seq_id
+        name = f"{SNAPSHOT}{number}"
+        sampler = SamplerRecord(
+            owner=caller.name,
+            sampler_id=sampler_id_of(model.session_id, number),
+            session_id=model.session_id,
+            base_model=model.base_model,
+            source=f"{model.run_id}/{name}",
+            snapshot=True,
+        )
+        await samplers.create(caller, model.session_id, number, sampler)
+        operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name))
+        promise = await models.submit(
+            caller, request.model_id, request.seq_id, "save_snapshot", operation, traceparent=trace
+        )
+        return _promise(promise, request.model_id)
+
+    async def _save(
+        caller: Caller, request: SaveWeightsRequest | SaveForSamplerRequest, path: TinkerPath, kind: str, trace: str
+    ) -> dict[str, str]:
+        refusal, name = None, path.stored_name
+        try:
+            check_name(path.name, path.kind)
+        except ServiceError as error:
+            refusal, name = error.error, ""
+        else:
+            record = SavedRecord(
+                owner=caller.name,
+                path=str(path),
+                user_metadata=request.user_metadata or {},
+            )
+            if request.ttl_seconds is not None:
+                record.expires_at = record.created_at + request.ttl_seconds
+            if record.path not in store.saved:
+                await store.put(store.saved, record)
+        overwrite = isinstance(request, SaveWeightsRequest) and request.overwrite
+        operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name, overwrite=overwrite))
+        promise = await models.submit(
+            caller, request.model_id, request.seq_id, kind, operation, refusal=refusal, traceparent=trace
+        )
+        return _promise(promise, request.model_id)
+
+    return router
+
+
+def _promise(request_id: str, model_id: str) -> dict[str, str]:
+    return {"request_id": request_id, "model_id": model_id}
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.type != "adamw":
+        message = f"the optimizer {optimizer.type[:50]!r} is not served for clients of this protocol; adamw is"
+        raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="optimizer_config")
+
+
+def _invalid(message: str, field: str) -> ServiceError:
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)

@@ -1,0 +1,167 @@
+"""The Tinker door on a real server: training, numbering, faults and sampling, by requests as the SDK sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from gradwire_proto.v1 import tinker_pb2 as pb
+from support.server import free_port
+from support.tinker import HttpServer, TinkerClient, forward_backward, outputs, sparse
+from support.tiny import tiny_model
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def _row(seed: int = 0, length: int = 8, **fields: Any) -> dict[str, Any]:
+    ids = np.random.default_rng(seed).integers(1, 99, length + 1)
+    return {"tokens": ids[:-1], "target_tokens": ids[1:], "weights": np.ones(length)} | fields
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    folder = tmp_path_factory.mktemp("tinker")
+    served = HttpServer(tiny_model(folder / "model"), folder / "state", free_port(), "--threads", "1")
+    served.start()
+    yield served
+    served.end()
+
+
+@pytest.fixture
+async def client(server: HttpServer) -> AsyncIterator[TinkerClient]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        yield await TinkerClient(http).begin()
+
+
+async def test_a_model_is_trained_saved_and_sampled(client: TinkerClient) -> None:
+    model = await client.model()
+    info = await client.post("get_info", {"model_id": model})
+    assert (info["model_name"], info["lora_rank"]) == ("tiny", 4)
+    data = [_row(seed, length) for seed, length in enumerate((8, 5, 1))]
+    losses = []
+    for step in range(3):
+        promise = await client.post("forward_backward", forward_backward(model, 2 * step + 1, data))
+        stepped = await client.step(model, 2 * step + 2, learning_rate=1e-2)
+        metrics, logprobs = outputs(await client.wait(promise))
+        assert [len(row) for row in logprobs] == [8, 5, 1]
+        assert metrics["loss:sum"] == pytest.approx(-sum(row.sum(dtype=float) for row in logprobs), rel=1e-6)
+        assert all(name.count(":") == 1 for name in metrics)
+        losses.append(metrics["loss:sum"])
+        assert (await client.wait(stepped))["metrics"]["grad_norm:mean"] > 0
+    assert losses[2] < losses[1] < losses[0]
+
+    saved = await client.done("save_weights", {"model_id": model, "seq_id": 7, "path": "final"})
+    assert saved["path"] == f"tinker://{model}/weights/final"
+    sampler = await client.done(
+        "save_weights_for_sampler", {"model_id": model, "seq_id": 8, "sampling_session_seq_id": 0}
+    )
+    named = await client.done("save_weights_for_sampler", {"model_id": model, "seq_id": 9, "path": "final"})
+    assert named["path"] == f"tinker://{model}/sampler_weights/final"
+    opened = await client.post(
+        "create_sampling_session",
+        {"session_id": client.session_id, "sampling_session_seq_id": 1, "model_path": named["path"]},
+    )
+    asked = {
+        "seq_id": 0, "num_samples": 2, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4, "seed": 3},
+    }  # fmt: skip
+    found = []
+    for each in (sampler, opened):
+        asked["sampling_session_id"] = each["sampling_session_id"]
+        promise = await client.post("asample", asked)
+        assert len(promise["sample_sequence_ids"]) == 2
+        assert (await client.post("asample", asked))["request_id"] == promise["request_id"]
+        found.append(pb.SampleResponse.FromString(await client.wait(promise)))
+    assert found[0] == found[1] and len(found[0].sequences) == 2
+    assert all(len(sequence.tokens) == 4 * len(np.frombuffer(sequence.logprobs, np.float32)) for sequence in
+               found[0].sequences)  # fmt: skip
+
+    again = {"session_id": client.session_id, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
+    loaded = await client.done("load_weights", again)
+    for number, (name, seq) in enumerate(((loaded["model_id"], 1), (model, 10))):
+        metrics, _ = outputs(await client.done("forward_backward", forward_backward(name, seq, data, forward=True)))
+        losses.append(metrics["loss:sum"])
+        assert name.endswith(f":train:{1 - number}")
+    assert losses[-1] == losses[-2] < losses[2]
+
+
+async def test_promises_do_not_wait_for_a_number_that_the_client_holds_back(client: TinkerClient) -> None:
+    model = await client.model()
+    later = [forward_backward(model, seq, [_row(seq)]) for seq in (3, 2)]
+    promises = [await client.post("forward_backward", body) for body in later]  # the SDK awaits these, then sends 1
+    assert await client.post("forward_backward", later[0]) == promises[0]
+    promises.append(await client.post("forward_backward", forward_backward(model, 1, [_row(1)])))
+    for promise, seq in zip(promises, (3, 2, 1), strict=True):
+        alone = await client.model(seq)
+        metrics, _ = outputs(await client.wait(promise))
+        assert metrics == outputs(await client.done("forward_backward", forward_backward(alone, 1, [_row(seq)])))[0]
+    other = await client.post("forward_backward", forward_backward(model, 2, [_row(9)]), status=422)
+    assert "2" in other["detail"]
+
+
+async def test_a_failure_is_a_result_and_costs_its_own_batch_only(client: TinkerClient) -> None:
+    model = await client.model()
+    wrong = [_row(0, target_tokens=np.full(8, 10**6))]
+    promises = [
+        await client.post("forward_backward", forward_backward(model, 1, wrong)),
+        await client.step(model, 2),
+        await client.post("forward_backward", forward_backward(model, 3, [_row()], "stable_reinforce")),
+    ]
+    failures = [await client.wait(promise) for promise in promises]
+    failures.append(await client.done("forward_backward", forward_backward(model, 4, [_row(weights=np.ones(7))])))
+    assert all(failure["category"] == "user" for failure in failures)
+    said = [failure["error"] for failure in failures]
+    assert "target_tokens" in said[0] and "operation 1 before it failed" in said[1]
+    assert "importance_sampling" in said[2] and "weights" in said[3]
+    metrics, _ = outputs(await client.done("forward_backward", forward_backward(model, 5, [_row()])))
+    assert metrics["loss:sum"] > 0 and "metrics" in await client.wait(await client.step(model, 6))
+
+
+async def test_several_targets_at_each_position_dense_and_sparse(client: TinkerClient) -> None:
+    model, rng = await client.model(), np.random.default_rng(1)
+    targets, weights = rng.integers(1, 99, (8, 3)), rng.random((8, 3)).astype(np.float32)
+    weights[weights < 0.4], targets[0] = 0, 0
+    wide = _row(target_tokens=targets, weights=weights)
+    thin = _row(target_tokens=sparse(targets), weights=sparse(weights))
+    for seq, data in ((1, [wide, wide]), (2, [thin, wide]), (3, [wide, _row(5, 4)])):
+        body = forward_backward(model, seq, data, forward=True)
+        metrics, rows = outputs(await client.done("forward_backward", body))
+        if seq == 1:
+            first = rows
+            assert metrics["loss:sum"] == pytest.approx(-2 * (weights * rows[0]).sum(dtype=float), rel=1e-5)
+        np.testing.assert_allclose(rows[0], first[0], rtol=0, atol=2e-6)
+    assert rows[0].shape == (8, 3) and rows[1].shape == (4,)
+
+
+async def test_a_killed_server_keeps_every_promise_but_samples(tmp_path: Path) -> None:
+    server = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1")
+    await asyncio.to_thread(server.start)
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            client = await TinkerClient(http).begin()
+            model = await client.model()
+            done = await client.post("forward_backward", forward_backward(model, 1, [_row()]))
+            before = await client.wait(done)
+            early = await client.step(model, 3, learning_rate=1e-2)
+            sampler = await client.post(
+                "create_sampling_session",
+                {"session_id": client.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"},
+            )
+            asked = sampler | {"seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}, "num_samples": 1}
+            sample = await client.post("asample", asked)
+            await asyncio.to_thread(server.end, signal.SIGKILL)
+            await asyncio.to_thread(server.start)
+            assert await client.wait(done) == before
+            second = await client.post("forward_backward", forward_backward(model, 2, [_row()]))
+            assert outputs(await client.wait(second))[0] == outputs(before)[0]
+            assert (await client.wait(early))["metrics"]["step:max"] == 1
+            await client.post("retrieve_future", {"request_id": sample["request_id"]}, status=410)
+            assert await client.wait(await client.post("asample", asked))
+    finally:
+        await asyncio.to_thread(server.end)

@@ -39,6 +39,16 @@ from _support.small_model import small_model
 from _support.tasks import ARITHMETIC_CHARACTERS, Preference, Problem, Task, arithmetic, from_files, is_right, spoiled
 
 AHEAD = 4  # steps submitted before the oldest one's result is waited for
+WARMUP = 20
+SHARE_OF_ANSWERS = "share of answers, sampled at temperature 1"
+REWARD_UNIT = "standard deviations of the SFT policy's reward, clipped to -1 and 1"
+UNITS = {
+    "loss": "nats per token", "token_accuracy": "share of tokens", "grad_norm": "before clipping",
+    "preference_accuracy": "share of pairs", "reward_margin": "reward of the right answer less that of the wrong one",
+    "reward": REWARD_UNIT, "accuracy": SHARE_OF_ANSWERS, "policy_loss": "clipped surrogate, per token",
+    "value_loss": "half the squared error, per token", "kl_per_token": "nats per token, to the SFT policy",
+    "clip_fraction": "share of tokens",
+}  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -106,6 +116,13 @@ async def three_stages(
     demonstrations = await demonstration_rows(task.demonstrations)
     unseen = await demonstration_rows(task.held_out_demonstrations)
     sft = await service.create_run(model.name, lora=args.lora_rank or None, seed=args.seed, name="SFT")
+    report.describe(
+        "SFT", starts_from=f"{model.name}, {trained_weights(model, args)}",
+        trained_on=f"{len(demonstrations):,} demonstrations, their answers' tokens alone: {task.source}",
+        steps=f"{settings.sft_steps} of {settings.sft_rows} demonstrations", loss="causal_lm",
+        learning_rate=rate_text(settings.sft_learning_rate), optimizer="AdamW",
+        held_out=f"{len(unseen):,} demonstrations for the loss, {len(held_out):,} prompts for the accuracy",
+    )  # fmt: skip
     loss_before = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
     answers_before = await sample(sft, held_out_prompts, settings)
     await train(
@@ -115,9 +132,9 @@ async def three_stages(
     sft_checkpoint = await sft.save_checkpoint("sft")
     loss_after = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
     answers_after = await sample(sft, held_out_prompts, settings)
-    report.figure("SFT", "loss, nats a token", loss_before, loss_after, "down")
+    report.figure("SFT", "loss", UNITS["loss"], loss_before, loss_after, "down")
     accuracy_before, accuracy_after = accuracy(held_out, answers_before), accuracy(held_out, answers_after)
-    report.figure("SFT", "answer accuracy", accuracy_before, accuracy_after, args.accuracy_aim)
+    report.figure("SFT", "answer accuracy", SHARE_OF_ANSWERS, accuracy_before, accuracy_after, args.accuracy_aim)
 
     # ------------------------------------------------------------ 2. the reward model
     if task.preferences:
@@ -139,6 +156,13 @@ async def three_stages(
         ]
 
     train_pairs, test_pairs = await pair_rows(pairs), await pair_rows(unseen_pairs)
+    report.describe(
+        "reward model", starts_from=f"the SFT policy with a fresh reward head, {trained_weights(model, args)}",
+        trained_on=f"{len(train_pairs):,} pairs of a better and a worse answer: {task.preference_source}",
+        steps=f"{settings.reward_steps} of {settings.reward_pairs} pairs", loss="reward_modeling",
+        learning_rate=rate_text(settings.reward_learning_rate), optimizer="AdamW",
+        held_out=f"{len(test_pairs):,} pairs on prompts that are not trained on",
+    )  # fmt: skip
     judge = await service.fork_run(sft_checkpoint, head="reward", seed=args.seed, name="reward model")
     preferences_before = (await judge.forward(test_pairs, "reward_modeling", outputs=()))["preference_accuracy"]
     await train(
@@ -147,7 +171,8 @@ async def three_stages(
     )  # fmt: skip
     await judge.save_checkpoint("reward-model")
     preferences_after = (await judge.forward(test_pairs, "reward_modeling", outputs=()))["preference_accuracy"]
-    report.figure("reward model", "preference accuracy", preferences_before, preferences_after, "up")
+    share = UNITS["preference_accuracy"]
+    report.figure("reward model", "preference accuracy", share, preferences_before, preferences_after, "up")
 
     # ------------------------------------------------------------ 3. PPO
     policy = await service.fork_run(sft_checkpoint, head="value", seed=args.seed, name="PPO")
@@ -161,8 +186,8 @@ async def three_stages(
         inside = np.clip((np.asarray(rewards) - centre) / scale, -1.0, 1.0)
         return np.where([each["input_ids"][-1] == end for each in rows], inside, -1.0)  # an answer has to end
 
-    async def held_out_figures() -> tuple[float, float, float, list[list[gradwire.Sample]]]:
-        """Mean reward, answer accuracy and KL to the SFT policy (nats an answer) on fresh answers."""
+    async def held_out_figures() -> tuple[dict[str, float], list[list[gradwire.Sample]]]:
+        """Mean reward, accuracy and KL to the SFT policy (nats) on fresh answers, and these answers."""
         answers = await sample(policy, held_out_prompts, settings)
         rows = rollout_rows(held_out_prompts, answers)
         scored = [{"input_ids": each["input_ids"], "loss_mask": each["loss_mask"]} for each in rows]
@@ -171,10 +196,16 @@ async def three_stages(
             policy.compute_logprobs(scored),
             policy.compute_logprobs(scored, model=reference),
         )
-        kl = float(np.mean([np.sum(p) - np.sum(q) for p, q in zip(own, theirs)]))
-        return float(np.mean(shaped(rewards, rows))), accuracy(held_out, answers), kl, answers
+        kl = [float(np.sum(p) - np.sum(q)) for p, q in zip(own, theirs)]
+        found = {
+            "reward": float(np.mean(shaped(rewards, rows))),
+            "accuracy": accuracy(held_out, answers),
+            "kl_per_answer": float(np.mean(kl)),
+            "kl_per_token": sum(kl) / sum(map(len, own)),
+        }
+        return found, answers
 
-    before = await held_out_figures()
+    before, _ = await held_out_figures()
     loss_kwargs = {
         "reference_model": reference, "beta": settings.kl_coef, "gamma": 1.0, "entropy_coef": 0.0,
         "whiten_advantages": True,
@@ -182,7 +213,19 @@ async def three_stages(
     prompts = await prompts_of(task.prompts)
     rounds = batches(list(zip(task.prompts, prompts)), settings.ppo_prompts, rng)
     rates = schedule(settings.ppo_learning_rate, settings.ppo_steps, warmup=0)
-    with report.progress("PPO", settings.ppo_steps) as show:
+    arguments_shown = ", ".join(f"{name} {value}" for name, value in loss_kwargs.items() if name != "reference_model")
+    report.describe(
+        "PPO", starts_from=f"the SFT policy with a fresh value head, {trained_weights(model, args)}",
+        trained_on=f"its own answers to {len(prompts):,} prompts, scored by the reward model: {task.prompt_source}",
+        steps=f"{settings.ppo_steps} of {settings.ppo_prompts} answers, each used in {settings.ppo_epochs} epochs of "
+        f"{settings.ppo_minibatches} minibatches",
+        loss=f"enhanced_ppo with the SFT policy as reference, {arguments_shown}",
+        learning_rate=rate_text(settings.ppo_learning_rate, warmup=0), optimizer="AdamW",
+        sampling=f"temperature 1, at most {settings.max_tokens} tokens; an answer that does not end has reward -1",
+        held_out=f"{len(held_out):,} prompts",
+    )  # fmt: skip
+    shown = ("reward", "accuracy", "policy_loss", "value_loss", "kl_per_token", "clip_fraction")
+    with report.progress("PPO", settings.ppo_steps, {name: UNITS[name] for name in shown}) as show:
         for practised, learning_rate in zip(rounds, rates):
             answers = await sample(policy, [ids for _, ids in practised], settings)
             rows = rollout_rows([ids for _, ids in practised], answers)
@@ -207,17 +250,21 @@ async def three_stages(
                 for name in ("policy_loss", "value_loss", "kl_divergence", "clip_fraction")
             }
             right = accuracy([problem for problem, _ in practised], answers)
+            figures["kl_per_token"] = figures.pop("kl_divergence")
             show({"reward": float(np.mean(rewards)), "accuracy": right, **figures})
     await policy.save_checkpoint("ppo")
-    after = await held_out_figures()
-    report.figure("PPO", "mean reward", before[0], after[0], "up")
-    report.figure("PPO", "answer accuracy", before[1], after[1], args.accuracy_aim)
-    report.figure("PPO", "KL to the SFT policy, nats", before[2], after[2])
+    after, answers_at_last = await held_out_figures()
+    report.figure("PPO", "mean reward", REWARD_UNIT, before["reward"], after["reward"], "up")
+    right_before, right_after = before["accuracy"], after["accuracy"]
+    report.figure("PPO", "answer accuracy", SHARE_OF_ANSWERS, right_before, right_after, args.accuracy_aim)
+    for unit in ("answer", "token"):
+        kl_before, kl_after = before[f"kl_per_{unit}"], after[f"kl_per_{unit}"]
+        report.figure("PPO", "KL to the SFT policy", f"nats per {unit}", kl_before, kl_after)
     report.note(
         "Held-out answers: what was asked, SFT, PPO",
         "\n".join(
             f"{problem.prompt.strip()}\n  SFT  {said(problem, old)}\n  PPO  {said(problem, new)}"
-            for problem, (old,), (new,) in list(zip(held_out, answers_after, after[3]))[:12]
+            for problem, (old,), (new,) in list(zip(held_out, answers_after, answers_at_last))[:12]
         ),
     )
 
@@ -231,7 +278,7 @@ async def train(
 ) -> None:  # fmt: skip
     """Train on batch after batch, with a few steps in flight at any time."""
     waiting: deque[tuple[gradwire.Future[gradwire.LossResult], gradwire.Future[gradwire.OptimStepResult]]] = deque()
-    with report.progress(stage, steps) as show:
+    with report.progress(stage, steps, {name: UNITS[name] for name in (*shown, "grad_norm")}) as show:
 
         async def settle() -> None:
             result, step = waiting.popleft()
@@ -245,12 +292,21 @@ async def train(
             await settle()
 
 
-def schedule(peak: float, steps: int, warmup: int = 20) -> list[float]:
+def schedule(peak: float, steps: int, warmup: int = WARMUP) -> list[float]:
     """Linear warm-up, then a cosine down to a twentieth."""
     return [
         peak * min(1, (step + 1) / max(1, warmup)) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
         for step in range(steps)
     ]
+
+
+def rate_text(peak: float, warmup: int = WARMUP) -> str:
+    began = f"after {warmup} steps of linear warm-up" if warmup else "from the first step"
+    return f"{peak:g} {began}, then a cosine down to a twentieth"
+
+
+def trained_weights(model: gradwire.ModelInfo, args: argparse.Namespace) -> str:
+    return f"LoRA of rank {args.lora_rank}" if args.lora_rank else f"all {model.num_parameters:,} weights trained"
 
 
 def batches(items: Sequence[Any], size: int, rng: random.Random) -> Iterator[list[Any]]:
@@ -364,15 +420,21 @@ async def main(argv: Sequence[str] | None = None) -> int:
     model = args.model or f"small={make_model(args, task)}"
     async with gradwire.connect(args.address, api_key=args.api_key, models=() if args.address else (model,)) as service:
         info = await model_info(service, args.model if args.address else None)
+        device = (await service.server_info()).device
+        report.describe(
+            "Model", model=f"{info.name}, {info.architecture} of {info.num_parameters:,} parameters in {info.dtype}",
+            context=f"{info.context_length} tokens, vocabulary of {info.vocab_size:,}",
+            device=device, seed=str(args.seed), gradwire=gradwire.__version__,
+        )  # fmt: skip
         report.console.print(
-            f"{info.name}: {info.num_parameters:,} parameters, on {(await service.server_info()).device}; "
+            f"{info.name}: {info.num_parameters:,} parameters, on {device}; "
             f"{len(task.demonstrations):,} demonstrations, {len(task.held_out):,} held-out prompts"
         )
         await three_stages(service, info, task, settings, report, args)
     report.console.print(report.table())
     report.console.print(f"report: {report.write()}", soft_wrap=True)
     for figure in report.not_improved():
-        report.console.print(f"[red]{figure.stage}: {figure.name} did not improve", soft_wrap=True)
+        report.console.print(f"[red]{figure.stage}: {figure.name} ({figure.unit}) did not improve", soft_wrap=True)
     return 1 if report.not_improved() else 0
 
 

@@ -55,8 +55,8 @@ def test_three_stages_on_their_own_task(root: Path, tmp_path: Path) -> None:
     done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path, *FEW)
     # Six steps teach nobody to add: the loss falls, the accuracy stays at zero, and the script has to say so.
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "SFT: answer accuracy did not improve" in done.stdout
-    assert "SFT: loss, nats a token did not improve" not in done.stdout
+    assert "SFT: answer accuracy (share of answers, sampled at temperature 1) did not improve" in done.stdout
+    assert "SFT: loss" not in done.stdout
     curves = [json.loads(line) for line in (tmp_path / "curves.jsonl").read_text().splitlines()]
     steps = {(curve["stage"], curve["metric"]): len(curve["points"]) for curve in curves}
     assert steps["SFT", "loss"] == 6
@@ -76,7 +76,12 @@ def test_three_stages_on_files(root: Path, tmp_path: Path) -> None:
     data += ["--preference-data", tmp_path / "pairs.jsonl", "--model-size", "32x1", "--max-tokens", "16"]
     done = execute(root, root / "examples" / "three_stage_rlhf.py", "--out", tmp_path / "out", *data, *FEW)
     assert done.returncode in (0, 1), done.stdout + done.stderr  # what 6 steps improve depends on rounding
-    assert (tmp_path / "out" / "report.html").exists(), done.stdout + done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    for said in ("problems.jsonl", "pairs.jsonl", "1 of 16 answers", "0.001 after 20 steps of linear warm-up"):
+        assert said in page, said
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", page)]
+    assert len(rows) == 7 and all(unit for _, _, unit, *_ in rows)
+    assert {unit for _, name, unit, *_ in rows if "KL" in name} == {"nats per answer", "nats per token"}
 
 
 def test_a_file_with_a_missing_field_is_named(root: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,24 @@ from gradwire.recipes.training import Estimate
 from support.chats import chat_model
 from support.server import Server
 
-COMMAND = [sys.executable, "-c", "from gradwire.recipes.command import main; main()"]
+PROGRAM = """
+import os, signal
+from gradwire.recipes.command import main
+from gradwire.rl.loggers import JsonlLogger
+
+written, log = 0, JsonlLogger.log
+
+def log_and_die(*arguments, **named):
+    global written
+    log(*arguments, **named)
+    written += 1
+    if written == {lines}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+JsonlLogger.log = log_and_die
+main()
+"""
+"""``gradwire train``, killed when it has written so many lines of its log; 0: never."""
 COMMON: dict[str, Any] = {
     "model": "marked", "batch_size": 8, "held_out": 0.1, "warmup": 2, "max_tokens": 256, "eval_every": 4,
     "save_every": 4,
@@ -45,6 +61,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "pairs": [
             {"prompt": question, "chosen": f"four {answer}", "rejected": f"two {answer}"} for question, answer in asked
         ],
+        "ones": [{"question": question, "answer": "1"} for question, _ in asked],
     }
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -53,7 +70,9 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if "time" not in name} for line in lines]
+    return [
+        {name: value for name, value in line.items() if "time" not in name and "second" not in name} for line in lines
+    ]
 
 
 def curve(folder: Path, name: str) -> list[float]:
@@ -109,32 +128,53 @@ async def test_rewards_are_trained_on(recipe: str, server: Server, sums: dict[st
     assert "rewards/reward" in metrics(tmp_path)[1] and (tmp_path / "report.html").exists()
 
 
+SUPERVISED: dict[str, Any] = {
+    "data": "talks", "max_steps": 40, "batch_size": 8, "held_out": 0.1, "eval_every": 5, "save_every": 7,
+    "learning_rate": 1e-3, "lora_rank": 4,
+}  # fmt: skip
+PAIRS = SUPERVISED | {"data": "pairs", "max_steps": 24}
+REWARDED: dict[str, Any] = {  # an untrained model writes a "1" now and then
+    "data": "ones", "max_steps": 5, "batch_size": 4, "held_out": 0.1, "eval_every": 2, "save_every": 2, "warmup": 2,
+    "learning_rate": 1e-2, "lora_rank": 4, "answer_tokens": 24, "eval_problems": 2, "max_tokens": 256,
+}  # fmt: skip
+KILLED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "sft": (SUPERVISED, (11, 15)),
+    "dpo": (PAIRS, (10,)),
+    "reward": (PAIRS, (10,)),
+    "distill": (SUPERVISED | {"max_steps": 24, "teacher": "teacher", "answer_tokens": 8}, (10,)),
+    "ppo": (REWARDED | {"answers": 8}, (2,)),
+    "grpo": (REWARDED | {"group_size": 8}, (2,)),
+}
+"""Recipe -> settings, and for each kill the lines of its log that the process has written by then."""
+
+
+def test_every_recipe_is_killed() -> None:
+    assert set(KILLED) == set(command.RECIPES)
+
+
+def trained(recipe: str, folder: Path, lines: int = 0) -> tuple[int, str]:
+    """The exit code and the output of a training that is killed after so many lines of its log."""
+    command = [sys.executable, "-c", PROGRAM.format(lines=lines), recipe, f"{folder}.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("recipe", KILLED)
 def test_a_killed_training_ends_as_if_nothing_had_happened(
-    server: Server, sums: dict[str, str], tmp_path: Path
+    recipe: str, server: Server, sums: dict[str, str], tmp_path: Path
 ) -> None:
-    steps = {"model": "marked", "address": server.address, "data": sums["talks"], "max_steps": 40, "batch_size": 8,
-             "held_out": 0.1, "eval_every": 5, "save_every": 7, "learning_rate": 1e-3, "lora_rank": 4}  # fmt: skip
+    given, kills = KILLED[recipe]
+    common = {**given, "model": "marked", "address": server.address, "data": sums[given["data"]]}
     folders = [tmp_path / name for name in ("whole", "killed")]
     for folder in folders:
-        folder.with_suffix(".yaml").write_text(json.dumps({**steps, "folder": str(folder)}))
-    subprocess.run([*COMMAND, "sft", f"{folders[0]}.yaml"], check=True, capture_output=True)
-    killed = 0
-    while True:
-        process = subprocess.Popen([*COMMAND, "sft", f"{folders[1]}.yaml"], stdout=subprocess.PIPE, text=True)
-        goal = (10, 25)[killed] if killed < 2 else None
-        while process.poll() is None and goal is not None:
-            file = folders[1] / "metrics.jsonl"
-            if file.exists() and file.read_text().count("\n") > goal:
-                process.send_signal(signal.SIGKILL)
-                killed += 1
-                break
-            time.sleep(0.01)
-        out, _ = process.communicate()
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, out
-    assert killed == 2 and "going on at step" in out
+        folder.with_suffix(".yaml").write_text(json.dumps({**common, "folder": str(folder)}))
+    assert trained(recipe, folders[0])[0] == 0
+    for lines in kills:
+        assert trained(recipe, folders[1], lines)[0] == -signal.SIGKILL
+    code, out = trained(recipe, folders[1])
+    assert code == 0 and "going on at" in out
     assert metrics(folders[1]) == metrics(folders[0])
+    assert len({line["train/grad_norm"] for line in metrics(folders[0]) if "train/grad_norm" in line}) > 2  # it learns
 
 
 BAD: list[tuple[str, list[str], str]] = [

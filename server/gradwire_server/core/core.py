@@ -209,7 +209,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_MODEL.
         """
-        return self._creation.model(name, "base_model")
+        return self._models.find(name, "base_model")
 
     def losses(self) -> Sequence[pb.LossInfo]:
         """The available losses, with their fields, arguments and metrics."""

@@ -175,7 +175,7 @@ def _typed(name: str, values: Array) -> Array:
     if name in INTEGERS:
         return values if values.dtype.kind == "i" else values.astype(np.int64)
     if name in BOOLEANS:
-        return values != 0
+        return values.astype(np.bool_)
     return values.astype(np.float32, copy=False)
 
 

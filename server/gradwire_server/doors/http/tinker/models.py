@@ -22,7 +22,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
-from gradwire_server.journal.journal import StoredResult
+from gradwire_server.journal.entries import StoredResult
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.journal.journal import StoredResult
+from gradwire_server.journal.entries import StoredResult
 
 Array = npt.NDArray[Any]
 HOW = ("sum", "mean", "min", "max", "slack", "unique")

@@ -17,6 +17,9 @@ from gradwire_server.engine_link.vitals import STALE_S
 CHUNK_BYTES = 1 << 20
 """The most that one frame of a stream carries."""
 
+TRAINED_BYTES = 16
+"""Memory that a trained parameter takes: float32 weight, gradient and two moments."""
+
 
 class Limits(BaseModel):
     """What one client can ask of the server. Sizes in bytes."""
@@ -55,6 +58,9 @@ class Limits(BaseModel):
     max_history_points: int = Field(default=100_000, ge=16, description="operations in a run's record, then thinned")
     max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are not on disk yet")
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
+    key_memory_percent: int = Field(
+        default=50, ge=1, le=100, description="part of the engine's memory for one key's runs, where there are several"
+    )
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
     key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
     key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")

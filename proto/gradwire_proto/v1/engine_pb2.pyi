@@ -85,6 +85,8 @@ class EngineCreateRun(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
     FRESH_HEAD_FIELD_NUMBER: _builtins.int
+    SHARE_PERCENT_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     checkpoint: _builtins.str
     """start from this checkpoint: "RUN_ID/NAME" """
@@ -92,6 +94,10 @@ class EngineCreateRun(_message.Message):
     """only its weights (a fork); else its whole state (a recovery)"""
     fresh_head: _builtins.bool
     """the config's head, fresh if the checkpoint has another; else the checkpoint's own head"""
+    share_percent: _builtins.int
+    """Part of the memory that the owner's runs may take. 0: it is not checked that the run fits, as in a recovery."""
+    held_bytes: _builtins.int
+    """memory that the owner's other runs take"""
     @_builtins.property
     def config(self) -> _training_pb2.RunConfig: ...
     def __init__(
@@ -102,10 +108,12 @@ class EngineCreateRun(_message.Message):
         checkpoint: _builtins.str = ...,
         weights_only: _builtins.bool = ...,
         fresh_head: _builtins.bool = ...,
+        share_percent: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "config", b"config", "fresh_head", b"fresh_head", "run_id", b"run_id", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "config", b"config", "fresh_head", b"fresh_head", "held_bytes", b"held_bytes", "run_id", b"run_id", "share_percent", b"share_percent", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

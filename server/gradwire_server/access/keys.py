@@ -49,6 +49,11 @@ class Quota(BaseModel):
     queued_operations: int | None = Field(default=None, ge=1)
     queued_bytes: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
+    memory_percent: int | None = Field(default=None, ge=1, le=100)
+
+
+ALONE = Quota(memory_percent=100)
+"""Quota of the callers of a server without keys."""
 
 
 class Key(BaseModel):
@@ -164,6 +169,7 @@ class Keys:
         self._seen: tuple[int, int, int] | None = None
         self._refreshed = float("-inf")
         self._live: dict[str, Key] = {}
+        self._quotas_alone: dict[str, Quota] = {}
         self._refresh()
 
     @property
@@ -212,9 +218,14 @@ class Keys:
         return name in self._live
 
     def quota(self, name: str) -> Quota:
-        """The quota of a name; the server's limits for one without a key."""
+        """The quota of a name; the server's limits for one without a key.
+
+        A name that shares the server with no other may take all of its memory.
+        """
         self._refresh(LOOK_AGAIN_S)
-        return self._live[name].quota if name in self._live else Quota()
+        if len(self._live) > 1:
+            return self._live[name].quota if name in self._live else Quota()
+        return self._quotas_alone.get(name, ALONE)
 
     def _of(self, name: str) -> Caller | None:
         if self._own is not None and name == self._own.name:
@@ -238,6 +249,10 @@ class Keys:
         self._open, self._seen = False, seen
         try:
             self._live = {key.name: key for key in self._file.read() if key.revoked_at is None}
+            self._quotas_alone = {
+                name: key.quota.model_copy(update={"memory_percent": key.quota.memory_percent or ALONE.memory_percent})
+                for name, key in self._live.items()
+            }
         except (ValidationError, OSError) as error:
             self._live = {}
             log.error("nobody is let in: %s cannot be read: %s", self._path, type(error).__name__)

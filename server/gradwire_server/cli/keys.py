@@ -29,13 +29,14 @@ def create(
     queued_operations: Annotated[int | None, typer.Option(help="Quota: operations without a result.")] = None,
     queued_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of their payloads.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Quota: tokens submitted or to be sampled.")] = None,
+    memory_percent: Annotated[int | None, typer.Option(help="Quota: part of the engine's memory for its runs.")] = None,
 ) -> None:
     """Create a key and print it: it cannot be shown again."""
     role: Role = "admin" if admin else "user"
     try:
         quota = Quota(
             runs=runs, queued_operations=queued_operations, queued_bytes=queued_bytes,
-            tokens_per_minute=tokens_per_minute,
+            tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
         )  # fmt: skip
         secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace)
     except ValueError as error:

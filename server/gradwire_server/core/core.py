@@ -39,7 +39,7 @@ from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.journal.state_folder import StateFolderError
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
-from gradwire_server.scheduling.checks import check_rows, check_sample_request
+from gradwire_server.scheduling.checks import check_rows, check_sample_request, check_sampled_bytes
 from gradwire_server.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -429,9 +429,13 @@ class Core(Startable):
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
         if request.model in self.config.all_models or "/" not in request.model:
-            asked.model = self._models.find(request.model, "model")
+            asked.model = base_model = self._models.find(request.model, "model")
         else:
-            self.checkpoints.get(request.model, caller)
+            base_model = self.checkpoints.get(request.model, caller)[0].config.base_model
+        context_length = self.scheduler.admission.context_length(base_model)
+        refusal = check_sampled_bytes(request.call, len(request.prompt_ids), self.config.limits, context_length)
+        if refusal is not None:
+            raise ServiceError.of(refusal)
         try:
             reply, payload = await self.scheduler.dispatcher.sample(asked, self.scheduler.usage(caller.name))
         except EngineDied as error:

@@ -16,6 +16,7 @@ from gradwire_proto.v1 import engine_pb2, journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.errors import ServiceError, unknown_run
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
@@ -229,6 +230,11 @@ class RunRecords:
     def owned(self, owner: str) -> int:
         """Number of runs that a key owns."""
         return sum(record.owner == owner for record in self._records.values())
+
+    def held_bytes(self, owner: str) -> int:
+        """Memory that the runs of a key take to train: weights, gradients and moments in float32."""
+        trained = sum(record.num_trainable_parameters for record in self._records.values() if record.owner == owner)
+        return TRAINED_BYTES * trained
 
     async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:
         """Allow another key to read a run, or revoke that; durable when it returns."""

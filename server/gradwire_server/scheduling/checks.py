@@ -14,11 +14,19 @@ from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN
 
+UNKNOWN_LENGTH = 1 << 62
+"""Context length of a model that is not loaded yet."""
+SAMPLED_BYTES = 8
+"""Bytes of a sampled token in a result: its id and its log-probability."""
 
-def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
+
+def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKNOWN_LENGTH) -> pb.Error | None:
     """Return the error of an operation that breaks a rule; None if it is valid.
 
     The error becomes the operation's result, so that operations with higher numbers do not wait for it forever.
+
+    Args:
+        context_length: Tokens that the run's model can hold.
     """
     kind = header.operation.WhichOneof("kind")
     if kind is None:
@@ -49,7 +57,8 @@ def check(header: pb.OperationHeader, limits: Limits) -> pb.Error | None:
         return check_loss(header.operation.forward if kind == "forward" else header.operation.forward_backward, limits)
     if kind == "sample":
         rows = max((spec.level_sizes[0] for spec in header.tensors if spec.level_sizes), default=0)
-        return check_sample(header.operation.sample, rows, limits)
+        call = header.operation.sample
+        return check_sample(call, rows, limits) or check_sampled_bytes(call, rows, limits, context_length)
     for field, text in _strings(getattr(header.operation, kind)):
         if len(text) > limits.max_string_chars:
             return _limit(f"{len(text)} characters in {field}", "max_string_chars", limits.max_string_chars, field)
@@ -102,6 +111,27 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
         if value > limit:
             return _limit(f"sample: {value} in {field}", name, limit, field)
     return None
+
+
+def check_sampled_bytes(call: pb.SampleCall, rows: int, limits: Limits, context_length: int) -> pb.Error | None:
+    """Return the error of a sample call whose result might be larger than a payload may be; None if it cannot be.
+
+    Args:
+        rows: Number of prompts given as token ids.
+        context_length: Tokens that the model can hold, which end every sample.
+    """
+    samples, tokens = max(rows, len(call.prompts)) * (call.n or 1), min(call.max_tokens, context_length)
+    needed, most = samples * tokens * SAMPLED_BYTES, limits.max_payload_bytes
+    if needed <= most:
+        return None
+    message = (
+        f"sample: {samples:,} samples of up to {tokens:,} tokens may take {needed:,} bytes as ids and"
+        f" log-probabilities, and a result has {most:,} at most (--limit max_payload_bytes=N); ask for"
+        f" {most // (tokens * SAMPLED_BYTES):,} samples at a time, or for"
+        f" max_tokens={most // (samples * SAMPLED_BYTES)}"
+    )
+    rule = f"max_payload_bytes = {most}"
+    return pb.Error(code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field="max_tokens", rule=rule)
 
 
 def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error | None:

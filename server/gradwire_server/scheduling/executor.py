@@ -41,13 +41,20 @@ class Executor:
     ) -> None:
         self._engine, self._journal, self._checkpoints, self._metrics = engine, journal, checkpoints, metrics
 
-    async def create(self, queue: RunQueue) -> engine_pb2.EngineRunCreated:
+    async def create(
+        self, queue: RunQueue, share_percent: int = 100, held_bytes: int = 0
+    ) -> engine_pb2.EngineRunCreated:
         """Create a new run in the engine.
+
+        Args:
+            share_percent: Part of the memory that the owner's runs may take.
+            held_bytes: Memory that the owner's other runs take.
 
         Raises:
             ServiceError: The engine's own error; ENGINE_UNAVAILABLE if it died :data:`DEATHS` times on the way.
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
+        request.create_run.held_bytes, request.create_run.share_percent = held_bytes, share_percent
         for _ in range(DEATHS):
             await self._engine.ready()
             began = time.monotonic()

@@ -96,6 +96,7 @@ class Scheduler:
             self.results,
             self._memory,
             config.limits,
+            engine.hello.models,
             self._metrics,
             tracing or Tracing(),
         )
@@ -145,13 +146,16 @@ class Scheduler:
         """
         queue = self._new_queue(record)
         try:
-            check_runs(self._runs.owned(record.owner), self._quota_of(record.owner), self._limits)
+            quota = self._quota_of(record.owner)
+            check_runs(self._runs.owned(record.owner), quota, self._limits)
             await self._runs.insert(record)
             if origin is not None:
                 await self._checkpoints.adopt(record, origin)
             await self.dispatcher.enter(record.owner)
             try:
-                created = await self._executor.create(queue)
+                created = await self._executor.create(
+                    queue, quota.memory_percent or self._limits.key_memory_percent, self._runs.held_bytes(record.owner)
+                )
             finally:
                 self.dispatcher.leave(record.owner)
             # A fork has the head of its checkpoint, which need not be the one that the source has now.

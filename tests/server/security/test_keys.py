@@ -11,9 +11,10 @@ from typing import Any
 import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
-from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Quota
+from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
+from gradwire_server.errors import ServiceError
 from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, FairQueue
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
@@ -127,6 +128,20 @@ async def test_a_keys_runs_are_bounded(keyed: Any) -> None:
             error = await outcome(client.stub, "CreateRun", request)
             assert code_of(error) == "limit_exceeded" and error.rule == f"runs = {most}"
             assert "--runs" in error.message
+
+
+def test_a_key_that_is_alone_may_take_all_memory(tmp_path: Path) -> None:
+    file, keys = KeyFile(tmp_path), Keys(tmp_path, open_door=True)
+    assert keys.quota("").memory_percent == 100
+    file.create("ada")
+    keys.caller(file.create("ada", replace=True))
+    assert keys.quota("ada").memory_percent == 100 and keys.quota("bob").memory_percent == 100
+    keys.caller(file.create("bob", quota=Quota(memory_percent=70)))
+    assert keys.quota("ada").memory_percent is None and keys.quota("bob").memory_percent == 70
+    file.revoke("ada")
+    with pytest.raises(ServiceError):
+        keys.caller("")
+    assert keys.quota("bob").memory_percent == 70
 
 
 async def test_a_keys_queue_is_bounded_over_all_its_runs_and_empties(keyed: Any) -> None:

@@ -241,7 +241,7 @@ class LoraPolicy(Policy):
         super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._adapter = adapter
         self._adapter_dropout = settings.dropout
-        self._add(_lora_config(split_model, settings), seed)
+        self._add(lora_config(split_model.model, settings), seed)
         parameters = {
             ".".join(part for part in name.split(".") if part != adapter): parameter
             for name, parameter in split_model.model.named_parameters()
@@ -343,7 +343,12 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     )
 
 
-def _lora_config(split_model: SplitModel, settings: training_pb2.LoraSettings) -> Any:
+def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> Any:
+    """peft's configuration of an adapter on a model.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT, with the field.
+    """
     from peft import LoraConfig
 
     def refuse(field: str, message: str, rule: str) -> OperationError:
@@ -356,8 +361,8 @@ def _lora_config(split_model: SplitModel, settings: training_pb2.LoraSettings) -
     if not 0 <= settings.dropout < 1:
         raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
     targets: Sequence[str] = list(settings.target_modules)
-    output_head = split_model.model.get_output_embeddings()
-    head_name = next(name for name, module in split_model.model.named_modules() if module is output_head)
+    output_head = model.get_output_embeddings()
+    head_name = next(name for name, module in model.named_modules() if module is output_head)
     for target in targets:
         if head_name == target or head_name.endswith("." + target):
             raise refuse(

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from gradwire_proto.v1 import training_pb2
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
@@ -91,6 +91,21 @@ class ModelPool:
             self._loaded[name] = split_model
         return self._loaded[name]
 
+    def meta_model(self, name: str) -> PreTrainedModel:
+        """A model without weights, to compute with shapes.
+
+        Raises:
+            OperationError: As for :meth:`facts`.
+        """
+        return self._meta_model(name, self.facts(name).path)
+
+    def _meta_model(self, name: str, path: str) -> PreTrainedModel:
+        with _explained(name, path), preserved_rng():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            with torch.device("meta"):
+                model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return model
+
     def is_loaded(self, name: str) -> bool:
         """Whether the shared copy of a model is in memory."""
         return name in self._loaded
@@ -128,11 +143,8 @@ class ModelPool:
                 rule="one of the server's models",
             )
         path = self._paths[name]
-        with _explained(name, path), preserved_rng():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        text = config.get_text_config()
+        model = self._meta_model(name, path)
+        text = model.config.get_text_config()
         generation = getattr(model, "generation_config", None)
         generation_file = Path(path) / "generation_config.json"
         if generation_file.is_file():

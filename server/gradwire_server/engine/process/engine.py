@@ -28,6 +28,7 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
+from gradwire_server.engine.state.run_memory import check_memory
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
@@ -164,6 +165,7 @@ class Engine:
                 fresh_head = (config.head, config.num_labels) != (theirs.head, theirs.num_labels)
             else:
                 config.head, config.num_labels = theirs.head, theirs.num_labels
+        check_memory(context.pool, create)
         run = EngineRun(context.pool, create.run_id, config)
         try:
             if create.checkpoint:

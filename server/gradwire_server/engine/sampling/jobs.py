@@ -15,6 +15,9 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams, StopReason
 
+DECODED_ROWS = 64
+"""Samples whose tokens become text at a time."""
+
 
 @dataclass(frozen=True)
 class _Ended:
@@ -123,11 +126,13 @@ class LocalJob:
 
     def _texts(self, ended: list[_Ended]) -> list[str]:
         assert self.tokenizer is not None
-        whole = [row for row in ended if row.text is None]
-        decoded = iter(
-            self.tokenizer.decode([row.token_ids[: len(row.token_ids) - row.by_token].tolist() for row in whole])
-        )
-        return [next(decoded) if row.text is None else row.text for row in ended]
+        texts: list[str] = []
+        for start in range(0, len(ended), DECODED_ROWS):  # lists of all tokens would take ten times their memory
+            rows = ended[start : start + DECODED_ROWS]
+            whole = [row.token_ids[: len(row.token_ids) - row.by_token].tolist() for row in rows if row.text is None]
+            decoded = iter(self.tokenizer.decode(whole))
+            texts += [next(decoded) if row.text is None else row.text for row in rows]
+        return texts
 
 
 class StopSearch:

@@ -1,0 +1,136 @@
+"""The memory that a run will take, computed from its configuration before anything is allocated.
+
+A trained parameter takes 16 bytes: a float32 weight, its gradient, and two moments. An adapter on a linear layer of
+``I`` features in and ``O`` out has ``rank * (I + O)`` parameters, a head ``outputs * (H + 1)``. An adapter or a head
+that takes more than training all of the model's own weights is a mistake and is refused, whatever memory there is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+from gradwire_server.config import TRAINED_BYTES
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.policy import lora_config
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.memory import machine_memory
+
+SCORE_BYTES = 8
+"""Bytes of one output of a head for one token: the score and its gradient."""
+SCORED_TOKENS = 2048
+"""Tokens of a micro-batch, for each of which a head has its outputs."""
+FLOOR_BYTES = 64 << 20
+"""What an adapter or a head may take on a model of any size."""
+
+
+def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
+    """Check that a new run fits, before it is made.
+
+    Raises:
+        OperationError: LIMIT_EXCEEDED for an adapter or a head that no memory would justify, or one that does not fit
+            into its owner's part; OUT_OF_MEMORY if there is too little at present.
+    """
+    if not create.share_percent:
+        return
+    config = create.config
+    facts = pool.facts(config.base_model)
+    own_bytes = TRAINED_BYTES * facts.num_parameters
+    most, needs = max(FLOOR_BYTES, own_bytes), []
+    if config.HasField("lora") and config.lora.rank:
+        of_rank = TRAINED_BYTES * _parameters_of_rank(pool, config)
+        needs.append(("lora.rank", config.lora.rank, of_rank, "an adapter of this rank", "leave lora out"))
+    if config.head == "classification":
+        of_label = TRAINED_BYTES * (facts.hidden_size + 1) + SCORE_BYTES * SCORED_TOKENS
+        needs.append(("num_labels", config.num_labels, of_label, "a head with so many labels", "use fewer labels"))
+    for field, value, each, what, instead in needs:
+        if value * each > most:
+            raise OperationError(
+                training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
+                f"{field} is {value:,}: {what} takes {_gib(value * each)} to train, and all of the"
+                f" {facts.num_parameters:,} weights of {config.base_model!r} take {_gib(own_bytes)}; {field} is at most"
+                f" {most // each:,} here, or {instead}",
+                field=field,
+                rule=f"{field} <= {most // each}",
+            )
+    needed = sum(value * each for _, value, each, _, _ in needs)
+    if not config.HasField("lora"):
+        needed += facts.num_parameters * TRAINED_BYTES
+    fields = ", ".join(field for field, *_ in needs) or "base_model"
+    _check_share(pool, create, needed, fields)
+    free = free_memory(pool.device)
+    at_once = needed
+    if not config.HasField("lora"):  # gradients and moments come with the first step, which some runs never take
+        at_once -= facts.num_parameters * (TRAINED_BYTES - pool.dtype.itemsize)
+    if at_once > free:
+        raise OperationError(
+            training_pb2.ERROR_CODE_OUT_OF_MEMORY,
+            f"this run needs {_gib(at_once)} of memory, and {_gib(free)} are free on {pool.device}; delete a run that"
+            f" is not needed any more, or ask for less ({fields})",
+            field=fields.partition(",")[0],
+        )
+
+
+def _check_share(pool: ModelPool, create: engine_pb2.EngineCreateRun, needed: int, fields: str) -> None:
+    if create.share_percent == 100:
+        return
+    total = _total_memory(pool.device)
+    share = total * create.share_percent // 100
+    if create.held_bytes + needed > share:
+        raise OperationError(
+            training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
+            f"this run takes {_gib(needed)} to train, and the other runs of this key {_gib(create.held_bytes)}; this"
+            f" key may take {_gib(share)}, {create.share_percent} % of the memory of {pool.device} (--memory-percent of"
+            f" `gradwire keys create`, --limit key_memory_percent=N). Delete a run that is not needed any more, or ask"
+            f" for less ({fields})",
+            field=fields.partition(",")[0],
+            rule=f"key_memory_percent = {create.share_percent}",
+        )
+
+
+def _parameters_of_rank(pool: ModelPool, config: training_pb2.RunConfig) -> int:
+    return _counted(pool, config.base_model, tuple(config.lora.target_modules))
+
+
+@lru_cache(maxsize=256)
+def _counted(pool: ModelPool, name: str, target_modules: tuple[str, ...]) -> int:
+    """Parameters of an adapter of rank 1; 0 if peft refuses it, as it will when the run is made."""
+    from peft import get_peft_model
+
+    model = pool.meta_model(name)
+    settings = training_pb2.LoraSettings(rank=1, target_modules=target_modules)
+    try:
+        with preserved_rng():
+            adapted = get_peft_model(model, lora_config(model, settings), autocast_adapter_dtype=False)
+    except ValueError:
+        return 0
+    return sum(each.numel() for part, each in adapted.named_parameters() if "lora_" in part)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may be allocated at present."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    own = int(_read("/proc/self/statm").split()[1]) * 4096 if _read("/proc/self/statm") else 0
+    available = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    return min([machine_memory() - own, *(int(kib) << 10 for kib in available)])
+
+
+def _total_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # not Linux
+        return ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 100 << 20 else f"{count / 2**20:.1f} MiB"

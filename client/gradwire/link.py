@@ -53,6 +53,7 @@ FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
 OPERATION_TRIES = 3
 SENT_TOGETHER = 64
+MOST_CANCELS = 8
 
 AWAY = (*errors.RETRYABLE, StorageFullError, RunParkedError)
 """Errors of a server that cannot answer now; transient."""
@@ -101,11 +102,13 @@ class RunLink:
         self._next_result = 1
         self._send_work = asyncio.Event()
         self._out_of_turn: list[Entry] = []
+        self._cancels = asyncio.Semaphore(MOST_CANCELS)
         self._outstanding = asyncio.Event()
         self._results_to_ack = asyncio.Event()
         queue.on_submitted = self._submitted
         queue.on_filled = self._filled
         queue.on_cancel = self._cancel
+        queue.on_deadline = self._watch_deadline
 
     async def open(self) -> None:
         """Acquire the run, if this has not happened yet."""
@@ -179,11 +182,28 @@ class RunLink:
     def _cancel(self, entry: Entry) -> None:
         async def cancel() -> None:
             await entry.acknowledged.wait()
-            request = pb.CancelRequest(run_id=self._queue.run_id, seq=self._queue.base + entry.index, epoch=self._epoch)
-            with contextlib.suppress(GradwireError):  # Too late, or deleted: the operation's own result reports it.
-                await self._transport.unary(lambda stub: stub.Cancel, request)
+            await self._ask_to_cancel(entry)
 
         self._spawn(cancel())
+
+    def _watch_deadline(self, entry: Entry, at: float) -> None:
+        """Ask the server, once an operation's deadline has passed, whether it is still to be executed."""
+
+        def passed() -> None:
+            if self._queue.waits(entry):
+                self._spawn(self._ask_to_cancel(entry, if_expired=True))
+
+        self._queue.loop.call_at(at, passed)
+
+    async def _ask_to_cancel(self, entry: Entry, *, if_expired: bool = False) -> None:
+        request = pb.CancelRequest(
+            run_id=self._queue.run_id, seq=self._queue.base + entry.index, epoch=self._epoch, if_expired=if_expired
+        )
+        with contextlib.suppress(GradwireError):  # Too late, or deleted: the operation's own result reports it.
+            async with self._cancels:
+                answer = await self._transport.unary(lambda stub: stub.Cancel, request)
+            if answer.HasField("error"):
+                self._queue.decide(entry, errors.from_wire(answer.error))
 
     def _spawn(self, work: Awaitable[None]) -> None:
         async def run() -> None:

@@ -69,7 +69,7 @@ class Operations:
             on_nonfinite: ``"error"``: a loss or gradient that is not finite fails the operation and names the row.
                 ``"skip"``: it leaves the batch out with a warning; the batch adds no gradient and its loss is NaN.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
-                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
+                ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
 
         Returns:
             A future of the loss, the metrics, the outputs, the token counts and the timings in seconds.
@@ -114,7 +114,7 @@ class Operations:
                 server.
             temperature: Divides the logits; only without a loss.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
-                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
+                ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
 
         Errors of the future: those of :meth:`forward_backward`.
         """
@@ -142,6 +142,7 @@ class Operations:
         weight: float = 1.0,
         temperature: float = 1.0,
         framework: Framework | None = None,
+        timeout: float | None = None,
     ) -> Future[LossResult]:
         """Compute your own loss locally on scores from the server, and send its gradients back.
 
@@ -161,6 +162,8 @@ class Operations:
                 weighted in proportion to it.
             temperature: Divides the logits.
             framework: ``"torch"`` or ``"numpy"``; by default torch if it is imported.
+            timeout: Seconds after the acceptance of the scores from which on the whole fails with
+                ``DeadlineExceededError``: scores, ``fn`` and gradients. None for no limit.
         """
         call = CustomCall(batch_data, fn, weight, "numpy")
 
@@ -170,7 +173,7 @@ class Operations:
                 raise InvalidArgumentError(f"fn is the loss, a function, not a {type(fn).__name__}", field="fn")
             return requests.kept_forward(batch_data, scores, weight, temperature)
 
-        return self._queue.submit_pair("forward_backward_custom", build, call.compute, call.result)
+        return self._queue.submit_pair("forward_backward_custom", build, call.compute, call.result, timeout)
 
     def optim_step(
         self,
@@ -201,7 +204,7 @@ class Operations:
             max_grad_norm: Scale the gradient down to this Euclidean norm; 0 disables clipping.
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
-                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
+                ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
             optimizer: ``"adamw"``, ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates embeddings, heads, norms
                 and biases by AdamW. Each keeps moments of its own.
             momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95).
@@ -240,13 +243,21 @@ class Operations:
 
         return self._queue.submit("optim_step", build, OptimStepResult.from_wire, timeout)
 
-    def zero_grad(self) -> Future[None]:
+    def zero_grad(self, timeout: float | None = None) -> Future[None]:
         """Discard the gradients accumulated since the last ``optim_step``.
 
         Use it to drop a batch after its ``forward_backward``. It is not needed between steps, nor after a
         failed step.
+
+        Args:
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
         """
-        return self._queue.submit("zero_grad", lambda: Request.of(pb.Operation(zero_grad=pb.ZeroGrad())), _no_result)
+
+        def build() -> Request:
+            return Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
+
+        return self._queue.submit("zero_grad", build, _no_result, timeout)
 
     def sample(
         self,
@@ -276,7 +287,7 @@ class Operations:
             seed: The same seed gives the same samples; None draws from the run's own generator.
             ignore_eos: Continue past the model's end tokens.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
-                ``DeadlineExceededError``: at once if it is being executed, else at its turn. None for no limit.
+                ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
@@ -304,6 +315,7 @@ class Operations:
         batch_data: Batch | Sequence[Any],
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
+        timeout: float | None = None,
     ) -> Future[list[Array]]:
         """Compute the log-probabilities of each row's scored tokens, in nats.
 
@@ -313,57 +325,71 @@ class Operations:
             batch_data: A batch of ``input_ids`` with optional masks, or plain rows of token ids.
             model: Another model to score with (see ``forward``).
             temperature: Divides the logits.
+            timeout: As for :meth:`forward`.
         """
-        return self._scores("compute_logprobs", "logprobs", batch_data, model, temperature)
+        return self._scores("compute_logprobs", "logprobs", batch_data, model, temperature, timeout)
 
-    def compute_values(self, batch_data: Batch | Sequence[Any]) -> Future[list[Array]]:
-        """Compute the value head's output for each scored token of each row. The run needs ``head="value"``."""
-        return self._scores("compute_values", "values", batch_data)
+    def compute_values(self, batch_data: Batch | Sequence[Any], timeout: float | None = None) -> Future[list[Array]]:
+        """Compute the value head's output for each scored token of each row. The run needs ``head="value"``;
+        ``timeout`` is as for :meth:`forward`."""
+        return self._scores("compute_values", "values", batch_data, timeout=timeout)
 
-    def compute_rewards(self, batch_data: Batch | Sequence[Any]) -> Future[Array]:
+    def compute_rewards(self, batch_data: Batch | Sequence[Any], timeout: float | None = None) -> Future[Array]:
         """Compute the reward head's output ``[rows]``, read at each row's last token. The run needs
-        ``head="reward"``."""
-        return self._scores("compute_rewards", "rewards", batch_data)
+        ``head="reward"``; ``timeout`` is as for :meth:`forward`."""
+        return self._scores("compute_rewards", "rewards", batch_data, timeout=timeout)
 
-    def update_reference(self, ema: float = 0.99) -> Future[None]:
-        """Move the reference ``"ema"`` towards the run: ``ema * reference + (1 - ema) * policy``."""
+    def update_reference(self, ema: float = 0.99, timeout: float | None = None) -> Future[None]:
+        """Move the reference ``"ema"`` towards the run: ``ema * reference + (1 - ema) * policy``; ``timeout`` is as for
+        :meth:`optim_step`."""
 
         def build() -> Request:
             return Request.of(pb.Operation(update_reference=message(pb.UpdateReference, ema=ema)))
 
-        return self._queue.submit("update_reference", build, _no_result)
+        return self._queue.submit("update_reference", build, _no_result, timeout)
 
-    def save_checkpoint(self, name: str = "", note: str = "", overwrite: bool = False) -> Future[Checkpoint]:
+    def save_checkpoint(
+        self, name: str = "", note: str = "", overwrite: bool = False, timeout: float | None = None
+    ) -> Future[Checkpoint]:
         """Save weights, optimizer state, random generators and the position in the queue.
 
         Args:
             name: Letters, digits and ``._-``; empty: ``step-N``.
             note: A note for people.
             overwrite: Replace a checkpoint of the same name instead of raising AlreadyExistsError.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
         """
 
         def build() -> Request:
             save = message(pb.SaveCheckpoint, name=name, note=note, overwrite=overwrite)
             return Request.of(pb.Operation(save_checkpoint=save))
 
-        return self._queue.submit("save_checkpoint", build, Checkpoint.from_wire)
+        return self._queue.submit("save_checkpoint", build, Checkpoint.from_wire, timeout)
 
-    def load_checkpoint(self, checkpoint: str | Checkpoint, weights_only: bool = False) -> Future[Checkpoint]:
+    def load_checkpoint(
+        self, checkpoint: str | Checkpoint, weights_only: bool = False, timeout: float | None = None
+    ) -> Future[Checkpoint]:
         """Restore a checkpoint, ``"NAME"`` of this run or ``"RUN_ID/NAME"``; the future gives its description.
 
         Args:
             checkpoint: The checkpoint to restore.
             weights_only: Keep the optimizer state and the random generators as they are.
+            timeout: Seconds after its acceptance by the server from which on the operation fails with
+                ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
         """
 
         def build() -> Request:
             load = message(pb.LoadCheckpoint, checkpoint=model_path(checkpoint), weights_only=weights_only)
             return Request.of(pb.Operation(load_checkpoint=load))
 
-        return self._queue.submit("load_checkpoint", build, Checkpoint.from_wire)
+        return self._queue.submit("load_checkpoint", build, Checkpoint.from_wire, timeout)
 
     def export(
-        self, path: str | os.PathLike[str], format: Literal["auto", "hf", "peft", "merged"] = "auto"
+        self,
+        path: str | os.PathLike[str],
+        format: Literal["auto", "hf", "peft", "merged"] = "auto",
+        timeout: float | None = None,
     ) -> Future[Path]:
         """Write the run's weights at this point of the program to a local folder.
 
@@ -371,6 +397,7 @@ class Operations:
             path: The folder; created if missing.
             format: ``"hf"`` for ``transformers``, ``"peft"`` for the adapter alone, ``"merged"`` for the adapter
                 merged into its base; ``"auto"``: ``"peft"`` for a LoRA run, else ``"hf"``.
+            timeout: As for :meth:`save_checkpoint`; the transfer of the files, which follows, is not limited.
 
         Errors of the future:
             InvalidArgumentError: The path is a file, or the format is unknown.
@@ -385,7 +412,7 @@ class Operations:
             source = pb.DownloadRequest(export=f"{self.run_id}/{export.name or name}")
             return await download(self._transport, source, Path(path))
 
-        exported = self._queue.submit("export", build, lambda result, columns: result.export)
+        exported = self._queue.submit("export", build, lambda result, columns: result.export, timeout)
         return exported._then(f"export of {self.run_id}", fetch)
 
     def _scores(
@@ -395,6 +422,7 @@ class Operations:
         batch: Batch | Sequence[Any],
         model: str | Checkpoint | None = None,
         temperature: float = 1.0,
+        timeout: float | None = None,
     ) -> Future[Any]:
         def build() -> Request:
             return requests.forward_scores(requests.as_rows(batch), (output,), model, temperature)
@@ -402,7 +430,7 @@ class Operations:
         def scores(result: pb.OperationResult, columns: Columns) -> Any:
             return LossResult.from_wire(result, columns).outputs[output]
 
-        return self._queue.submit(label, build, scores)
+        return self._queue.submit(label, build, scores, timeout)
 
     def __repr__(self) -> str:
         return f"<TrainingClient {self.run_id}>"

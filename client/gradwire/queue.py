@@ -3,6 +3,8 @@
 A failure counts as *seen* once it was raised to the user. An operation that was submitted before the failure of an
 earlier one was seen fails as well, up to and including the next ``optim_step``. The server decides this for operations
 that reached it; :class:`OperationQueue` decides it for operations that the client refused before they had a number.
+A deadline that passes in the queue is raised before the operation's turn; having seen it says nothing about the
+operations before it.
 
 :class:`gradwire.link.RunLink` sends the operations.
 """
@@ -23,6 +25,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire import errors, tracing
 from gradwire.errors import (
     AbortedPredecessorError,
+    DeadlineExceededError,
     GradwireError,
     InternalServerError,
     LimitExceededError,
@@ -79,7 +82,8 @@ class Entry:
         index: Position among this client's operations, from 1. The number in the run is the index plus the base.
         label: The operation's name, for messages.
         request: None while it is being built from an earlier operation's result, and once the server has it.
-        failure_seen: Index of the newest failure that had been raised to the user at the call; 0 if none.
+        failure_seen: Number of the newest failure that had been raised to the user at the call; 0 if none.
+        expired_seen: Numbers of the failures that had been raised before their turn.
         on_result: Called with the result, on the event loop.
         on_error: Called with the error, on the event loop.
         cause: The client's reason for the failure, reported in place of the server's.
@@ -87,6 +91,7 @@ class Entry:
         tries: How often the server refused it.
         traceparent: Trace context of the operation's span.
         timeout_s: Seconds after its acceptance from which on it fails; 0 for never.
+        deadline: When they are over, on the event loop's clock; None before it is acknowledged, and for no limit.
     """
 
     index: int
@@ -100,6 +105,20 @@ class Entry:
     tries: int = 0
     traceparent: str = ""
     timeout_s: float = 0.0
+    deadline: float | None = None
+    expired_seen: tuple[int, ...] = ()
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Check the ``timeout=`` of an operation.
+
+    Raises:
+        InvalidArgumentError: It is not a number of seconds.
+    """
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise errors.InvalidArgumentError(
+            f"timeout is {timeout}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
+        )
 
 
 class OperationQueue:
@@ -120,12 +139,14 @@ class OperationQueue:
         self.on_submitted: Callable[[], None] = lambda: None
         self.on_filled: Callable[[Entry], None] = lambda entry: None
         self.on_cancel: Callable[[Entry], None] = lambda entry: None
+        self.on_deadline: Callable[[Entry, float], None] = lambda entry, at: None
         self._max_payload_bytes = max_payload_bytes
         self._lock = threading.Lock()
         self._unfinished: dict[int, Entry] = {}
         self._unacknowledged: dict[int, Entry] = {}
         self._local_failure: LocalFailure | None = None
         self._failure_seen = 0
+        self._expired_seen: set[int] = set()
         self._failures: dict[int, BaseException] = {}
         self._early: dict[int, Callable[[Entry], None]] = {}
         self._computing: set[asyncio.Task[None]] = set()
@@ -143,11 +164,7 @@ class OperationQueue:
             decode_result: Converts the result to the future's value.
             timeout: Seconds after its acceptance from which on the operation fails; None for never.
         """
-        built = self._build(build)
-        if timeout is not None and not 0 < timeout < math.inf:
-            built = errors.InvalidArgumentError(
-                f"timeout is {timeout}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
-            )
+        built = self._build(build, timeout)
         with self._lock:
             request = self._admit(label, built)
             if isinstance(request, Future):
@@ -165,8 +182,10 @@ class OperationQueue:
         """Append a ``zero_grad`` in place of a step that the client refused, because a step always ends its
         accumulation."""
         request = Request.of(pb.Operation(zero_grad=pb.ZeroGrad()))
-        index, failure_seen = self.last_index + 1, self._failure_seen
-        self._append(Entry(index, "zero_grad", request, failure_seen, lambda *_: None, lambda error: None))
+        index, seen = self.last_index + 1, self._failure_seen
+        nobody = Entry(index, "zero_grad", request, seen, lambda *_: None, lambda error: None)
+        nobody.expired_seen = tuple(sorted(self._expired_seen))
+        self._append(nobody)
 
     def submit_pair(
         self,
@@ -174,6 +193,7 @@ class OperationQueue:
         build: Callable[[], Request],
         compute: Callable[[pb.OperationResult, Columns], Request],
         decode_result: Decode[T],
+        timeout: float | None = None,
     ) -> Future[T]:
         """Append an operation and reserve the next number for a second one that is built from its result.
 
@@ -183,22 +203,42 @@ class OperationQueue:
             compute: Builds the second request from the first result, in a worker thread. Its exception is raised to the
                 user, and the second operation is abandoned.
             decode_result: Converts the second result to the future's value.
+            timeout: Seconds after the acceptance of the first from which on the pair fails; None for never.
         """
-        built = self._build(build)
+        built = self._build(build, timeout)
         with self._lock:
             request = self._admit(label, built)
             if isinstance(request, Future):
                 return request
             index = self.last_index + 1
-            second, future = self._entry(label, index + 1, None, decode_result)
+            second, future = self._entry(label, index + 1, None, decode_result, halves=2)
+            filled = False
 
             def fill(made: Request) -> None:
-                second.request = made
-                self.on_filled(second)
+                nonlocal filled
+                if not filled:
+                    filled, second.request = True, made
+                    if first.deadline is not None:
+                        second.timeout_s = max(first.deadline - self.loop.time(), 1e-3)
+                    self.on_filled(second)
 
             def give_up(cause: BaseException) -> None:
-                second.cause = cause
-                fill(Request.abandoned(self.base + index, f"{type(cause).__name__}: {cause}"))
+                if not filled:
+                    second.cause = cause
+                    fill(Request.abandoned(self.base + index, f"{type(cause).__name__}: {cause}"))
+                if isinstance(cause, (DeadlineExceededError, OperationCancelledError)):
+                    second.on_error(cause)  # nothing of the pair is executed any more
+
+            def too_slow() -> None:
+                give_up(DeadlineExceededError(f"{label} was not done when its timeout was over"))
+
+            def cancel() -> None:
+                if self.waits(first):
+                    self.on_cancel(first)
+                elif filled:
+                    self.on_cancel(second)
+                else:
+                    give_up(OperationCancelledError(f"{label} was cancelled before its gradients were sent"))
 
             async def work(result: pb.OperationResult, columns: Columns) -> None:
                 try:
@@ -210,8 +250,15 @@ class OperationQueue:
                 task = self.loop.create_task(work(result, columns))
                 self._computing.add(task)
                 task.add_done_callback(self._computing.discard)
+                if first.deadline is not None:
+                    timer = self.loop.call_at(first.deadline, too_slow)
+                    task.add_done_callback(lambda _: timer.cancel())
 
-            first = Entry(index, label, request, self._failure_seen, start, give_up, traceparent=second.traceparent)
+            first = Entry(
+                index, label, request, self._failure_seen, start, give_up, traceparent=second.traceparent,
+                timeout_s=timeout or 0.0, expired_seen=second.expired_seen,
+            )  # fmt: skip
+            future._on_cancel = partial(self._on_loop, cancel)
             self._append(first)
             self._append(second)
         self._on_loop(self.on_submitted)
@@ -225,8 +272,9 @@ class OperationQueue:
         entry.acknowledged.set()
         return future
 
-    def _build(self, build: Callable[[], Request]) -> Request | GradwireError:
+    def _build(self, build: Callable[[], Request], timeout: float | None) -> Request | GradwireError:
         try:
+            check_timeout(timeout)
             request = build()
         except GradwireError as error:
             return error
@@ -261,11 +309,15 @@ class OperationQueue:
         return built
 
     def _entry(
-        self, label: str, index: int, request: Request | None, decode_result: Decode[T]
+        self, label: str, index: int, request: Request | None, decode_result: Decode[T], halves: int = 1
     ) -> tuple[Entry, Future[T]]:
         def raised() -> None:
+            seq = self.base + index
             with self._lock:
-                self._failure_seen = max(self._failure_seen, self.base + index)
+                if index in self._unfinished:  # decided before its turn
+                    self._expired_seen.update(range(seq - halves + 1, seq + 1))
+                else:
+                    self._failure_seen = max(self._failure_seen, seq)
 
         future: Future[T] = Future(f"{label} of {self.run_id}", self.loop, on_raised=raised)
         span = tracing.start(label, self.run_id)
@@ -281,7 +333,10 @@ class OperationQueue:
             span.end(error)
             future._fail(error)
 
-        entry = Entry(index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent)
+        entry = Entry(
+            index, label, request, self._failure_seen, on_result, on_error, traceparent=span.traceparent,
+            expired_seen=tuple(sorted(self._expired_seen)),
+        )  # fmt: skip
         future._on_cancel = partial(self._on_loop, lambda: self.on_cancel(entry))
         return entry, future
 
@@ -324,6 +379,9 @@ class OperationQueue:
         with self._lock:
             self._unacknowledged.pop(entry.index, None)
         entry.request = None
+        if entry.timeout_s and entry.deadline is None:
+            entry.deadline = self.loop.time() + entry.timeout_s
+            self.on_deadline(entry, entry.deadline)
         entry.acknowledged.set()
         outcome = self._early.pop(entry.index, None)
         if outcome is not None:
@@ -342,6 +400,7 @@ class OperationQueue:
             failure_seen=max(self.base, entry.failure_seen),
             traceparent=entry.traceparent,
             timeout_s=entry.timeout_s,
+            expired_seen=entry.expired_seen,
         )
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:
@@ -379,7 +438,22 @@ class OperationQueue:
         error.seq = seq
         entry.on_error(error)
 
+    def waits(self, entry: Entry) -> bool:
+        """Whether an operation has no result yet."""
+        return entry.index in self._unfinished
+
+    def decide(self, entry: Entry, error: GradwireError) -> None:
+        """Fail the future of an operation that will not be executed; its result still follows in its turn."""
+        if self.waits(entry):
+            error.seq = self.base + entry.index
+            entry.on_error(error)
+
     def _resolve(self, entry: Entry, result: pb.OperationResult, payload: bytes) -> None:
+        with self._lock:
+            if result.seq in self._expired_seen:
+                self._expired_seen.discard(result.seq)
+                if result.error.code == pb.ERROR_CODE_DEADLINE_EXCEEDED:  # and not what failed before it
+                    self._failure_seen = max(self._failure_seen, result.seq)
         if result.status != pb.STATUS_SUCCEEDED:
             entry.on_error(self._error(entry, result))
             return

@@ -11,9 +11,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
 from gradwire.columns import token_rows
-from gradwire.errors import GradwireError, InvalidArgumentError
+from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError
 from gradwire.futures import Future, failed, start
 from gradwire.losses import model_path
+from gradwire.queue import check_timeout
 from gradwire.requests import message
 from gradwire.results import Checkpoint, SampleResult
 from gradwire.transport import Transport
@@ -101,11 +102,16 @@ class SamplingClient:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         ignore_eos: bool = False,
+        timeout: float | None = None,
     ) -> Future[SampleResult]:
-        """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`."""
+        """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`.
+
+        ``timeout`` counts from the call, as nothing is queued; the server stops when it is over.
+        """
 
         label = f"sample from {self.model}"
         try:
+            check_timeout(timeout)
             call, columns = sample_call(
                 prompts,
                 n=n,
@@ -124,7 +130,11 @@ class SamplingClient:
             return failed(label, error)
 
         async def work() -> SampleResult:
-            result, payload = await self._transport.sample(request)
+            try:
+                async with asyncio.timeout(timeout):
+                    result, payload = await self._transport.sample(request)
+            except TimeoutError as error:
+                raise DeadlineExceededError(f"{label} was not done within its timeout of {timeout} s") from error
             if result.status != pb.STATUS_SUCCEEDED:
                 raise errors.from_wire(result.error)
             return SampleResult.from_wire(result, decode(result.tensors, payload))

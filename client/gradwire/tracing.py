@@ -41,6 +41,7 @@ class OperationSpan:
         if error is not None:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
         self._span.end()
+        self._span = None
 
 
 def start(label: str, run_id: str) -> OperationSpan:

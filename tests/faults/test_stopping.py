@@ -6,12 +6,14 @@ The run is then as it was before the operation.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import gradwire
+import numpy as np
 import pytest
 from support.server import Server
 
@@ -80,6 +82,7 @@ async def test_cancelling_a_running_operation_stops_it_and_leaves_the_run_as_it_
     with pytest.raises(gradwire.OperationCancelledError, match="while it was executed"):
         await future
     assert time.monotonic() - started < STOPPED_S
+    print(f"a running {kind} was cancelled in {time.monotonic() - started:.2f} s")
     assert await what_follows(run) == expected
 
 
@@ -92,23 +95,129 @@ async def test_a_deadline_ends_a_running_operation_and_those_behind_it_fail_with
     with pytest.raises(gradwire.DeadlineExceededError, match="timeout"):
         await future
     assert 1.0 < time.monotonic() - started < 1.5 + STOPPED_S
+    print(f"a running {kind} with a timeout of 1.5 s failed after {time.monotonic() - started:.2f} s")
     with pytest.raises(gradwire.AbortedPredecessorError):
         await behind
     assert await what_follows(run) == expected
 
 
-async def test_a_deadline_that_passes_in_the_queue_fails_the_operation_at_its_turn(service: Any) -> None:
+async def test_a_deadline_that_passes_in_the_queue_fails_the_operation_then(service: Any) -> None:
+    """Its turn has not come: those behind it that were submitted before are aborted at theirs, later ones are not."""
     run = await run_of(service)
-    first, second = long_sample(run), run.forward_backward(SMALL, "causal_lm", timeout=0.2)
-    await asyncio.sleep(1.0)
-    first.cancel()
-    with pytest.raises(gradwire.DeadlineExceededError):
+    first = long_sample(run)
+    second, behind = run.forward_backward(SMALL, "causal_lm", timeout=1.0), run.forward(SMALL)
+    await run  # opened, and all three sent
+    started = time.monotonic()
+    with pytest.raises(gradwire.DeadlineExceededError, match="not begun") as expired:
         await second
-    with pytest.raises(gradwire.OperationCancelledError):
-        await first
+    assert time.monotonic() - started < 1.0 + STOPPED_S
+    assert not first.done() and not behind.done()
+    print(f"a queued operation with a timeout of 1 s failed after {time.monotonic() - started:.2f} s")
+    after = run.forward_backward(SMALL, "causal_lm")
+    first.cancel()
+    assert (await after).num_loss_tokens == 3
+    with pytest.raises(gradwire.AbortedPredecessorError) as aborted:
+        await behind
+    assert aborted.value.cause_seq == expired.value.seq
+    assert (await run.optim_step(learning_rate=1e-2, timeout=60)).step == 1
     with pytest.raises(gradwire.InvalidArgumentError, match="timeout is -1"):
         await run.forward_backward(SMALL, "causal_lm", timeout=-1)
-    assert (await run.optim_step(learning_rate=1e-2, timeout=60)).step == 1
+
+
+async def test_a_deadline_that_is_told_early_hides_no_failure_before_it(service: Any) -> None:
+    run = await run_of(service)
+    first = long_sample(run)
+    bad = run.forward_backward({"input_ids": [[4, 10**6]]}, "causal_lm")
+    with pytest.raises(gradwire.DeadlineExceededError):
+        await run.forward_backward(SMALL, "causal_lm", timeout=0.5)
+    after, step = run.forward_backward(SMALL, "causal_lm"), run.optim_step(learning_rate=1e-2)
+    assert not bad.done()
+    first.cancel()
+    with pytest.raises(gradwire.InvalidBatchError) as failed:
+        await bad
+    for future in (after, step):
+        with pytest.raises(gradwire.AbortedPredecessorError) as aborted:
+            await future
+        assert aborted.value.cause_seq == failed.value.seq
+
+
+async def test_a_queued_operation_is_cancelled_without_waiting_for_those_before_it(service: Any) -> None:
+    expected = await what_follows(await run_of(service))
+    run = await run_of(service)
+    first, second = long_sample(run), run.forward_backward(SMALL, "causal_lm")
+    await begun(service)
+    started = time.monotonic()
+    second.cancel()
+    with pytest.raises(gradwire.OperationCancelledError):
+        await second
+    assert time.monotonic() - started < STOPPED_S and not first.done()
+    print(f"a queued operation was cancelled in {time.monotonic() - started:.2f} s")
+    first.cancel()
+    assert await what_follows(run) == expected
+
+
+async def test_every_operation_takes_a_timeout(service: Any, tmp_path: Path) -> None:
+    run = await service.create_run("tiny", lora=2, head="value")
+    first = long_sample(run)
+
+    def never(batch: Any, scores: Any) -> Any:
+        raise AssertionError("its scores were not computed in time")
+
+    futures = [
+        run.forward(SMALL, timeout=0.5),
+        run.forward_backward_custom(SMALL, never, timeout=0.5),
+        run.compute_logprobs(SMALL, timeout=0.5),
+        run.compute_values(SMALL, timeout=0.5),
+        run.compute_rewards(SMALL, timeout=0.5),
+        run.update_reference(timeout=0.5),
+        run.save_checkpoint("mine", timeout=0.5),
+        run.load_checkpoint("mine", timeout=0.5),
+        run.export(tmp_path / "exported", timeout=0.5),
+        run.zero_grad(timeout=0.5),
+        run.sample([[4, 5]], timeout=0.5),
+        run.optim_step(timeout=0.5),
+    ]
+    for future in futures:
+        with pytest.raises(gradwire.DeadlineExceededError):
+            await future
+    assert not first.done()
+    first.cancel()
+    await run.forward_backward(SMALL, "causal_lm")
+    assert await run.list_checkpoints() == [] and not (tmp_path / "exported").exists()
+
+
+async def test_a_custom_loss_that_takes_too_long_leaves_the_run_as_it_was(service: Any) -> None:
+    expected = await what_follows(await run_of(service))
+    run, computing, enough = await run_of(service), threading.Event(), threading.Event()
+
+    def slow(batch: Any, scores: Any) -> Any:
+        computing.set()
+        enough.wait(60)
+        return 0.0, {"logprobs": [np.zeros_like(row) for row in scores["logprobs"]]}
+
+    for stop in ("timeout", "cancel"):
+        future = run.forward_backward_custom(SMALL, slow, framework="numpy", timeout=1.0 if stop == "timeout" else None)
+        started = time.monotonic()
+        computing.clear()
+        if stop == "cancel":
+            await asyncio.to_thread(computing.wait)
+            future.cancel()
+        with pytest.raises((gradwire.DeadlineExceededError, gradwire.OperationCancelledError)):
+            await future
+        assert time.monotonic() - started < 1.0 + STOPPED_S
+    enough.set()
+    assert await what_follows(run) == expected
+
+
+async def test_sampling_outside_a_run_ends_with_its_timeout(service: Any) -> None:
+    sampling = service.sampling_client("tiny")
+    started = time.monotonic()
+    with pytest.raises(gradwire.DeadlineExceededError, match=r"timeout of 1\.0 s"):
+        await sampling.sample([[4, 5, 6]] * 64, n=8, max_tokens=240, ignore_eos=True, timeout=1.0)
+    assert time.monotonic() - started < 1.0 + STOPPED_S
+    async with asyncio.timeout(STOPPED_S + 3):
+        while (await service.server_info()).engine.busy > 0.2:  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("kind", LONG)
@@ -122,3 +231,4 @@ async def test_deleting_a_run_ends_what_it_is_doing(service: Any, kind: str) -> 
         await future
     await other.forward_backward(SMALL, "causal_lm")
     assert time.monotonic() - started < STOPPED_S
+    print(f"a run was deleted during a {kind}, and another one's turn was over, in {time.monotonic() - started:.2f} s")

@@ -1656,6 +1656,7 @@ class OperationHeader(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    EXPIRED_SEEN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
@@ -1676,6 +1677,10 @@ class OperationHeader(_message.Message):
     def refusal(self) -> Global___Error:
         """set by the server in its journal: why it accepted the operation to fail it"""
 
+    @_builtins.property
+    def expired_seen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Failures after `failure_seen` that were reported to the caller before their turn: deadlines that passed in the queue."""
+
     def __init__(
         self,
         *,
@@ -1690,10 +1695,11 @@ class OperationHeader(_message.Message):
         traceparent: _builtins.str = ...,
         refusal: Global___Error | None = ...,
         timeout_s: _builtins.float = ...,
+        expired_seen: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "refusal", b"refusal", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "expired_seen", b"expired_seen", "failure_seen", b"failure_seen", "operation", b"operation", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "refusal", b"refusal", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2623,19 +2629,23 @@ class CancelRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    IF_EXPIRED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     epoch: _builtins.int
+    if_expired: _builtins.bool
+    """only if its timeout_s is over, and then it fails with DEADLINE_EXCEEDED"""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         seq: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        if_expired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "run_id", b"run_id", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "if_expired", b"if_expired", "run_id", b"run_id", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2646,15 +2656,22 @@ class CancelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CANCELLED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bool
+    """it will not be executed, or was stopped; its result follows in order of number"""
+    @_builtins.property
+    def error(self) -> Global___Error:
+        """of that result, where operations before it have none yet"""
+
     def __init__(
         self,
         *,
         cancelled: _builtins.bool = ...,
+        error: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "error", b"error"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -397,13 +397,20 @@ class Core(Startable):
         queue.check_epoch(epoch)
         await self.scheduler.results.release(queue, up_to_seq)
 
-    async def cancel(self, caller: Caller, run_id: str, seq: int, epoch: int) -> bool:
-        """Cancel an operation that has not started; return whether it is cancelled.
+    async def cancel(
+        self, caller: Caller, run_id: str, seq: int, epoch: int, *, if_expired: bool = False
+    ) -> pb.CancelResponse:
+        """Cancel an operation, also one that is executed if its kind can be stopped.
+
+        Args:
+            if_expired: Only if its deadline has passed and it has not begun; it then fails with DEADLINE_EXCEEDED.
 
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, UNKNOWN_OPERATION, STALE_EPOCH.
         """
         queue = self.scheduler.queue(self._own(caller, run_id))
+        if if_expired:
+            return self.scheduler.admission.expire(queue, seq, epoch)
         return await self.scheduler.admission.cancel(queue, seq, epoch)
 
     async def discard_pending(self, caller: Caller, run_id: str, epoch: int) -> int:

@@ -42,7 +42,7 @@ class SessionCalls(Protocol):
 
     async def release_results(self, caller: Caller, run_id: str, up_to_seq: int, epoch: int) -> None: ...
 
-    async def cancel(self, caller: Caller, run_id: str, seq: int, epoch: int) -> bool: ...
+    async def cancel(self, caller: Caller, run_id: str, seq: int, epoch: int) -> pb.CancelResponse: ...
 
 
 class Session:
@@ -105,7 +105,7 @@ class Session:
 
     async def cancel(self, seq: int) -> bool:
         """Cancel an operation that has not started; return whether it is cancelled."""
-        return await self._operations.cancel(self._caller, self.run_id, seq, self.epoch)
+        return (await self._operations.cancel(self._caller, self.run_id, seq, self.epoch)).cancelled
 
     async def close(self) -> None:
         """End the session. Acknowledged operations are still executed."""

@@ -234,8 +234,8 @@ class Admission:
         appended.add_done_callback(durable)
         self._dispatcher.wake(queue)  # the engine may start while the operation is being written
 
-    async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> bool:
-        """Cancel an operation, also one that is executed if its kind can be stopped; return whether it is cancelled.
+    async def cancel(self, queue: RunQueue, seq: int, epoch: int) -> pb.CancelResponse:
+        """Cancel an operation, also one that is executed if its kind can be stopped.
 
         The cancellation of a journaled operation is durable when this returns.
 
@@ -246,17 +246,42 @@ class Admission:
         operation = queue.find(seq)
         if operation is None and (seq < 1 or seq >= queue.next_seq):
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_OPERATION, f"operation {seq} was not submitted", field="seq")
-        if operation is not None and operation.state is OperationState.CANCELLING:
-            return True
         if operation is None:
-            return False
+            return pb.CancelResponse()
+        result = cancelled(seq)
+        if operation.state is OperationState.CANCELLING:
+            return pb.CancelResponse(cancelled=True, error=result.error)
         if not self._dispatcher.withdraw(operation):
-            return await self._dispatcher.interrupt(operation) and await queue.settled(seq)
-        stored = self._finish_or_cancel(queue, operation, cancelled(seq))
+            stopped = await self._dispatcher.interrupt(operation) and await queue.settled(seq)
+            return pb.CancelResponse(cancelled=stopped)
+        stored = self._finish_or_cancel(queue, operation, result)
         self._dispatcher.wake(queue)
         if stored is not None:
             await asyncio.shield(stored)
-        return True
+        return pb.CancelResponse(cancelled=True, error=result.error)
+
+    def expire(self, queue: RunQueue, seq: int, epoch: int) -> pb.CancelResponse:
+        """Fail a queued operation whose deadline has passed, unless the engine has begun it.
+
+        It gets its result in its turn, as results are in order. That it will fail is certain from now on, also after a
+        restart, as the engine begins nothing whose deadline has passed.
+
+        Raises:
+            ServiceError: STALE_EPOCH.
+        """
+        queue.check_epoch(epoch)
+        operation = queue.find(seq)
+        if operation is None or operation.state is OperationState.CANCELLING:
+            return pb.CancelResponse()
+        if not 0 < operation.deadline <= time.time():
+            return pb.CancelResponse()
+        for later in [each for each in reversed(queue.sent.values()) if each.seq > seq]:
+            self._dispatcher.withdraw(later)  # it is sent again, or aborted
+        if not self._dispatcher.withdraw(operation):
+            return pb.CancelResponse()
+        error = queue.expire(operation)
+        self._dispatcher.wake(queue)
+        return pb.CancelResponse(cancelled=True, error=error)
 
     async def discard(self, queue: RunQueue, epoch: int) -> int:
         """Cancel every operation of a parked run that has no result, and let the run go on; return their number.

@@ -204,7 +204,12 @@ class Dispatcher:
             answer = self._engine.request(engine_pb2.EngineRequest(sample=asked))
             answer.add_done_callback(retrieved)
             answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also if the caller has left meanwhile
-            reply, payload = await asyncio.shield(answer)
+            try:
+                reply, payload = await asyncio.shield(answer)
+            except asyncio.CancelledError:  # the caller has left
+                if not self._engine.withdraw(answer):
+                    self._engine.interrupt(answer)
+                raise
             self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
             return reply, payload
         finally:

@@ -293,7 +293,8 @@ class RunQueue:
 
     def _aborts(self, operation: QueuedOperation) -> bool:
         """Whether a failure that the operation's writer had not seen aborts it."""
-        return self.record.failure_seq > operation.header.failure_seen
+        failure, header = self.record.failure_seq, operation.header
+        return failure > header.failure_seen and failure not in header.expired_seen
 
     def is_first(self, operation: QueuedOperation) -> bool:
         """Whether every operation before this one has a result."""
@@ -346,6 +347,20 @@ class RunQueue:
                 num_trainable_parameters=record.num_trainable_parameters,
             )
         return marks
+
+    def expire(self, operation: QueuedOperation) -> pb.Error:
+        """Fail an operation whose deadline has passed, once the operations before it have their results.
+
+        Those behind it that were sent must not be executed before that.
+        """
+        if operation.seq in self.sent:
+            self._gap = self.apart = True
+        operation.refusal = pb.Error(
+            code=pb.ERROR_CODE_DEADLINE_EXCEEDED,
+            message=f"operation {operation.seq} was not begun when its timeout was over; it was not carried out",
+            field="timeout",
+        )
+        return operation.refusal
 
     def cancel(self, operation: QueuedOperation) -> None:
         """Cancel an operation that is not in the journal yet; it gets its result once it is."""

@@ -26,7 +26,7 @@ def run_of(name: str, accepted: int = 0, applied: int = 0, step: int = 0, tokens
     config = pb.RunConfig(name=name, base_model="tiny")
     return pb.Run(
         run_id=f"run-{name}", config=config, accepted_seq=accepted, applied_seq=applied, step=step, num_tokens=tokens,
-        created_at=made,
+        created_at=made, recovery_s=1.5,
     )  # fmt: skip
 
 
@@ -40,9 +40,10 @@ def shown(now: Snapshot, before: Snapshot | None = None, most: int = 0) -> str:
 def test_rates_are_differences_of_two_looks() -> None:
     before = snapshot(10.0, run_of("a", 50, 40, 20, 1000), run_of("gone", 5, 5))
     now = snapshot(12.0, run_of("a", 70, 60, 30, 9000), run_of("new", 8, 1))
+    assert "recovery 3.0 s (engine 0.0 s, runs 3.0 s)" in shown(now, before)
     (row,) = [line for line in shown(now, before).splitlines() if "run-a" in line]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "run-a", "a", "tiny", "30", "10", "60", "10", "5", "4,000", "",
+        "run-a", "a", "tiny", "30", "10", "60", "10", "5", "4,000", "1.5 s", "",
     ]  # fmt: skip
     (new,) = [line for line in shown(now, before).splitlines() if "run-new" in line]
     assert new.count(" - ") == 3 and "run-gone" not in shown(now, before)

@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
 
     async def cancel(self, seq: int) -> None:
         acknowledged = self.acks[seq].done()
-        if await self.core.cancel(ADA, self.run_id, seq, self.epoch):
+        if (await self.core.cancel(ADA, self.run_id, seq, self.epoch)).cancelled:
             self.model.cancelled.add(seq)
             self.in_doubt |= set() if acknowledged else {seq}
 

@@ -107,8 +107,9 @@ class TrainingService(TrainingServiceServicer):
         return pb.AckResultsResponse()
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        cancelled = await self._core.cancel(CALLER.get(), request.run_id, request.seq, request.epoch)
-        return pb.CancelResponse(cancelled=cancelled)
+        return await self._core.cancel(
+            CALLER.get(), request.run_id, request.seq, request.epoch, if_expired=request.if_expired
+        )
 
     async def DiscardPending(self, request: pb.DiscardPendingRequest, context: Any) -> pb.DiscardPendingResponse:
         count = await self._core.discard_pending(CALLER.get(), request.run_id, request.epoch)

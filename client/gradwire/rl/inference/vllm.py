@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ from gradwire.errors import UnsupportedError
 from gradwire.extras import require
 from gradwire.rl.generation import Generation, SamplingParams, TextCodec, TokenizerCodec, TokenRow, TopLogits
 from gradwire.rl.inference.tools import ToolGeneration
-from gradwire.rl.inference.weights import WeightFolder, is_adapter
+from gradwire.rl.inference.weights import WeightFolder, has_tied_head, is_adapter
 from gradwire.rl.types import FloatArray
 
 
 class VLLMInference(WeightFolder, ToolGeneration):
     """A ``vllm.LLM`` in this process.
 
-    The adapter of a LoRA run is loaded beside the base model. Runs that train all weights are refused at the first
-    update: after vLLM's ``reload_weights`` (0.32, on a CPU) log-probabilities were off by up to 0.3.
+    The adapter of a LoRA run is loaded beside the base model, the weights of a fully trained run replace the model's.
 
     Args:
         llm: The engine, or the name or path of a model for it: the run's base model. Your own engine needs
@@ -39,6 +38,7 @@ class VLLMInference(WeightFolder, ToolGeneration):
         self._llm = llm
         self._codec = TokenizerCodec(self._llm.get_tokenizer())
         self._lock = asyncio.Lock()
+        self._load: Callable[[Path], None] | None = None
         self._adapter: Any = None
         self._adapters = itertools.count(1)
 
@@ -46,9 +46,19 @@ class VLLMInference(WeightFolder, ToolGeneration):
     def codec(self) -> TextCodec:
         return self._codec
 
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(require("vllm.platforms", "vllm", "VLLMInference").current_platform.is_cpu())
+
     async def load_weights(self, folder: Path, version: int) -> None:
+        load = self._load_adapter if is_adapter(folder) else self._load_model
         async with self._lock:
-            await asyncio.to_thread(self._load_adapter if is_adapter(folder) else self._load_model, folder)
+            if self._load not in (None, load):
+                raise ValueError(
+                    "the engine has received weights of a LoRA run and of a fully trained run: use one engine for each"
+                )
+            self._load = load
+            await asyncio.to_thread(load, folder)
             self.version = version
 
     def _load_adapter(self, folder: Path) -> None:
@@ -61,11 +71,22 @@ class VLLMInference(WeightFolder, ToolGeneration):
         self._adapter = adapter
 
     def _load_model(self, folder: Path) -> None:
-        raise UnsupportedError(
-            "VLLMInference accepts adapters only, and this run trains all weights: after vLLM's reload_weights (0.32 "
-            "on "
-            "a CPU) log-probabilities differed from the run's. Train with lora={...}, or sample with the run itself"
-        )
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        if self._on_cpu and has_tied_head(folder):
+            self._pack_output_head()
+        self._llm.reset_prefix_cache()
+
+    def _pack_output_head(self) -> None:
+        # On a CPU vLLM multiplies with a packed copy of the output head. reload_weights packs it again only if the
+        # head has weights of its own.
+        try:
+            self._llm.apply_model(_pack_output_heads)
+        except Exception as error:
+            raise UnsupportedError(
+                "this vLLM engine runs in another process, where the output head of a model that shares it with the "
+                "embedding cannot be updated on a CPU. Set VLLM_ENABLE_V1_MULTIPROCESSING=0 before the engine is made, "
+                f"or train with lora={{...}}: {error}"
+            ) from error
 
     async def _run(self, rows: Sequence[TokenRow], **options: Any) -> tuple[list[Any], int]:
         """Return vLLM's outputs, and the version of the weights that produced them."""
@@ -92,6 +113,12 @@ class VLLMInference(WeightFolder, ToolGeneration):
     async def get_logprobs(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[FloatArray]:
         if temperature != 1.0:
             raise ValueError("vLLM scores prompts at temperature 1 only")
+        if self._on_cpu and self._llm.llm_engine.vllm_config.lora_config is not None:
+            # Its kernels for adapters expect one token per row here: an error would leave the engine unusable.
+            raise UnsupportedError(
+                "vLLM on a CPU cannot score prompts with LoRA enabled: score with the run, or make the engine with "
+                "enable_lora=False"
+            )
         outputs, _ = await self._run(rows, max_tokens=1, prompt_logprobs=0)
         return [
             np.array([out.prompt_logprobs[t][int(row[t])].logprob for t in range(1, len(row))], np.float32)
@@ -106,3 +133,10 @@ class VLLMInference(WeightFolder, ToolGeneration):
             ids, scores = [token for token, _ in best], [entry.logprob for _, entry in best]
             result.append(TopLogits(np.array(ids, np.int64), np.array(scores, np.float32)))
         return result
+
+
+def _pack_output_heads(model: Any) -> None:
+    layers = require("vllm.model_executor.layers.vocab_parallel_embedding", "vllm", "VLLMInference")
+    for layer in model.modules():
+        if isinstance(layer, layers.ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import tempfile
 import weakref
@@ -16,6 +17,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 def is_adapter(folder: Path) -> bool:
     """Whether an exported folder holds a PEFT adapter, not a whole model."""
     return (folder / ADAPTER_FILE).exists()
+
+
+def has_tied_head(folder: Path) -> bool:
+    """Whether an exported model uses its embedding as its output head."""
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False)))
 
 
 class WeightFolder(ABC):

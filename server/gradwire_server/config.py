@@ -67,7 +67,9 @@ class Limits(BaseModel):
     key_call_bytes: int = Field(
         default=256 << 20, ge=1, description="bodies of one key's calls in memory, operations not included"
     )
-    key_streams: int = Field(default=1024, ge=1, description="streams of operations and of results of one key")
+    key_streams: int = Field(
+        default=1024, ge=1, description="streams of operations and results of one key, and HTTP requests"
+    )
     key_tokens_per_minute: int = Field(default=0, ge=0, description="tokens that one key submits a minute; 0: no limit")
 
 

@@ -52,6 +52,7 @@ class CallKind(Enum):
         "one message of the key is taken at a time; `max_incoming_bytes`, `key_queued_operations`, `key_queued_bytes`,"
         " `key_tokens_per_minute`; turns at the engine",
     )  # fmt: skip
+    HTTP = (None, "`max_http_body_bytes`, `max_incoming_bytes`; what its operations are bound by")
 
     def __init__(self, of_key: int | None, bounds: str) -> None:
         self.of_key, self.bounds = of_key, bounds
@@ -162,8 +163,8 @@ class Calls:
         if self._streams[key] >= limit:
             raise ServiceError(
                 pb.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{limit} streams of operations and results of this key are open (--limit key_streams=N); close one,"
-                " then open this one again",
+                f"{limit} streams and HTTP requests of this key are open (--limit key_streams=N); end one, then make"
+                " this one again",
                 rule=f"key_streams = {limit}",
             )
         self._streams[key] += 1
@@ -194,7 +195,6 @@ class _Bytes:
             if given.done() and not given.cancelled():
                 self.give_back(key, size)
             else:
-                self._waiting[key].remove((size, given))
                 self.give_back(key, 0)
             raise
 
@@ -202,10 +202,11 @@ class _Bytes:
         """Count bytes as freed, and let those go on that fit now."""
         _less(self._held, key, size)
         waiting = self._waiting.get(key)
-        while waiting and self._fits(key, waiting[0][0]):
+        while waiting and (waiting[0][1].cancelled() or self._fits(key, waiting[0][0])):
             size, given = waiting.popleft()
-            self._held[key] += size
-            given.set_result(None)
+            if not given.cancelled():
+                self._held[key] += size
+                given.set_result(None)
         if not waiting:
             self._waiting.pop(key, None)
 

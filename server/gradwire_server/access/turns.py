@@ -62,8 +62,9 @@ class Turns:
             given = self._waiting[key].popleft()
             if not self._waiting[key]:
                 del self._waiting[key]
-            self._serve(key)
-            given.set_result(None)
+            if not given.cancelled():  # else its caller has left and has not run since
+                self._serve(key)
+                given.set_result(None)
 
     def waiting(self, key: str) -> int:
         """Turns for which a key waits."""
@@ -79,9 +80,10 @@ class Turns:
         self._served[key] = self._number
 
     def _leave(self, key: str, given: asyncio.Future[None]) -> None:
-        waiting = self._waiting[key]
-        waiting.remove(given)
+        waiting = self._waiting.get(key, deque())
+        if given in waiting:
+            waiting.remove(given)
         if not waiting:
-            del self._waiting[key]
+            self._waiting.pop(key, None)
             if not self._held[key]:
                 self._served.pop(key, None)

@@ -15,6 +15,7 @@ import pytest
 import trustme
 import zstandard
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import KeyFile
 from gradwire_server.cli.preflight import check
 from gradwire_server.cli.settings_file import SettingsError
@@ -68,6 +69,14 @@ async def test_keys_of_both_headers_and_none(start: Start, tmp_path: Path) -> No
         for headers in ({}, {"X-API-Key": "tml-other"}, {"Authorization": secret}):
             refused = await http.get("/v1/models", headers=headers)
             assert refused.status_code == 401 and "API key" in refused.json()["error"]["message"]
+
+
+async def test_requests_under_way_are_bounded_and_more_fit_later(start: Start) -> None:
+    async with start(http="127.0.0.1:0", limits={"key_streams": 1}) as door, _http(door.server) as http:
+        async with door.server.core.calls.turn("", CallKind.HTTP):
+            refused = await http.get("/v1/models")
+            assert refused.status_code == 429 and "key_streams=N" in refused.json()["error"]["message"]
+        assert (await http.get("/v1/models")).status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])

@@ -67,6 +67,21 @@ def test_those_without_room_wait(policy: Policy, cache_tokens: int) -> None:
     check_alone(policy, run(LocalSampler(cache_tokens=cache_tokens), policy))
 
 
+def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) -> None:
+    sampler = LocalSampler(cache_tokens=24)  # room for two rows
+    large = sampler.begin(policy, [[1, 40]], SamplingParams(max_tokens=6, seed=1, n=40, ignore_eos=True))
+    sampler.step()
+    small = sampler.begin(policy, [[1, 5]], SamplingParams(max_tokens=6, seed=2, n=2, ignore_eos=True))
+    steps = 0
+    while not small.done:
+        sampler.step()
+        steps += 1
+    assert steps < 40 and not large.done
+    while not large.done:
+        sampler.step()
+    assert len(large.samples().lengths) == 40
+
+
 def test_models_with_windows_take_one_batch_after_another(make_policy: MakePolicy) -> None:
     policy = make_policy("mistral", sliding_window=6)
     assert not fits_slots(policy)

@@ -63,6 +63,24 @@ async def test_who_leaves_while_it_waits_or_as_it_is_served_keeps_no_turn() -> N
     await asyncio.wait_for(turns.take("a"), 60)
 
 
+async def test_who_left_a_moment_ago_is_passed_over() -> None:
+    turns, calls = Turns(of_key=1), Calls(Limits(key_call_bytes=1))
+    await turns.take("a")
+    await calls._bytes.take("a", 1)
+    left, stays = [asyncio.ensure_future(turns.take("a")) for _ in range(2)]
+    bytes_left, bytes_stay = [asyncio.ensure_future(calls._bytes.take("a", 1)) for _ in range(2)]
+    await settled()
+    left.cancel()
+    bytes_left.cancel()
+    turns.give_back("a")  # before the cancelled tasks have run
+    calls._bytes.give_back("a", 1)
+    await asyncio.wait_for(asyncio.gather(stays, bytes_stay), 60)
+    assert left.cancelled() and bytes_left.cancelled()
+    turns.give_back("a")
+    calls._bytes.give_back("a", 1)
+    assert (turns._held, turns._waiting, calls._bytes._held, calls._bytes._waiting) == ({}, {}, {}, {})
+
+
 async def test_bodies_wait_until_the_key_holds_few_bytes() -> None:
     calls = Calls(Limits(key_call_bytes=100))
 

@@ -1,6 +1,7 @@
 """What stands before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
 
-A caller without a valid key is refused before the body is read. The bytes of a body count against the key's
+A caller without a valid key, or with too many requests under way, is refused before the body is read. The bytes of a
+body count against the key's
 ``max_incoming_bytes`` while the request is served.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 
 from starlette.types import Message, Receive, Scope, Send
 
+from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.access.quotas import Usage
 from gradwire_server.core.core import Core
@@ -55,8 +57,9 @@ class GuardedProtocol:
         try:
             if not scope["path"].removeprefix(self._protocol.prefix).startswith(self._protocol.open_paths):
                 scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
-                content = await body.read(caller, headers, receive)
-                await self._protocol.app(scope, _replayed(content, receive), starting)
+                async with self._core.calls.turn(caller.name, CallKind.HTTP):
+                    content = await body.read(caller, headers, receive)
+                    await self._protocol.app(scope, _replayed(content, receive), starting)
             else:
                 await self._protocol.app(scope, receive, starting)
         except ServiceError as error:

@@ -80,7 +80,7 @@ class Batch:
         self.policy = policy
         self._slots = slots
         self._cache_tokens, self._most = cache_tokens, rows
-        self._waiting: deque[tuple[LocalJob, int]] = deque()
+        self._waiting: dict[LocalJob, deque[int]] = {}  # the job whose turn it is comes first
         self._joining: list[tuple[LocalJob, int]] = []
         self._numbers: dict[tuple[object, ...], int] = {}
         self._kinds: list[tuple[SamplingParams, BoolArray]] = []
@@ -102,11 +102,11 @@ class Batch:
     def add(self, job: LocalJob) -> None:
         self._jobs.append(job)
         self._searching = self._searching or bool(job.params.stop)
-        self._waiting.extend((job, row) for row in job.order())
+        self._waiting[job] = deque(job.order())
 
     def remove(self, job: LocalJob) -> None:
         self._jobs.remove(job)
-        self._waiting = deque(entry for entry in self._waiting if entry[0] is not job)
+        self._waiting.pop(job, None)
         self._keep(self._rows.job != job)
 
     def step(self) -> None:
@@ -148,7 +148,8 @@ class Batch:
         if is_out_of_memory(failure) and len(started) > 1:
             self._most = len(started) // 2
             logger.warning("out of memory with %d samples, going on with %d: %s", len(started), self._most, failure)
-            self._waiting.extendleft(reversed(started))
+            for job, row in reversed(started):
+                self._waiting.setdefault(job, deque()).appendleft(row)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return
@@ -159,14 +160,15 @@ class Batch:
     # ---- joining ----
 
     def _admit(self) -> list[tuple[LocalJob, int]]:
-        """Choose the rows that join now: in order of arrival, as many as fit."""
+        """Choose the rows that join now: of each job in turn, as many as fit."""
         if not self._waiting or (len(self._rows) and not self._values.joins):
             return []
         admitted: list[tuple[LocalJob, int]] = []
         width, longest = self._width, 0
         prompts: set[tuple[int, ...]] = set()
         while self._waiting:
-            job, row = self._waiting[0]
+            job, rows = next(iter(self._waiting.items()))
+            row = rows[0]
             prompt = job.prompt_of(row)
             width = max(width, len(prompt) + int(job.limits[row]))
             prompts.add(prompt)
@@ -176,7 +178,10 @@ class Batch:
                 break
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
                 break
-            admitted.append(self._waiting.popleft())
+            admitted.append((job, rows.popleft()))
+            del self._waiting[job]
+            if rows:
+                self._waiting[job] = rows
             self._width = width
         return admitted
 

@@ -62,6 +62,7 @@ main()
         (["status", "127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
         (["top", "--help"], 0, "Ctrl-C"),
         (["runs", "--help"], 0, "delete"),
+        (["render", "nowhere.jsonl"], 2, "there is no file nowhere.jsonl"),
         (["trajectories", "view", "--help"], 0, "--html"),
         (["doctor"], 0, "only the client is installed"),
         (["router", "--help"], 0, "promote"),
@@ -81,6 +82,26 @@ def test_the_base_install_has_the_commands(words: list[str], status: int, said: 
         assert result.stderr.count("\n") == 1
 
 
+OF_THE_COMMANDS = (
+    "typer",
+    "rich",
+    "Pygments",
+    "markdown-it-py",
+    "mdurl",
+    "shellingham",
+    "annotated-doc",
+    "Jinja2",
+    "MarkupSafe",
+)
+SIZES = """
+import importlib.metadata, json, os
+print(json.dumps({
+    each.name: sum(os.path.getsize(file.locate()) for file in each.files or () if file.suffix != ".pyc")
+    for each in importlib.metadata.distributions()
+}))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_plain_installation_imports(tmp_path: Path) -> None:
@@ -94,5 +115,10 @@ def test_plain_installation_imports(tmp_path: Path) -> None:
     assert subprocess.run([command, "--version"], capture_output=True, text=True).stdout.startswith("gradwire ")
     serve = subprocess.run([command, "serve"], capture_output=True, text=True)
     assert serve.returncode == 2 and "pip install 'gradwire[server]'" in serve.stderr
-    there = subprocess.run([python, "-c", "import torch"], capture_output=True)
-    assert there.returncode != 0, "the plain client must not bring torch"
+    for heavy in ("torch", "pydantic"):
+        there = subprocess.run([python, "-c", f"import {heavy}"], capture_output=True)
+        assert there.returncode != 0, f"the plain client must not bring {heavy}"
+    sizes = json.loads(subprocess.run([python, "-c", SIZES], capture_output=True, text=True, check=True).stdout)
+    print({name: f"{size / 1e6:.2f} MB" for name, size in sizes.items()})
+    assert set(OF_THE_COMMANDS) <= set(sizes)
+    assert sum(sizes[name] for name in OF_THE_COMMANDS) < 10e6

@@ -11,6 +11,7 @@ from gradwire import __version__
 from gradwire.cli import runs
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
+from gradwire.cli.render import render
 from gradwire.cli.status import status
 from gradwire.cli.top import top
 
@@ -39,6 +40,7 @@ def _options(
 app.command()(status)
 app.command()(top)
 app.add_typer(runs.app, name="runs")
+app.command()(render)
 app.command()(doctor)
 
 

@@ -11,6 +11,9 @@ from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, Clien
 from gradwire.cli.status_view import Interval, draw, look
 from gradwire.cli.text import plain
 
+PIPE_WIDTH = 200
+"""Columns of the output where there is no terminal, so that a script finds names and ids in one piece."""
+
 
 def status(
     address: Address = ADDRESS,
@@ -26,7 +29,8 @@ def status(
         if now.working:
             time.sleep(interval)
             before, now = now, look(service)
-    out = Console(soft_wrap=not Console().is_terminal)
+    terminal = Console().is_terminal
+    out = Console(soft_wrap=not terminal, width=None if terminal else PIPE_WIDTH)
     out.print(draw(now, before))
     limits = ", ".join(f"{name}={value}" for name, value in sorted(now.info.limits.items()))
     out.print(Text(f"limits: {plain(limits)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import gradwire
 import pytest
 from gradwire.cli import doctor, plugins
 from gradwire.cli.app import app
+from support.chats import chat_model
 from support.server import Server
 from typer.testing import CliRunner, Result
 
@@ -50,6 +52,29 @@ def test_runs_are_listed_forked_and_deleted(server: Server) -> None:
     assert second not in run("runs", "list", *address).stdout
     gone = run("runs", "delete", second, "--yes", *address)
     assert gone.exit_code == 2 and gone.stderr.count("\n") == 1 and second in gone.stderr
+
+
+def test_conversations_are_shown_as_the_model_gets_them(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text('{"prompt": "1 and 1?", "completion": "two"}\n{"prompt": "\\u001b[31m?", "completion": "red"}\n')
+    model = chat_model(tmp_path_factory.mktemp("model") / "marked", "marked")
+    chats = Server(model, tmp_path / "state", name="marked").start()
+    try:
+        shown = run("render", str(file), "--rows", "2", "--address", chats.address)
+        ids = run("render", str(file), "--json", "--address", chats.address)
+        file.write_text('{"prompt": "1 and 1?"}\n')
+        wrong = run("render", str(file), "--address", chats.address)
+    finally:
+        assert chats.end() == 0
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"talks\.jsonl, row 1: \d+ tokens, \d+ trained on", shown.stdout)
+    assert re.search(r">>>two[^1]*<<<", shown.stdout) and "1 and 1?" in shown.stdout
+    assert "\x1b[31m" not in shown.stdout and ">>>red" in shown.stdout
+    row = json.loads(ids.stdout)
+    assert len(row["input_ids"]) == len(row["loss_mask"]) and 0 < sum(row["loss_mask"]) < len(row["loss_mask"])
+    assert wrong.exit_code == 2 and "line 1" in wrong.stderr and wrong.stdout == ""
 
 
 def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""``gradwire render``: show conversations as a model gets them, with what is trained on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from gradwire import sync
+from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.text import plain
+
+
+def render(
+    file: Annotated[str, typer.Argument(help="A .jsonl or .csv file of conversations, or of prompts and completions.")],
+    model: Annotated[str, typer.Option(help="A model of the server; may be left out if it has only one.")] = "",
+    train_on: Annotated[
+        Literal["assistant", "last", "all"], typer.Option(help="Which of the assistant's messages, or every token.")
+    ] = "assistant",
+    rows: Annotated[int, typer.Option(min=1, help="Number of conversations to show.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
+    ] = False,
+    address: AddressOption = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """Show conversations as a model gets them: its chat template's tokens, those that are trained on in green.
+
+    Where the output has no colours, what is trained on stands between >>> and <<<.
+    """
+    from gradwire import data  # numpy and more: not for the other commands
+
+    try:
+        conversations = list(data.conversations(file, limit=rows))
+    except (data.DataError, OSError) as error:
+        typer.secho(f"gradwire: {error}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    out = Console(soft_wrap=True, highlight=False)
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        name = model or service.list_models()[0].name
+        for number, each in enumerate(conversations, 1):
+            row = service.render(each.messages, each.tools or None, train_on, model=model)
+            if as_json:
+                print(json.dumps({key: values.tolist() for key, values in row.items()}))
+            else:
+                trained = int(row["loss_mask"].sum())
+                out.print(Text(f"{file}, row {number}: {len(row['input_ids'])} tokens, {trained} trained on", "bold"))
+                out.print(_shown(service, name, row, out.is_terminal))
+
+
+def _shown(service: sync.ServiceClient, model: str, row: Any, coloured: bool) -> Text:
+    """The text of the tokens, in stretches that are trained on or not."""
+    marked = zip(row["input_ids"].tolist(), row["loss_mask"].tolist())
+    stretches = [
+        (bool(on), [token for token, _ in part]) for on, part in itertools.groupby(marked, lambda each: each[1])
+    ]
+    text = Text()
+    for (on, _), decoded in zip(stretches, service.decode(model, [ids for _, ids in stretches])):
+        lines = "\n".join(map(plain, decoded.split("\n")))
+        text.append(lines if coloured or not on else f">>>{lines}<<<", "green" if on else "dim")
+    return text

@@ -14,6 +14,7 @@ import queue
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     settings: EngineSettings = options.settings
     logs.configure(settings.log_level, settings.log_format, "engine")
+    # peft asks transformers by a name that transformers has renamed.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order
     link = EngineLink(socket.socket(fileno=options.fd))

@@ -76,7 +76,7 @@ def rich_table(figures: list[Figure], failures: dict[str, str], words: str) -> T
 
 
 def markdown(figures: list[Figure], failures: dict[str, str], words: str, repeats: int) -> str:
-    """The table, for the page."""
+    """Format the table as Markdown."""
     lines = [f"{words}. Medians of {repeats} turns.", ""]
     lines += ["| figure | measured | target | | details |", "| --- | --- | --- | --- | --- |"]
     lines += [
@@ -88,7 +88,7 @@ def markdown(figures: list[Figure], failures: dict[str, str], words: str, repeat
 
 
 def write_docs(text: str) -> None:
-    """Puts the table between the markers of the page."""
+    """Write the table between the markers of the page."""
     page = DOCS.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

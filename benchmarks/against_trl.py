@@ -78,10 +78,10 @@ class Trainer:
         )
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Takes so many steps: ``seconds``, ``cpu_seconds``, ``losses``.
+        """Take this many steps; return ``seconds``, ``cpu_seconds`` and ``losses``.
 
         Raises:
-            RuntimeError: when the process has ended, with the end of what it wrote to stderr.
+            RuntimeError: The process has ended; the message holds the end of its stderr.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -147,10 +147,10 @@ async def compare(rival: Rival, size: Size) -> Figure:
 
 
 def measure(size: Size) -> list[Figure]:
-    """One figure a trainer.
+    """Measure one figure per trainer.
 
     Raises:
-        FileNotFoundError: where TRL's environment is not there.
+        FileNotFoundError: TRL's environment does not exist.
     """
     if not TRL_PYTHON.exists():
         raise FileNotFoundError(f"{TRL_PYTHON} is not there: make .venv-parity/.installed, or set GRADWIRE_TRL_PYTHON")

@@ -39,7 +39,7 @@ TARGET_UTILISATION, TARGET_TRL = 0.45, 2.0
 
 
 def matrix_rate(device: str, *, smoke: bool) -> float:
-    """Operations a second of a large bfloat16 matrix product of random numbers; the median of ten."""
+    """Measure the operations per second of a large bfloat16 matrix product of random numbers, the median of ten."""
     width = 256 if smoke else 8192
     left, right = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
@@ -55,7 +55,7 @@ def matrix_rate(device: str, *, smoke: bool) -> float:
 
 
 def in_child(case: Case, models: Path, *, smoke: bool) -> dict[str, Any]:
-    """The case's result, or ``{"error": …}``."""
+    """Run a case in a child process; return its result, or ``{"error": …}``."""
     words = [sys.executable, "-m", "benchmarks.gpu", "--case", str(case), "--models", str(models)]
     try:
         done = subprocess.run(
@@ -78,7 +78,7 @@ def missing(case: Case) -> str:
 
 
 def table(results: dict[str, Any]) -> Table:
-    """What there is so far."""
+    """Build the table of the results so far."""
     rate = results["matrix_rate"]
     out = Table(title=f"{results['device']}: bfloat16 matrix product {rate / 1e12:,.1f} TFLOP/s")
     for name in ("model", "tuning", "side", "tokens/s", "utilisation", "ours is", "rows at a time", "peak GiB"):

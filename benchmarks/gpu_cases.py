@@ -1,4 +1,4 @@
-"""The cases of ``benchmarks.gpu``, one a process: a model, LoRA or full fine-tuning, and whose code trains it."""
+"""The cases of ``benchmarks.gpu``, one per process: a model, LoRA or full fine-tuning, and the trainer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Turn = Callable[[list[Rows]], float]
 
 
 def draw(count: int, vocab_size: int, *, smoke: bool) -> list[Rows]:
-    """Batches of rows of 128 to 4,096 tokens, log-normal in length: the same in every case."""
+    """Draw batches of rows of 128 to 4,096 tokens with log-normal lengths, the same in every case."""
     rng = np.random.default_rng(0)
     shortest, longest = (8, 64) if smoke else (128, 4096)
     size = 4 if smoke else ROWS
@@ -68,7 +68,7 @@ def draw(count: int, vocab_size: int, *, smoke: bool) -> list[Rows]:
 
 
 def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str, Any]:
-    """Tokens and needed operations a second, medians over turns of some steps, after a first one to warm up."""
+    """Measure tokens and required operations per second: medians over turns of several steps, after a warm-up turn."""
     sizes = shape(case.size, smoke=smoke)
     model = qwen(models / (f"{case.size}-smoke" if smoke else case.size), sizes, device=device)
     turns = 3 if smoke else 40
@@ -104,7 +104,7 @@ def run_case(case: Case, models: Path, device: str, *, smoke: bool) -> dict[str,
 
 
 def _timed(turn: Turn, batches: list[Rows]) -> list[float]:
-    """The seconds of each turn, until there were enough of them; the first warms up."""
+    """Return the seconds of each turn after the first, which warms up."""
     seconds: list[float] = []
     for start in range(0, len(batches), STEPS_OF_A_TURN):
         seconds.append(turn(batches[start : start + STEPS_OF_A_TURN]))
@@ -138,7 +138,7 @@ def _ours(
 def _padded(
     model: Path, batches: list[Rows], lora: bool, device: str, rows_at_a_time: int, smoke: bool
 ) -> tuple[list[float], dict[str, Any]]:
-    """The loop that people write: bfloat16 autocast over float32 weights, or an adapter on bfloat16 weights."""
+    """The common training loop: bfloat16 autocast over float32 weights, or an adapter on bfloat16 weights."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

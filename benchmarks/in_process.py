@@ -31,7 +31,7 @@ class InProcess:
         self._engine.create(RUN, base_model="m")
 
     def train(self, batches: Sequence[Rows]) -> list[float]:
-        """One step a batch; the losses."""
+        """Take one step per batch; return the losses."""
         losses = []
         call = pb.LossCall(loss_fn="causal_lm")
         step = pb.OptimStep(learning_rate=LEARNING_RATE, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=1.0)

@@ -30,7 +30,7 @@ IN_FLIGHT = 16
 
 
 async def pipelined(run: gradwire.TrainingClient, batch: dict[str, Any], steps: int) -> float:
-    """Seconds for the loop, up to 16 steps submitted ahead of the one that is awaited."""
+    """Measure the seconds of the loop with up to 16 steps submitted ahead of the awaited one."""
     start = time.perf_counter()
     waiting: deque[gradwire.Future[Any]] = deque()
     for _ in range(steps):
@@ -44,7 +44,7 @@ async def pipelined(run: gradwire.TrainingClient, batch: dict[str, Any], steps: 
 
 
 async def awaited(run: gradwire.TrainingClient, batch: dict[str, Any], steps: int) -> float:
-    """Seconds for the loop, every call awaited before the next."""
+    """Measure the seconds of the loop with every call awaited before the next."""
     start = time.perf_counter()
     for _ in range(steps):
         await run.forward_backward(batch, "causal_lm")

@@ -15,7 +15,7 @@ from benchmarks import ROOT
 
 
 def describe() -> dict[str, Any]:
-    """CPU, cores, threads, versions, load average and commit, as they are now."""
+    """Return the CPU, cores, threads, versions, load average and commit."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""Peak memory of a step where the output head is nearly all of the model: 128k tokens of vocabulary, 8k in the batch.
+"""Peak memory of a step whose output head is most of the model: a vocabulary of 128k tokens, a batch of 8k tokens.
 
 The engine's process is measured by the kernel (``VmHWM``, the most that was ever resident) after one forward_backward
 and one optim_step of full fine-tuning in float32, twice: in the second the moments are there from the start. It is held

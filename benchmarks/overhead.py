@@ -52,7 +52,7 @@ async def awaited(run: gradwire.TrainingClient, batch: dict[str, Any], steps: in
 
 
 async def pipelined(run: gradwire.TrainingClient, batch: dict[str, Any], operations: int) -> float:
-    """Operations a second, up to 32 submitted ahead of the one that is awaited."""
+    """Measure operations per second with up to 32 submitted ahead of the awaited one."""
     waiting: deque[gradwire.Future[Any]] = deque()
     began = time.perf_counter()
     for _ in range(operations):

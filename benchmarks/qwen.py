@@ -1,4 +1,4 @@
-"""Qwen3-shaped models from their public configurations, with random weights, and what their arithmetic counts."""
+"""Qwen3-shaped models from their public configurations, with random weights, and their numbers of operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LORA_RANK = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a model that its arithmetic depends on."""
+    """The dimensions of a model that determine its number of operations."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def linear_layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's matrices."""
+        """Return the numbers of inputs and outputs of a layer's matrices."""
         queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
@@ -63,7 +63,7 @@ def shape(size: str, *, smoke: bool) -> Shape:
 
 
 def qwen(path: Path, shape: Shape, *, device: str) -> Path:
-    """A random model of that shape as a Hugging Face folder in bfloat16, drawn on the device; made once."""
+    """Make a random bfloat16 model of this shape as a Hugging Face folder, drawn on the device; made once."""
     if (path / "done").exists():
         return path
     import torch

@@ -23,7 +23,7 @@ FULL, LOCKSTEP = "places kept full", "lock-step"
 
 
 class TurnsGame(BaseEnvironment):
-    """As many turns as the task says; the policy always sees the same two letters."""
+    """A game with as many turns as the task says; the policy always sees the same two letters."""
 
     blocking = False
 

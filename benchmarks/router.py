@@ -43,7 +43,7 @@ FEW_STEPS: dict[str, dict[str, Any]] = {
 
 
 def throughput(size: Size) -> Figure:
-    """Rollouts and updates together, at the default settings."""
+    """Measure rollouts and updates together, at the default settings."""
     rates = []
     for turn in range(size.repeats + 1):
         trainer, began, steps = PPOTrainer(RouterSettings(), turn), time.process_time(), 0.0
@@ -62,7 +62,7 @@ def throughput(size: Size) -> Figure:
 
 
 def ours(held_out: HeldOut, seed: int, updates: int) -> tuple[float, float, int]:
-    """Held-out reward, CPU seconds and steps of one training."""
+    """Train once; return the held-out reward, CPU seconds and steps."""
     settings = RouterSettings.model_validate(FEW_STEPS)
     trainer, began, taken = PPOTrainer(settings, seed), time.process_time(), 0
     for _ in range(updates):
@@ -71,7 +71,7 @@ def ours(held_out: HeldOut, seed: int, updates: int) -> tuple[float, float, int]
 
 
 def theirs(seeds: tuple[int, ...], steps: int, tuned: bool) -> list[dict[str, float]]:
-    """stable-baselines3's figures, from its own environment."""
+    """Return the figures of stable-baselines3, run in its own environment."""
     words = [str(SB3_PYTHON), "-m", "benchmarks.sb3_side", "--steps", str(steps), "--seeds", *map(str, seeds)]
     words += ["--tuned"] * tuned
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -82,7 +82,7 @@ def theirs(seeds: tuple[int, ...], steps: int, tuned: bool) -> list[dict[str, fl
 
 
 def against_sb3(size: Size) -> list[Figure]:
-    """Reward and time of both, over the seeds."""
+    """Compare the reward and time of both over the seeds."""
     seeds, held_out = SEEDS[: size.pick(5, 1)], HeldOut(World(), *HELD_OUT)
     settings = RouterSettings.model_validate(FEW_STEPS)
     our = [ours(held_out, seed, size.pick(settings.trainer.updates, 1)) for seed in seeds]
@@ -121,7 +121,7 @@ def against_sb3(size: Size) -> list[Figure]:
 
 
 def measure(size: Size) -> list[Figure]:
-    """The throughput always; the comparison where stable-baselines3 is installed."""
+    """Measure the throughput, and compare with stable-baselines3 where it is installed."""
     figures = [throughput(size)] if size.wants("throughput") else []
     if size.wants("sb3"):
         if SB3_PYTHON.exists():

@@ -34,7 +34,7 @@ OURS, SERIAL, THEIRS = "joining", "one after another", "generate"
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, in seconds from the start, and what it asks for."""
+    """A request: its arrival in seconds from the start, and its prompt and length."""
 
     at: float
     prompt: list[int]
@@ -51,7 +51,7 @@ def arrivals(count: int, seed: int, *, smoke: bool) -> list[Arrival]:
 
 
 class Waits:
-    """How long each request waited for its answer."""
+    """Seconds that each request waited for its answer."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -87,7 +87,7 @@ async def serially(client: gradwire.SamplingClient, requests: Sequence[Arrival])
 
 
 class Generate:
-    """transformers' own loop; whoever has come in goes as one batch, padded on the left."""
+    """The generation loop of transformers; all requests that have arrived form one batch, padded on the left."""
 
     def __init__(self, model: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

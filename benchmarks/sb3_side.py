@@ -1,4 +1,4 @@
-"""stable-baselines3's PPO on the router's environment, in an environment of its own; prints a JSON line a seed."""
+"""stable-baselines3's PPO on the router's environment, in an environment of its own; prints one JSON line per seed."""
 
 from __future__ import annotations
 

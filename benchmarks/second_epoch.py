@@ -1,4 +1,4 @@
-"""PPO's second pass over a batch: how many sequences go through the reference model again, by the server's metrics."""
+"""Sequences that PPO's second pass over a batch sends through the reference model again, by the server's metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ppo_batch(rows: Rows, rng: np.random.Generator) -> dict[str, Any]:
 
 
 async def forwards(address: str) -> int:
-    """Sequences that the reference has computed; once the engine has reported after what went before."""
+    """Return the number of sequences that the reference has computed, after the engine's next report."""
     await asyncio.sleep(TWO_BEATS_S)
     page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics").read().decode())
     found = MISSES.search(page)

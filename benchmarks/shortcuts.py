@@ -1,4 +1,4 @@
-"""What three parts bring that exist for speed: each against the plain way, in turns in one run.
+"""The gain of three parts that exist for speed: each compared with the plain way, by turns in one run.
 
 ``journal``: an operation begins in the engine while it is written to the journal, or after. The same awaited steps on a
 tiny model through the core, in this process; milliseconds of a step that are not the engine's computing.
@@ -48,7 +48,7 @@ TOKENS = 32
 
 
 async def step(session: Session, batch: dict[str, Column]) -> float:
-    """Seconds of an awaited forward_backward and optim_step, less the engine's computing."""
+    """Measure the seconds of an awaited forward_backward and optim_step, minus the engine's compute time."""
     began = time.perf_counter()
     loss = await session.submit(pb.Operation(forward_backward=pb.LossCall(loss_fn="causal_lm")), batch)
     done = await session.submit(pb.Operation(optim_step=STEP))
@@ -80,7 +80,7 @@ async def journal(size: Size) -> Figure:
 
 
 class Cost:
-    """Processor time and voluntary switches of this process, a request."""
+    """CPU time and voluntary context switches of this process per request."""
 
     def __init__(self) -> None:
         self.micros: list[float] = []
@@ -136,7 +136,7 @@ async def crash_marks(size: Size) -> Figure:
 
 
 def slots(size: Size) -> Figure:
-    """Rows of unequal lengths, a new one every few tokens."""
+    """Measure rows of unequal lengths, with a new one every few tokens."""
     turns, count = Turns("slots", "together"), size.pick(24, 3)
     with tempfile.TemporaryDirectory() as folder:
         model = standard_model(Path(folder) / "model", smoke=size.smoke)

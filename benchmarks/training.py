@@ -37,7 +37,7 @@ def grpo_batch(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind of training is said on the wire: its loss, the loss's arguments, its batches."""
+    """A kind of training: its loss, the arguments of the loss, and its batches."""
 
     loss: str
     kwargs: dict[str, Any]
@@ -52,7 +52,7 @@ KINDS = {
 
 
 async def train(run: gradwire.TrainingClient, kind: Kind, batches: Sequence[dict[str, Any]]) -> list[float]:
-    """One step a batch, everything submitted before the first result is awaited; the losses."""
+    """Take one step per batch, all submitted before the first result is awaited; return the losses."""
     steps = [
         (run.forward_backward(batch, kind.loss, kind.kwargs), run.optim_step(learning_rate=LEARNING_RATE))
         for batch in batches

@@ -1,4 +1,4 @@
-"""TRL's side of a comparison, in TRL's own environment: a trainer that takes its steps when it is told to.
+"""TRL's side of a comparison, in TRL's own environment: a trainer that takes steps on command.
 
 Started by ``benchmarks.against_trl`` as a child process. A line on stdin is how many steps to take; the answer is a
 line of JSON on stdout: ``seconds``, ``cpu_seconds``, ``losses``. Between two lines the trainer waits inside a callback,
@@ -28,7 +28,7 @@ PAD = 0
 
 
 class Commands(TrainerCallback):  # type: ignore[misc]  # transformers is untyped here
-    """Waits for a line before a turn's first step, and answers after its last."""
+    """Callback that waits for a line before the first step of a turn, and answers after the last."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:
         self._losses = losses
@@ -57,7 +57,7 @@ class Commands(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
 
 class InOrder:
-    """A trainer that takes the rows in their order and keeps the steps' losses, for the comparison of both sides'."""
+    """A trainer that takes the rows in order and keeps the loss of each step, to compare both sides."""
 
     losses: list[torch.Tensor]
 
@@ -80,7 +80,7 @@ class DPO(InOrder, DPOTrainer):  # type: ignore[misc]
 
 
 class GRPO(InOrder, GRPOTrainer):  # type: ignore[misc]
-    """GRPO's loss step on fixed completions: what its generation and reward functions would have given is given.
+    """GRPO's loss step on fixed completions and rewards, without generation.
 
     As in ``_generate_and_score_completions`` prompts are padded on the left, completions on the right, and the
     reference's log-probabilities are computed for each batch, by the trainer's own method.
@@ -100,7 +100,7 @@ class GRPO(InOrder, GRPOTrainer):  # type: ignore[misc]
 
 
 def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of ragged rows."""
+    """Pad ragged rows; return ids and mask."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), PAD)
     mask = torch.zeros_like(ids)
@@ -128,7 +128,7 @@ def grpo_inputs(groups: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def arguments(plan: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What is the same for all three: precision, optimizer, no logs, no files, no gradient checkpointing."""
+    """Arguments that all three trainers share: precision, optimizer, no logs, no files, no gradient checkpointing."""
     return {
         "output_dir": plan["folder"],
         "per_device_train_batch_size": rows,

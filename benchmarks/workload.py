@@ -41,7 +41,7 @@ def standard_model(path: Path, *, smoke: bool = False, **settings: Any) -> Path:
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws batches; the same seed draws the same."""
+    """Source of batches; the same seed draws the same batches."""
 
     rng: np.random.Generator
     smoke: bool = False
@@ -88,7 +88,7 @@ class Draw:
 
 
 def num_tokens(batch: Any) -> int:
-    """Tokens of a batch's sequences, as any of the three draws gives them; a prompt counts with each response."""
+    """Count the tokens of a batch's sequences; a prompt counts with each of its responses."""
     total = 0
     for row in batch:
         if isinstance(row, dict):

@@ -1,4 +1,4 @@
-"""What the commands that speak to a server have in common: its options, the connection and its failures."""
+"""Shared parts of the commands that speak to a server: options, connection, failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ClientKey = Annotated[Path | None, typer.Option(help="PEM file with its key.")]
 
 @dataclass(frozen=True)
 class Access:
-    """A server's address, and what it asks of a caller."""
+    """Address of a server, and the credentials for it."""
 
     address: str
     api_key: str = ""

@@ -1,4 +1,4 @@
-"""From a data set to what is trained on: conversations, preference pairs, prompts with answers.
+"""Data sets for training: conversations, preference pairs, prompts with answers.
 
 :func:`conversations`, :func:`preferences` and :func:`prompts` read JSONL, CSV and Parquet files, Hugging Face data sets
 (``gradwire[data]``) and iterables of rows. Common column layouts are recognised; ``mapping=`` names any other.

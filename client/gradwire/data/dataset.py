@@ -83,7 +83,7 @@ class Dataset(Sequence[T], Generic[T]):
         return Dataset(kept), Dataset([self._rows[index] for index in sorted(held)])
 
     def batches(self, size: int, *, seed: int = 0, epochs: int | None = None, shuffle: bool = True) -> Batches[T]:
-        """Return the rows in batches, each epoch in an order of its own.
+        """Return the rows in batches, in a different order in each epoch.
 
         Args:
             size: Rows per batch; the last batch of an epoch may be smaller.
@@ -99,7 +99,7 @@ class Dataset(Sequence[T], Generic[T]):
 
 
 class Batches(Iterator[list[T]], Generic[T]):
-    """An iterator over batches that knows where it is.
+    """An iterator over batches whose position can be saved and restored.
 
     Attributes:
         position: ``{"epoch": ..., "row": ...}``, to be stored with a checkpoint; assigning one continues from there.
@@ -241,7 +241,7 @@ def _load(
 
 
 def _prompt_key(row: Any) -> str:
-    """What two rows with one prompt have in common; blanks and the system message make no difference."""
+    """Key that two rows with the same prompt share; blanks and the system message make no difference."""
     messages = [each for each in row.prompt if each["role"] != "system"] or list(row.prompt)
     return json.dumps([[each["role"], " ".join(str(each["content"]).split())] for each in messages])
 

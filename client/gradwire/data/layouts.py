@@ -1,4 +1,4 @@
-"""What a row holds: conversations, preference pairs, prompts with answers, in the column layouts people use."""
+"""Layouts of rows: conversations, preference pairs and prompts with answers, in the usual columns."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Prompt:
 
 
 class Unfit(ValueError):
-    """A row that has no known layout, or breaks it; the message says how."""
+    """Error for a row that has no known layout, or breaks it; the message says how."""
 
 
 def conversation(row: Row, mapping: Mapped) -> Conversation:
@@ -142,7 +142,7 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
 
 
 def _pick(row: Row, mapping: Mapped, field: str, usual: Sequence[str]) -> Any:
-    """The value of a field: of the column or function that the mapping names, or of the first usual column there is."""
+    """Return a field: the column or function that the mapping names, or the first usual column that exists."""
     named = mapping.get(field)
     if callable(named):
         return named(row)
@@ -159,7 +159,7 @@ def _system(row: Row, mapping: Mapped) -> list[Message]:
 
 
 def _turn(value: Any, role: str, field: str) -> list[Message]:
-    """One text as a message, or messages as they are."""
+    """Return a text as one message, and messages unchanged."""
     if isinstance(value, str):
         if not value.strip():
             raise Unfit(f"{field} is empty")
@@ -190,7 +190,7 @@ def _messages(value: Any, field: str) -> list[Message]:
 
 
 def _parsed(value: Any) -> Any:
-    """A list, also where a column holds it as JSON (CSV)."""
+    """Return a list, which a CSV column holds as JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)

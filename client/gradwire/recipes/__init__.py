@@ -1,4 +1,4 @@
-"""Complete trainings, one file each, to be run as they are or copied and changed.
+"""Complete trainings, one file each, to run as they are or to copy and change.
 
 ``gradwire train NAME CONFIG.yaml`` runs one. A recipe is a dataclass of settings and a coroutine ``train(settings)``;
 :mod:`gradwire.recipes.training` has what surrounds the loop: checkpoints, resume, loggers, the report.

@@ -17,7 +17,7 @@ RECIPES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "ppo": "PPO", "grpo":
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line of ``gradwire train``; a mistake of the user's is one sentence and exit code 2."""
+    """Run the command line of ``gradwire train``; a mistake in the arguments ends with one sentence and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="gradwire train",
         description="Train by a recipe. Run again on the same folder, it goes on where it stood.",

@@ -45,7 +45,7 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
         tokens = Tokens(training.service, training.model, settings.max_tokens)
 
         async def answered(batch: Sequence[data.Conversation], step: int) -> list[dict[str, Any]]:
-            """The student's own answers to the prompts of a batch."""
+            """Sample the student's own answers to the prompts of a batch."""
             prompts = await tokens.prompts(batch, settings.answer_tokens)
             sampled = await training.run.sample(prompts, max_tokens=settings.answer_tokens, seed=settings.seed + step)
             return [

@@ -1,4 +1,4 @@
-"""One HTML file about a training: what was trained with which settings, the last metrics, curves."""
+"""HTML report of a training: model, settings, last metrics and curves."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_report(folder: Path, title: str, settings: Mapping[str, Any]) -> Path:
 
 
 def unit_of(name: str) -> str:
-    """The unit of a metric, as far as it is known."""
+    """Return the unit of a metric; "" if it has none that is known."""
     return UNITS.get(name.rpartition("/")[2], "")
 
 

@@ -1,4 +1,4 @@
-"""What PPO and GRPO share: problems, a grader, the algorithm of ``gradwire.rl`` with its checkpoints."""
+"""Shared parts of PPO and GRPO: problems, a grader, the algorithm of ``gradwire.rl`` with its checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRADERS: Mapping[str, Callable[[], Any]] = {
 
 @dataclass
 class RLSettings(Settings):
-    """What trainings on rewards have."""
+    """Settings of trainings on rewards."""
 
     data: str = setting("train.jsonl", "a file or data set of problems with an answer")
     learning_rate: float = setting(1e-5, "at its peak; warm-up applies, schedule does not")
@@ -58,7 +58,7 @@ async def train_with(
     head: Any = None,
     dry_run: bool = False,
 ) -> Estimate | None:
-    """Train a run with an algorithm, from where its folder's state stands."""
+    """Train a run with an algorithm, from the state in its folder."""
     rows = data.prompts(
         settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
         on_error=settings.on_error,

@@ -1,4 +1,4 @@
-"""Settings of a training: a dataclass whose fields say what they mean, read from YAML and written as an example."""
+"""Settings of a training: a dataclass with documented fields, read from YAML and written as an example."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass
 class Settings:
-    """What every training has."""
+    """Settings of every training."""
 
     model: str = setting("Qwen/Qwen3-0.6B", "a model: Hugging Face name or folder; with an address, a name it serves")
     address: str = setting("", "HOST:PORT of a running server; empty starts one here, with its state in the folder")
@@ -59,7 +59,10 @@ class Settings:
     loss: dict[str, Any] = setting({}, "arguments of the loss: see docs/losses.md")
 
     def check(self) -> None:
-        """Raise SettingsError for values that make no training."""
+        """Check that the values fit together.
+
+        Raises:
+            SettingsError: They do not."""
         choices = {
             "schedule": ("constant", "linear", "cosine", "wsd"),
             "optimizer": ("adamw", "sgd", "muon"),

@@ -33,7 +33,7 @@ class Tokens:
         self.cut = 0
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
-        """Rows with ``input_ids`` and ``loss_mask``."""
+        """Encode conversations into rows with ``input_ids`` and ``loss_mask``."""
         if not await self._chats():
             return [self._short(row) for row in await self._plain([each.messages for each in conversations])]
         if not any(each.tools for each in conversations):
@@ -49,7 +49,7 @@ class Tokens:
         return [self._short(row) for row in found]
 
     async def pairs(self, preferences: Sequence[Preference]) -> list[dict[str, Any]]:
-        """Rows with the ids of both answers and the length of the prompt that they share."""
+        """Encode pairs into rows with the ids of both answers and the length of their common prompt."""
         both = [Conversation((*each.prompt, *each.chosen)) for each in preferences]
         both += [Conversation((*each.prompt, *each.rejected)) for each in preferences]
         rows = await self.rows(both, "last")
@@ -62,7 +62,7 @@ class Tokens:
         return result
 
     async def prompts(self, conversations: Sequence[Conversation], room: int) -> list[Any]:
-        """Ids of what comes before the first answer, without its beginning where that leaves no room for so many."""
+        """Encode what precedes the first answer, cut at the beginning where it leaves no room for so many tokens."""
         messages: list[list[Any]] = [list(each.prompt) for each in conversations]
         if await self._chats():
             rows = await self._service.render(

@@ -1,4 +1,4 @@
-"""What a training needs around its loop: service and run, batches in order, loggers, checkpoints, resume, report."""
+"""The parts around a training loop: service and run, batches in order, loggers, checkpoints, resume, report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class Estimate:
-    """What a training would take, for ``--dry-run``.
+    """Estimated time and memory of a training, for ``--dry-run``.
 
     Attributes:
         rows, tokens, steps: Of the training; tokens extrapolated from the first batch.
@@ -81,7 +81,7 @@ class Training:
     async def steps(
         self, batches: Batches[T], evaluate: Callable[[], Awaitable[Mapping[str, float]]] | None = None
     ) -> AsyncIterator[tuple[int, list[T]]]:
-        """Yield each step's number and rows, from where the training stands; checkpoints and evaluates when due.
+        """Yield the number and rows of each remaining step; save checkpoints and evaluate when due.
 
         Args:
             batches: The training rows; their epochs decide how long the training is, unless ``max_steps`` does.
@@ -105,7 +105,7 @@ class Training:
                 progress.update(self.step, self.last)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         settings = self.settings
         if settings.schedule == "constant":
             return schedules.constant(step, peak=settings.learning_rate, warmup=settings.warmup)
@@ -118,7 +118,7 @@ class Training:
         return schedule(step, peak=settings.learning_rate, total=self.total, warmup=settings.warmup)
 
     async def update(self, step: int, result: Any) -> None:
-        """Take the optimizer step behind a ``forward_backward``, and log both."""
+        """Take the optimizer step after a ``forward_backward``, and log both."""
         stepped = self.run.optim_step(
             self.rate(step),
             optimizer=self.settings.optimizer,
@@ -160,7 +160,7 @@ class Training:
         return Estimate.of(batches.num_rows, result.num_tokens * steps, steps, self.model, trained, seconds)
 
     def close(self) -> None:
-        """End the loggers and write ``report.html``."""
+        """Close the loggers and write ``report.html``."""
         for logger in self._loggers:
             logger.close()
         write_report(self.folder, type(self.settings).__name__, asdict(self.settings))
@@ -168,7 +168,7 @@ class Training:
 
 @asynccontextmanager
 async def open_training(settings: Settings, *, head: Any = None, dry_run: bool = False) -> AsyncIterator[Training]:
-    """Open a training: connect, and create its run or continue where its folder's state stands.
+    """Open a training: connect, and create its run or continue from the state in its folder.
 
     Raises:
         SettingsError: The folder belongs to a training with other settings.
@@ -198,7 +198,7 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
 
 @asynccontextmanager
 async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.ModelInfo]]:
-    """Connect to the server that the settings name, or start one whose state is in the training's folder."""
+    """Connect to the server that the settings name, or start one with its state in the training's folder."""
     own = {} if settings.address else {"models": [settings.model], "state_dir": Path(settings.folder) / "server"}
     async with gradwire.connect(settings.address or None, **own) as service:  # type: ignore[arg-type]
         models = await service.list_models()
@@ -229,7 +229,7 @@ def check_folder(file: Path, settings: Settings) -> dict[str, Any]:
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
-    """The settings that must stay as they were for a training to go on."""
+    """Return the settings that a resumed training may not change."""
     free = ("address", "eval_every", "save_every", "loggers", "folder")
     return {"recipe": type(settings).__name__} | {
         name: value for name, value in asdict(settings).items() if name not in free
@@ -251,7 +251,7 @@ def loggers_of(settings: Settings) -> list[MetricLogger]:
 
 
 def forget(file: Path, step: int) -> None:
-    """Remove the lines of a log that lie behind a step: the training writes them again."""
+    """Remove the lines of a log after a step, which the training writes again."""
     if file.exists():
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= step]
@@ -260,5 +260,5 @@ def forget(file: Path, step: int) -> None:
 
 
 def save_state(file: Path, content: Mapping[str, Any], settings: Settings) -> None:
-    """Write a training's state with its settings, such that a crash leaves the old or the new one."""
+    """Write a training's state with its settings, so that a crash leaves the old state or the new one."""
     replace_json(file, {**content, "settings": _identity(settings)})

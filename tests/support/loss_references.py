@@ -42,7 +42,7 @@ def kl(estimator: str, logprob: float, ref: float) -> float:
 
 
 def reduce(per_sequence: list[list[float]], config: Any) -> float:
-    """Losses of tokens, sequence by sequence, as ``reduction`` says."""
+    """Reduce the losses of tokens, sequence by sequence, by ``reduction``."""
     there = [losses for losses in per_sequence if losses]
     if not there:
         return 0.0
@@ -86,7 +86,7 @@ def causal_lm(examples: Examples, config: Any) -> Result:
 
 
 def weighted_reduce(losses: list[list[float]], weights: list[list[float]], config: Any) -> float:
-    """As ``reduce``, each token counting as its weight says."""
+    """Reduce as :func:`reduce` does, with weighted tokens."""
     there = [(own, w) for own, w in zip(losses, weights, strict=True) if sum(w) > 0]
     sums = [math.fsum(x * y for x, y in zip(own, w, strict=True)) for own, w in there]
     if config.reduction == "token_mean":
@@ -118,7 +118,7 @@ def shaped_rewards(row: SimpleNamespace, config: Any) -> list[float]:
 
 
 def sampler_figures(sequences: Iterable[SimpleNamespace], old: str = "old_log_probs") -> dict[str, float]:
-    """From the sampler's log-probabilities to the batch's; without the sampler's, from the batch's to the call's."""
+    """Differences of the sampler's log-probabilities from the batch's; without them, of the batch's from the call's."""
     pairs: list[tuple[float, float]] = []
     for row in sequences:
         given, sampler = getattr(row, old, None), getattr(row, "sampler_log_probs", None)

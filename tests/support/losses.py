@@ -1,4 +1,4 @@
-"""Random ragged batches for losses, and the same batches as plain Python lists for the references they are held to.
+"""Random ragged batches for losses, and the same batches as plain Python lists for the references.
 
 Columns here are nested lists, one entry a row: a number, a list (tokens), or a list of lists (samples of tokens).
 """
@@ -48,7 +48,7 @@ def column(rows: Sequence[Any], dtype: Any = None) -> Column:
 
 
 def read(loss: str | LossSpec, columns: Mapping[str, Sequence[Any]], **limits: Any) -> Batch:
-    """The batch that a loss sees, its numbers in float64 so that references can be met to the last digits."""
+    """The batch that a loss sees, with its numbers in float64, so that references agree to the last digits."""
     spec = get_loss(loss) if isinstance(loss, str) else loss
     dtypes = {
         field.name: {"int": np.int64, "float": np.float64, "bool": np.int64}[field.dtype] for field in spec.fields
@@ -74,7 +74,7 @@ def numbers(rng: np.random.Generator, like: Any, scale: float = 1.0, shift: floa
 
 
 def logps(rng: np.random.Generator, like: Any, scale: float = 0.5, shift: float = -1.4) -> Any:
-    """A log-probability for every token of nested lists: none is above 0."""
+    """A log-probability, at most 0, for every token of nested lists."""
     if isinstance(like, list):
         return [logps(rng, item, scale, shift) for item in like]
     return min(0.0, numbers(rng, like, scale, shift))
@@ -174,7 +174,7 @@ def pick(batch: Batch, scores: Mapping[str, torch.Tensor], examples: torch.Tenso
 
 
 def scored_positions(columns: Mapping[str, Any], side: str, row: int) -> list[int]:
-    """Which tokens of a row of whole sequences are scored, by the rules in words."""
+    """The scored tokens of a row of whole sequences, by the documented rules."""
     ids = columns[f"{side}input_ids"][row]
     if "target_tokens" in columns:
         return [t for t in range(len(ids)) if columns.get("mask", [[1] * len(ids)] * (row + 1))[row][t]]

@@ -26,7 +26,7 @@ SETTINGS = {"seed": 7, "lora": {"rank": 2, "dropout": 0.1}}
 
 
 def train(run: gradwire.sync.TrainingClient, count: int) -> list[float]:
-    """Takes steps, and returns their losses."""
+    """Take steps and return their losses."""
     losses = []
     for _ in range(count):
         losses.append(run.forward_backward({"input_ids": [ROW]}, "causal_lm").result().loss)

@@ -91,7 +91,7 @@ def tinker_policy(name: str) -> Any:
 
 
 def importance_sum(examples: Examples, config: Any) -> Result:
-    """The plain sum where the call says nothing of a reduction."""
+    """The plain sum, used where the call names no reduction."""
     bound = math.inf if config.clip_ratio is None else config.clip_ratio
     rows = [
         [(math.exp(lp - old), a) for lp, old, a in zip(row.score_logprobs, row.logprobs, row.advantages, strict=True)]
@@ -156,7 +156,7 @@ def old_of(sample: SimpleNamespace) -> list[float]:
 def sample_losses(
     sample: SimpleNamespace, advantages: list[float], uncertain: list[bool], config: Any
 ) -> tuple[list[float], list[bool]]:
-    """The surrogate of each token of a response, and where it is clipped."""
+    """The surrogate of each token of a response, and the clipped tokens."""
     low = config.clip_epsilon
     high = low if config.clip_epsilon_high is None else config.clip_epsilon_high
     old, losses, clips = old_of(sample), [], []
@@ -204,8 +204,9 @@ def covariances(samples: list[SimpleNamespace], advantages: list[list[float]]) -
 def special_losses(
     samples: list[SimpleNamespace], advantages: list[list[float]], config: Any
 ) -> list[tuple[list[float], list[bool]]] | None:
-    """VESPO, DPPO, Clip-Cov and KL-Cov, of each response; None for any other surrogate. Where Clip-Cov has a choice to
-    draw, the batch is not for this reference."""
+    """The losses of VESPO, DPPO, Clip-Cov and KL-Cov for each response; None for any other surrogate.
+
+    A batch in which Clip-Cov would have to draw at random has no reference."""
     if config.surrogate not in ("vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"):
         return None
     low = config.clip_epsilon

@@ -57,7 +57,7 @@ def dpo_type(kind: str, p: SimpleNamespace, b: float, e: float, tau: float) -> f
 
 
 def weighted_sums(own: SimpleNamespace, other: SimpleNamespace, alpha: float | None) -> tuple[float, float]:
-    """Log-probabilities of a response under policy and reference; beyond the other's length a token counts alpha."""
+    """Log-probabilities of a response under policy and reference; a token beyond the other's length weighs alpha."""
     ref = getattr(own, "ref_log_probs", getattr(own, "score_ref_logprobs", None))
     if alpha is None:
         logprob, ratio = log_ratios(own)

@@ -21,7 +21,7 @@ PIPELINED = 30
 
 
 def submit(run: gradwire.TrainingClient, seed: int, number: int) -> gradwire.Future[Any]:
-    """The operation of this number."""
+    """Submit the operation with this number."""
     rng = np.random.default_rng([seed, number])
     rows = [rng.integers(3, VOCAB, rng.integers(2, 12)).tolist() for _ in range(2)]
     if number % 3 == 0:
@@ -39,7 +39,7 @@ def submit(run: gradwire.TrainingClient, seed: int, number: int) -> gradwire.Fut
 
 
 def written(number: int, result: Any) -> str:
-    """What is written down of a result: every digit of its numbers."""
+    """Format a result with every digit of its numbers."""
     if isinstance(result, gradwire.LossResult):
         value: Any = [result.loss, result.metrics]
     elif isinstance(result, gradwire.OptimStepResult):
@@ -70,7 +70,7 @@ async def main(address: str, run_id: str, seed: int, count: int, out: Path, reco
 
 
 def read_lines(out: Path) -> dict[int, Any]:
-    """Number -> value of what was written down; a line that a kill tore is no line."""
+    """Read number -> value; a line that a kill cut off is ignored."""
     found: dict[int, Any] = {}
     for line in out.read_text().splitlines() if out.exists() else ():
         try:

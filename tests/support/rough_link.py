@@ -78,7 +78,7 @@ class RoughLink:
 
 @contextlib.asynccontextmanager
 async def rough_link(address: str, rng: random.Random, largest: int = 20_000) -> AsyncIterator[tuple[str, RoughLink]]:
-    """An address that leads to ``address``, badly; no connection but the first outlives ``largest`` bytes."""
+    """Relay to ``address`` with faults; no connection but the first outlives ``largest`` bytes."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = TrainingServiceStub(channel)
         losses = await stub.ListLosses(pb.ListLossesRequest())

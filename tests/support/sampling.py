@@ -1,4 +1,4 @@
-"""Samples of a policy, drawn by a sampler of its own until they have ended."""
+"""Samples of a policy, drawn by a separate sampler until they end."""
 
 from __future__ import annotations
 

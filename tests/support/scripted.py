@@ -1,4 +1,4 @@
-"""A gRPC server with the real service definition that keeps the rules of numbers and failures, and computes nothing.
+"""A gRPC server with the real service definition that follows the rules of numbers and failures and computes nothing.
 
 What it answers, and when it breaks, is a test's to script.
 """
@@ -81,7 +81,7 @@ class Fails(Exception):
 
 
 def plain(received: Received) -> Answer:
-    """A success of the right kind; its loss, or step, is the operation's number."""
+    """Succeed with the right kind of result; its loss or step is the operation's number."""
     result = pb.OperationResult()
     if received.kind == "optim_step":
         result.optim_step.step = received.seq
@@ -240,7 +240,7 @@ ScriptedService.__abstractmethods__ = frozenset()
 async def scripted_server(
     script: Script, address: str = "127.0.0.1:0", service: type[ScriptedService] = ScriptedService
 ) -> AsyncIterator[tuple[str, ScriptedService]]:
-    """A server in this process; its address, and its insides."""
+    """Start a server in this process; yield its address and the server."""
     script.hold.set()
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     servicer = service(script)
@@ -260,7 +260,7 @@ async def scripted_server(
 async def scripted_run(
     script: Script, **settings: Any
 ) -> AsyncIterator[tuple[gradwire.TrainingClient, gradwire.ServiceClient]]:
-    """A run on a scripted server, and the service it came from."""
+    """Open a run on a scripted server; yield it and its service."""
     async with (
         scripted_server(script) as (address, _),
         gradwire.connect(address, **{"connect_timeout": 60} | settings) as service,
@@ -272,7 +272,7 @@ BATCH = {"input_ids": [[1, 2, 3], [4, 5]]}
 
 
 def scores(received: Received) -> Answer:
-    """Like :func:`plain`; a forward's logprobs are minus its ids as floats, first of each row left out."""
+    """Like :func:`plain`; a forward's logprobs are its negated ids as floats, without the first of each row."""
     result, columns = plain(received)
     if received.kind in ("kept_forward", "forward"):
         rows = [-row[1:].astype(np.float32) for row in received.columns["input_ids"].rows()]
@@ -281,7 +281,7 @@ def scores(received: Received) -> Answer:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that nobody announces."""
+    """Poll until a condition holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)

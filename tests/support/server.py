@@ -14,7 +14,7 @@ from support.blocking import DETECTOR
 
 
 def free_port() -> int:
-    """A port that no outgoing connection is given: a server that was away must find it free when it comes back, and
+    """Reserve a port that no outgoing connection is given: a restarted server must find it free, and
     whoever tries to reach it meanwhile may even be connected to itself."""
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:

@@ -28,7 +28,7 @@ STEP = OptimStep(learning_rate=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_de
 
 
 class Sharded(Placement):
-    """Every layer, and the rest of a module, sharded over the ranks."""
+    """Placement that shards each layer and the rest of a module over the ranks."""
 
     def place(self, module: nn.Module) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -58,7 +58,7 @@ def save_model(folder: Path, *, tied: bool) -> Path:
 
 
 def pair(model_path: Path, dtype: torch.dtype = torch.float64, **config: Any) -> tuple[EngineRun, EngineRun]:
-    """The same run on a whole model and on a sharded one."""
+    """Make the same run on a whole model and on a sharded one."""
     lora = config.pop("lora", None)
     settings = RunConfig(base_model="m", seed=3, lora=LoraSettings(rank=lora) if lora else None, **config)
     pools = (ModelPool({"m": str(model_path)}, placement, dtype) for placement in (Placement(), Sharded()))
@@ -86,7 +86,7 @@ def batch_of(loss: str) -> Batch:
 
 
 def train(run: EngineRun, loss_name: str, budget: Budget, **kwargs: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and gradient norms of two steps, and the gradient of the last one."""
+    """Take two steps; return losses, gradient norms, and the gradient of the last step."""
     loss, base = get_loss(loss_name), Policy(run.policy.split_model)
     config = loss.config(**kwargs)
     figures: list[float] = []

@@ -37,7 +37,7 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, del
 
 @contextlib.asynccontextmanager
 async def slow_link(address: str, round_trip_s: float) -> AsyncIterator[str]:
-    """An address that leads to ``address`` over a link with this added round trip."""
+    """Relay to ``address`` over a link with this added round trip."""
     host, port = address.rsplit(":", 1)
     open_links: set[asyncio.Task[None]] = set()
 

@@ -22,7 +22,7 @@ PATIENCE_S = 300.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """The condition's first true value."""
+    """Poll a condition; return its first true value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
@@ -31,7 +31,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = PATIENC
 
 
 def kill(pid: int) -> bool:
-    """Whether there was something to kill."""
+    """Kill a process; return whether it was running."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -71,7 +71,7 @@ class Stage:
             return str(service.create_run("tiny", **settings).run_id)
 
     def run_client(self, run_id: str, seed: int, count: int) -> None:
-        """Starts the training loop, or starts it again."""
+        """Start or restart the training loop."""
         self._loop = (self.server.address, run_id, str(seed), str(count), str(self.out))
         self.client = subprocess.Popen([sys.executable, program.__file__, *self._loop])
 
@@ -100,7 +100,7 @@ class Stage:
         return self.server.process.poll() is not None
 
     def finished(self) -> bool:
-        """Whether the training loop came to its end."""
+        """Whether the training loop has ended."""
         assert self.client is not None
         code = self.client.poll()
         assert code in (None, 0), f"the client ended with {code}"
@@ -110,7 +110,7 @@ class Stage:
         return program.read_lines(self.out)
 
     def query(self, sql: str, *values: Any) -> list[Any]:
-        """Reads the server's database from outside."""
+        """Query the server's database from outside."""
         connection = sqlite3.connect(f"file:{self.state_dir}/gradwire.db?mode=ro", uri=True, timeout=10)
         try:
             return connection.execute(sql, values).fetchall()
@@ -121,7 +121,7 @@ class Stage:
         return int(self.query("SELECT applied_seq FROM runs WHERE run_id = ?", run_id)[0][0])
 
     def got_to(self, run_id: str, number: int) -> bool:
-        """Whether this operation has a result, or the loop came to its end."""
+        """Whether this operation has a result, or the loop has ended."""
         return self.finished() or self.applied(run_id) >= number
 
     def state_of(self, run_id: str) -> dict[str, Any]:

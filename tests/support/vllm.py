@@ -1,4 +1,4 @@
-"""The real vLLM: models that it can run on a CPU, its server as a process, and its samples held to a run's own."""
+"""The real vLLM: models that it can run on a CPU, its server as a process, a comparison of samples with a run's."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def trained(run: Any) -> None:
 
 
 async def check_equal(sampler: Any, own: RunInference, version: int) -> list[list[int]]:
-    """Greedy tokens are the run's own, and log-probabilities of samples too, to 1e-5; returns the greedy tokens."""
+    """Check that greedy tokens and log-probabilities of samples, to 1e-5, equal the run's; return the greedy tokens."""
     prompts = await own.codec.encode(["ab", "abcdef", "hello"])
     theirs, ours = await sampler.generate(prompts, GREEDY), await own.generate(prompts, GREEDY)
     assert [each.token_ids.tolist() for each in theirs] == [each.token_ids.tolist() for each in ours]
@@ -151,7 +151,7 @@ async def check_equal(sampler: Any, own: RunInference, version: int) -> list[lis
 
 
 async def follow(sampler: Any, run: Any, own: RunInference, pushes: int = 3) -> None:
-    """The sampler equals the run before and after each push, and the pushes change what it says."""
+    """Check that the sampler equals the run before and after each push, and that pushes change its samples."""
     said = [await check_equal(sampler, own, 0)]
     for version in range(1, pushes + 1):
         await trained(run)
@@ -172,7 +172,7 @@ class Exported:
 
 
 def flat(memory: Sequence[float], mib: float) -> bool:
-    """Whether memory did not grow after the first fifth of the measurements, but for noise."""
+    """Whether memory stays constant after the first fifth of the measurements, within noise."""
     start = len(memory) // 5
     print("resident MiB:", [round(each) for each in memory])
     return max(memory[start + 1 :]) - memory[start] < mib

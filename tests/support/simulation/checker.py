@@ -1,4 +1,4 @@
-"""What clients saw and what the engine did, held against a sequential server: each acknowledged operation exactly once,
+"""Comparison of what clients saw and the engine did with a sequential server: each acknowledged operation exactly once,
 in order, with the result that it would have had there."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CANCELLED: Outcome = ("OperationCancelledError", 0.0)
 
 
 def ident(operation: pb.Operation) -> str:
-    """A name of an operation, unique because each carries a number of its own."""
+    """Return a unique name of an operation, made from the number that it carries."""
     kind = operation.WhichOneof("kind")
     if kind == "optim_step":
         return f"step {operation.optim_step.learning_rate:g}"
@@ -48,7 +48,7 @@ class RunLog:
 
 
 def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[str]) -> list[str]:
-    """What is wrong with a run, in sentences; nothing if all is right.
+    """Return the defects of a run as sentences; none if it is correct.
 
     Args:
         log: What was observed.
@@ -82,7 +82,7 @@ def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[
 
 
 def _cancellations(log: RunLog, content: dict[int, str]) -> Iterator[set[int]]:
-    """The sets of operations that may have been cancelled: nobody saw what became of some that clients asked for."""
+    """Return the sets of operations that may have been cancelled: the outcome of some requests was never seen."""
     certain = {number for number in content if CANCELLED in log.outcomes[number]}
     open_ = [number for number, name in content.items() if name in log.cancelling and not log.outcomes[number]]
     for count in range(len(open_) + 1):
@@ -107,7 +107,7 @@ def _differences(log: RunLog, content: dict[int, str], history: list[str], cance
 
 
 def _sequential(log: RunLog, content: dict[int, str], cancelled: set[int]) -> tuple[dict[int, Outcome], list[str]]:
-    """Outcomes and final state on a server that does one thing after the other and never fails."""
+    """Return the outcomes and the final state of a server that executes one operation at a time and never fails."""
     expected: dict[int, Outcome] = {}
     state: list[str] = []
     failure = 0

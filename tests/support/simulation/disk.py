@@ -19,7 +19,7 @@ SECTOR = 512
 
 
 class NoThread:
-    """Stands for the journal's writer, whose work the simulated disk does on the event loop."""
+    """Stand-in for the journal's writer thread; the simulated disk does its work on the event loop."""
 
     def __init__(self, **options: object) -> None:
         self.start = self.join = lambda: None
@@ -47,11 +47,11 @@ class Disk:
         self._synced: dict[str, int] = {}
 
     def fsync(self, descriptor: int) -> None:
-        """Stands for ``os.fsync``: what a file holds now survives."""
+        """Stand-in for ``os.fsync``: the present content of a file survives."""
         self._synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
     def commit(self, journal: SimulatedDatabase, connection: sqlite3.Connection, items: list[Any]) -> list[Any] | None:
-        """The outcomes of a group, or None if the machine died in it."""
+        """Commit a group; return its outcomes, or None if the machine died meanwhile."""
         self.commits += 1
         if self._rng.random() >= self.crash_in_commit:
             return journal.commit_now(connection, items)
@@ -68,7 +68,7 @@ class Disk:
         return None
 
     def lose_power(self) -> None:
-        """Leave the next server what the disk holds; the files of the dead one stay where it has them open."""
+        """Give the next server what the disk holds; files that the dead server holds open stay."""
         self._count += 1
         following = self._parent / f"state-{self._count}"
         shutil.copytree(self.state_dir, following, ignore=shutil.ignore_patterns("*-shm", "lock"))
@@ -86,7 +86,7 @@ class Disk:
         return dict(self._read("SELECT run_id, accepted_seq FROM runs"))
 
     def trimmed(self, run_id: str) -> int:
-        """The number up to which no row of an operation needs to be left."""
+        """The number up to which rows of operations may be missing."""
         return dict(self._read("SELECT run_id, trimmed_seq FROM runs"))[run_id]
 
     def _read(self, query: str) -> list[tuple[str, int]]:
@@ -98,7 +98,7 @@ class Disk:
             return connection.execute(query).fetchall()
 
     def _mixed(self, before: bytes, after: bytes) -> bytes:
-        """Sectors of a file of which only some were written."""
+        """Return a file of which only some sectors were written."""
         length = self._rng.choice((len(before), len(after)))
         before, after = (content[:length].ljust(length, b"\0") for content in (before, after))
         mixed = bytearray(before)
@@ -156,5 +156,5 @@ class SimulatedDatabase(database.Database):
         self._begin()
 
     def commit_now(self, connection: sqlite3.Connection, items: list[Any]) -> list[Any]:
-        """What the writer's thread does."""
+        """Do the work of the writer thread."""
         return self._commit(connection, items)

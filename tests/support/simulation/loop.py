@@ -18,7 +18,7 @@ MOST_ROUNDS = 200_000
 
 
 class Stuck(Exception):
-    """Nothing will ever happen again, and the program has not ended."""
+    """No callback or timer is left, and the program has not ended."""
 
 
 class Process:
@@ -36,7 +36,7 @@ class Process:
         return self._loop.create_task(work, context=self._context.copy())
 
     def kill(self) -> None:
-        """End it without warning: no ``finally`` runs, no file is closed."""
+        """End the process without warning: no ``finally`` runs, no file is closed."""
         self.alive = False
 
 
@@ -44,7 +44,7 @@ _process: contextvars.ContextVar[Process] = contextvars.ContextVar("simulated_pr
 
 
 class _NoSelector(selectors.SelectSelector):
-    """Waiting moves the clock instead."""
+    """Selector that advances the clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _NoSelector(selectors.SelectSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Runs callbacks in a fixed order; where nothing is ready, the clock jumps to the next timer.
+    """Event loop that runs callbacks in a fixed order; if none is ready, the clock jumps to the next timer.
 
     Args:
         rng: Draws how long work in a thread takes; the work itself is done at once, on the loop.
@@ -79,7 +79,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def unix_time(self) -> float:
-        """What ``time.time`` says in the simulation."""
+        """The value of ``time.time`` in the simulation."""
         return EPOCH + self._now
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
@@ -112,7 +112,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return done
 
     def finish(self) -> None:
-        """Close the loop and end every task, those of dead processes too, now that nothing matters any more."""
+        """Close the loop and end every task, those of dead processes too."""
         for process in self.processes:
             process.alive = True
         self._rounds = 0

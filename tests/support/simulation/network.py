@@ -26,12 +26,12 @@ def lost(why: str) -> ConnectionLostError:
 
 
 def copied(message: Any) -> Any:
-    """A message as it comes out of a wire."""
+    """Copy a message as serialization would."""
     return type(message).FromString(message.SerializeToString())
 
 
 class Network:
-    """Schedules deliveries, belonging to no process, so that a message outlives its sender."""
+    """Network that schedules deliveries outside any process, so that a message outlives its sender."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -53,7 +53,7 @@ class Network:
 
 
 class Call:
-    """A call whose requests and answers may be streams; stands for grpc's call object on the client's side."""
+    """A call whose requests and answers may be streams; stand-in for the client's call object of grpc."""
 
     def __init__(self, network: Network, handler: Callable[[Any, AsyncIterator[Any]], AsyncIterator[Any]]) -> None:
         self._network = network
@@ -102,7 +102,7 @@ class Call:
     # ---- the wire
 
     def broken(self, why: str) -> None:
-        """End the call on both sides; what was under way is gone."""
+        """End the call on both sides; messages in transit are lost."""
         if not self._over:
             self._end()
             self._to_client.put_nowait(lost(why))
@@ -116,7 +116,7 @@ class Call:
                 self._task.cancel()
 
     def _send(self, to: str, item: Any) -> None:
-        """Deliver in order, after a while."""
+        """Deliver in order, after a delay."""
         loop, network = self._network.world.loop, self._network
         self._times[to] = when = max(self._times[to] + 1e-6, loop.time() + network.latency())
 
@@ -158,14 +158,14 @@ class Call:
 
 
 class _Names:
-    """Stands for the stub: a method is known by its name."""
+    """Stand-in for the stub, whose methods are known by name."""
 
     def __getattr__(self, name: str) -> str:
         return name
 
 
 class SimulatedTransport(Transport):
-    """The SDK's transport: retries, backoff and streams are its own, the calls are simulated."""
+    """The SDK's transport: its retries, backoff and streams, on simulated calls."""
 
     def __init__(self, network: Network, patience_s: float) -> None:
         self._network = network

@@ -42,7 +42,7 @@ WINDOW = 8
 
 
 class SimulatedEngine(FakeEngine):
-    """Takes its time, dies now and then without anybody's fault, and writes down what it carried out."""
+    """Engine that takes time, dies now and then, and records what it executed."""
 
     file_bytes = 10
 
@@ -124,7 +124,7 @@ class World:
         self._programs: dict[int, asyncio.Future[None]] = {}
 
     def run(self) -> list[str]:
-        """Run it to its end.
+        """Run the simulation to its end.
 
         Returns:
             What is wrong; nothing if all is right.
@@ -160,7 +160,7 @@ class World:
         self.loop.finish()
 
     def numbered(self) -> int:
-        """A number that nothing else in this simulation has."""
+        """Return a number that is unique in this simulation."""
         self._numbers += 1
         return self._numbers
 
@@ -226,7 +226,7 @@ class World:
         return sorted(server.calls, key=lambda call: call.number)
 
     def _crash(self) -> None:
-        """The machine of the server dies; another starts on what the disk holds."""
+        """Kill the server's machine; another starts with what the disk holds."""
         server, self.server, self._booting = self.server or self._booting, None, None
         if server is None:
             return
@@ -282,7 +282,7 @@ class World:
         task.add_done_callback(end)
 
     async def _judge(self, run_id: str) -> None:
-        """Wait until the server has nothing left to do, and compare."""
+        """Wait until the server is idle, and compare."""
         while self.server is None:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         transport = SimulatedTransport(self.network, HOURS)
@@ -299,7 +299,7 @@ class World:
         self.note(f"{run.accepted_seq} operations, {self.servers} servers, {self.disk.commits} commits")
 
     async def _history(self, transport: SimulatedTransport, run_id: str) -> list[str]:
-        """The run's state, brought into the engine by one more operation."""
+        """Return the run's state, restored in the engine by one more operation."""
         queue = OperationQueue(run_id, self.loop)
         link = RunLink(queue, transport)
         await link.open()
@@ -311,7 +311,7 @@ class World:
     # ---- what is observed
 
     def watched(self, call: Call) -> Call:
-        """A Submit call that writes down what is sent and acknowledged on it."""
+        """Wrap a Submit call so that what it sends and receives is recorded."""
         sent: dict[int, pb.OperationHeader] = {}
         write, answers = call.write, call.answers
 
@@ -341,7 +341,7 @@ class World:
 
 
 class Program:
-    """A user's training program; killed, it starts again and goes on."""
+    """A user's training program, which is restarted after a kill."""
 
     def __init__(self, world: World, number: int, run_id: str, operations: int) -> None:
         self._world, self._number, self._run_id = world, number, run_id
@@ -349,7 +349,7 @@ class Program:
         self._rng = random.Random(world.rng.getrandbits(32))
 
     async def run(self) -> None:
-        """Submit operations until the run has as many as there should be, whoever submitted them."""
+        """Submit operations until the run has the planned number, whoever submitted them."""
         world = self._world
         total = self._operations * world._writers
         while True:
@@ -367,7 +367,7 @@ class Program:
             await asyncio.sleep(self._rng.expovariate(1 / 0.5))
 
     async def _submit_all(self, queue: OperationQueue, total: int) -> bool:
-        """Whether the run is complete; False if another client took it."""
+        """Submit the rest; return whether the run is complete, False if another client took it over."""
         waiting: list[tuple[int, Future[Any], str]] = []
         fenced = False
         while queue.base + queue.last_index < total and not fenced:
@@ -405,7 +405,7 @@ class Program:
         return pb.Operation(forward_backward=pb.LossCall(loss_fn=f"{loss_fn}-{count}"))
 
     async def _observe(self, seq: int, future: Future[Any], name: str) -> bool:
-        """Whether the operation was accepted."""
+        """Wait for an operation; return whether it was accepted."""
         log = self._world.logs[self._run_id]
         try:
             outcome: Outcome = ("ok", await future)
@@ -425,7 +425,7 @@ class Program:
 
 
 def _payload(operation: pb.Operation) -> dict[str, Column] | None:
-    """Tensors from which an engine sees whose they are."""
+    """Return tensors that identify their operation."""
     if operation.WhichOneof("kind") != "forward_backward":
         return None
     return {"x": Column.from_rows([np.frombuffer(ident(operation).encode(), np.uint8)])}

@@ -62,6 +62,7 @@ from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, Sa
 from gradwire.sampling import SamplingClient
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
+from gradwire.uploads import Upload
 
 __all__ = [
     "AbandonedError",
@@ -126,6 +127,7 @@ __all__ = [
     "UnknownOperationError",
     "UnknownRunError",
     "UnsupportedError",
+    "Upload",
     "WouldDeadlockError",
     "WriterError",
     "connect",

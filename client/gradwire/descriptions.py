@@ -39,6 +39,7 @@ class RunInfo:
         parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
+        from_upload: Id of the upload that the run started from; empty if none.
     """
 
     run_id: str
@@ -64,6 +65,7 @@ class RunInfo:
     num_tokens: int = 0
     parked: str = ""
     recovery_s: float = 0.0
+    from_upload: str = ""
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -99,6 +101,7 @@ class RunInfo:
             num_tokens=run.num_tokens,
             parked=run.parked.message,
             recovery_s=run.recovery_s,
+            from_upload=config.from_upload,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
-from gradwire.errors import InvalidArgumentError, ServiceClosedError
+from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.queue import OperationQueue
@@ -22,11 +23,13 @@ from gradwire.results import Checkpoint
 from gradwire.sampling import SamplingClient, token_ids
 from gradwire.training import TrainingClient
 from gradwire.transport import Transport
+from gradwire.uploads import Kind, Upload, as_upload_id, upload
 
 WINDOW = 256
 MAX_IN_FLIGHT = 1024
 PAGE_SIZE = 500
 
+PathLike = os.PathLike[str]
 Lora = int | Mapping[str, Any]
 """A rank, or ``rank``, ``alpha``, ``dropout`` and ``target_modules``."""
 
@@ -84,7 +87,7 @@ class ServiceClient:
 
     async def create_run(
         self,
-        base_model: str,
+        base_model: str = "",
         lora: Lora | None = None,
         head: Literal["value", "reward", "classification"] | None = None,
         seed: int = 0,
@@ -94,11 +97,13 @@ class ServiceClient:
         num_labels: int = 0,
         dropout: float = 0.0,
         kind: Literal["", "rl"] = "",
+        from_adapter: str | PathLike | Upload | None = None,
+        from_checkpoint: str | PathLike | Upload | None = None,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
         Args:
-            base_model: One of ``list_models``.
+            base_model: One of ``list_models``; may be left out with an upload, which names its own.
             lora: None trains all weights. A rank, or a mapping of ``rank``, ``alpha`` (default: twice the rank),
                 ``dropout`` (default: the run's) and ``target_modules`` (default: every linear layer but the output
                 head), trains an adapter.
@@ -113,11 +118,33 @@ class ServiceClient:
                 own configuration says. A row's dropout masks depend on the run's seed, the row's place among the
                 run's steps, and the row itself, not on how a batch is split. Rows then go through the model one by one.
             kind: ``"rl"``: ``optim_step`` has a learning rate of 1e-5 by default, as with ``head="value"``.
+            from_adapter: Start from an adapter: an :class:`Upload`, its id, or a local PEFT folder, which is uploaded
+                as by :meth:`upload_adapter`. Rank, alpha and target modules are the adapter's; a value in ``lora``
+                that differs is refused. Its dropout is the default of ``lora``'s.
+            from_checkpoint: Start from the weights of a whole model: a local Hugging Face folder of the same
+                architecture and size as the base model, or an upload of one. Trains all weights. Runs start from a
+                checkpoint of another run by :meth:`fork_run`.
 
         Raises:
             UnknownModelError: The server does not hold the model.
-            InvalidArgumentError: A value is out of range.
+            UnknownCheckpointError: There is no such upload.
+            InvalidArgumentError: A value is out of range, or the uploaded weights do not fit.
         """
+        if from_adapter is not None and from_checkpoint is not None:
+            raise InvalidArgumentError(
+                "a run starts from one of from_adapter and from_checkpoint", field="from_adapter"
+            )
+        if from_checkpoint is not None and lora is not None:
+            raise UnsupportedError(
+                "LoRA runs share the server's copy of the base model, so they cannot start from an uploaded whole"
+                " model: leave lora out to train all weights, or serve the folder itself with `gradwire serve --model`",
+                field="lora",
+            )
+        from_upload = ""
+        if from_adapter is not None:
+            from_upload = await self._uploaded("adapter", from_adapter, base_model)
+        elif from_checkpoint is not None:
+            from_upload = await self._uploaded("model", from_checkpoint, base_model)
         config = message(
             pb.RunConfig,
             base_model=base_model,
@@ -130,10 +157,46 @@ class ServiceClient:
             num_labels=num_labels,
             dropout=dropout,
             kind=kind,
+            from_upload=from_upload,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)
         return self.get_training_client(run.run_id)
+
+    async def upload_adapter(self, path: str | PathLike, base_model: str = "") -> Upload:
+        """Upload a PEFT adapter, from which runs can be created: ``create_run(from_adapter=...)``.
+
+        The server checks its settings and the shapes of its tensors before they are sent. An interrupted upload
+        continues where it stopped when it is called again; a folder that is on the server already is not sent again.
+
+        Args:
+            path: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+            base_model: One of ``list_models``; by default the one that the adapter says it was trained on.
+
+        Raises:
+            InvalidArgumentError: A file is missing, the adapter was trained on a model that the server does not hold,
+                or its tensors do not fit the base model.
+            UnsupportedError: It is no LoRA adapter, or has settings that runs do not have, such as DoRA.
+            LimitExceededError: It is larger than the server or the key's quota allows.
+        """
+        return await upload(self._transport, "adapter", path, base_model)
+
+    async def list_uploads(self) -> list[Upload]:
+        """List the uploads of your key, oldest first."""
+        answer = await self._transport.unary(lambda stub: stub.ListUploads, pb.ListUploadsRequest())
+        return [Upload.from_message(each) for each in answer.uploads]
+
+    async def delete_upload(self, upload: str | Upload) -> None:
+        """Delete an upload; runs that were created from it stay as they are."""
+        upload_id = upload.upload_id if isinstance(upload, Upload) else upload
+        await self._transport.unary(lambda stub: stub.DeleteUpload, pb.DeleteUploadRequest(upload_id=upload_id))
+
+    async def _uploaded(self, kind: Kind, given: str | PathLike | Upload, base_model: str) -> str:
+        upload_id = as_upload_id(given)
+        if upload_id is None:
+            assert not isinstance(given, Upload)
+            upload_id = (await upload(self._transport, kind, given, base_model)).upload_id
+        return upload_id
 
     async def fork_run(
         self,

@@ -55,12 +55,14 @@ class Limits(BaseModel):
     max_string_chars: int = Field(default=4096, ge=1, description="characters of any other string of an operation")
     max_checkpoints: int = Field(default=1000, ge=1, description="checkpoints that a run keeps")
     max_checkpoint_bytes: int = Field(default=1 << 40, ge=1, description="what the checkpoints of a run hold together")
+    max_upload_bytes: int = Field(default=256 << 30, ge=1, description="the files of one upload")
     max_history_points: int = Field(default=100_000, ge=16, description="operations in a run's record, then thinned")
     max_incoming_bytes: int = Field(default=4 << 30, ge=1, description="payloads of one key that are not on disk yet")
     key_runs: int = Field(default=1000, ge=0, description="runs of one key")
     key_memory_percent: int = Field(
         default=50, ge=1, le=100, description="part of the engine's memory for one key's runs, where there are several"
     )
+    key_upload_bytes: int = Field(default=1 << 40, ge=0, description="uploads of one key, unfinished ones included")
     key_queued_operations: int = Field(default=65_536, ge=1, description="operations of one key without a result")
     key_queued_bytes: int = Field(default=32 << 30, ge=1, description="payloads of a key's operations without a result")
     key_waiting_calls: int = Field(default=4096, ge=1, description="calls of one key that wait for their turn")

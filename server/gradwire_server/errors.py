@@ -45,6 +45,11 @@ def unknown_checkpoint(path: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no checkpoint {path[:200]!r}", field="checkpoint")
 
 
+def unknown_upload(upload_id: str) -> ServiceError:
+    """UNKNOWN_CHECKPOINT, also for an upload of another key."""
+    return ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, f"there is no upload {upload_id[:100]!r}", field="upload")
+
+
 def shutting_down() -> ServiceError:
     """SHUTTING_DOWN."""
     return ServiceError(pb.ERROR_CODE_SHUTTING_DOWN, "the server is shutting down; connect again once it is back")

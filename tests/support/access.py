@@ -27,6 +27,11 @@ PLACES = {
     "GetRun": "read",
     "DeleteRun": "write",
     "ForkRun": "read",
+    "BeginUpload": "any",
+    "WriteUpload": "own",
+    "FinishUpload": "own",
+    "ListUploads": "any",
+    "DeleteUpload": "own",
     "ShareRun": "write",
     "GetHistory": "read",
     "OpenRun": "write",
@@ -40,7 +45,8 @@ PLACES = {
     "DeleteCheckpoint": "write",
     "Download": "read",
 }
-"""The right that a call needs: any live key, or one that may read or write the run that it names."""
+"""The right that a call needs: any live key; one that may read or write the run that it names; the key that owns the
+upload that it names, which cannot be shared."""
 
 
 def expected(rpc: str, key: str) -> str:
@@ -49,7 +55,7 @@ def expected(rpc: str, key: str) -> str:
         return "unauthenticated"
     if PLACES[rpc] == "any":
         return "yes"
-    if key == "another's key":
+    if key == "another's key" or (PLACES[rpc] == "own" and key == "read-only key"):
         return "unknown"
     return "permission_denied" if PLACES[rpc] == "write" and key == "read-only key" else "yes"
 

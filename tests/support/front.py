@@ -25,7 +25,7 @@ class Client:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.stub: Any = TrainingServiceStub(channel)
-        self.run_id, self.epoch = "", 0
+        self.run_id, self.epoch, self.upload_id = "", 0, ""
         self.acks: dict[int, list[pb.SubmitAck]] = {}
         self.patience_s = 60.0
         self._stream: Any = None

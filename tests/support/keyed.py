@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import grpc
 import grpc.aio
 from gradwire_proto.v1 import training_pb2 as pb
+
+FILES = {"adapter_config.json": b'{"base_model_name_or_path": "tiny"}', "adapter_model.safetensors": b"weights"}
+BEGIN_UPLOAD = pb.BeginUploadRequest(
+    kind="adapter",
+    files=[
+        pb.UploadFile(
+            name=name, size_bytes=len(content), digest=blake2b(content, digest_size=32).digest(), head=content
+        )
+        for name, content in FILES.items()
+    ],
+)
+
+
+async def uploaded(stub: Any) -> str:
+    """Id of an upload that has arrived and is not finished; a fake engine takes any."""
+    begun = await stub.BeginUpload(BEGIN_UPLOAD)
+    for name, content in FILES.items():
+        await stub.WriteUpload(pb.WriteUploadRequest(upload_id=begun.upload_id, file=name, chunk=content))
+    return str(begun.upload_id)
 
 
 class Keyed:

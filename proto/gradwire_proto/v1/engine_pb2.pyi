@@ -40,6 +40,8 @@ class EngineRequest(_message.Message):
     SAMPLE_FIELD_NUMBER: _builtins.int
     VERIFY_CHECKPOINT_FIELD_NUMBER: _builtins.int
     SHUTDOWN_FIELD_NUMBER: _builtins.int
+    CHECK_UPLOAD_FIELD_NUMBER: _builtins.int
+    IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def create_run(self) -> Global___EngineCreateRun: ...
@@ -53,6 +55,10 @@ class EngineRequest(_message.Message):
     def verify_checkpoint(self) -> Global___EngineVerifyCheckpoint: ...
     @_builtins.property
     def shutdown(self) -> Global___EngineShutdown: ...
+    @_builtins.property
+    def check_upload(self) -> Global___EngineCheckUpload: ...
+    @_builtins.property
+    def import_upload(self) -> Global___EngineImportUpload: ...
     def __init__(
         self,
         *,
@@ -63,12 +69,14 @@ class EngineRequest(_message.Message):
         sample: _training_pb2.SampleRequest | None = ...,
         verify_checkpoint: Global___EngineVerifyCheckpoint | None = ...,
         shutdown: Global___EngineShutdown | None = ...,
+        check_upload: Global___EngineCheckUpload | None = ...,
+        import_upload: Global___EngineImportUpload | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_run", b"create_run", "drop_run", b"drop_run", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -221,6 +229,50 @@ class EngineShutdown(_message.Message):
 Global___EngineShutdown: _TypeAlias = EngineShutdown  # noqa: Y015
 
 @_typing.final
+class EngineCheckUpload(_message.Message):
+    """Do these files fit the base model? Answered with an Upload that has `lora` and `warnings`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> _training_pb2.BeginUploadRequest: ...
+    def __init__(
+        self,
+        *,
+        request: _training_pb2.BeginUploadRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineCheckUpload: _TypeAlias = EngineCheckUpload  # noqa: Y015
+
+@_typing.final
+class EngineImportUpload(_message.Message):
+    """Make a checkpoint of the complete files of an upload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def upload(self) -> _training_pb2.Upload: ...
+    def __init__(
+        self,
+        *,
+        upload: _training_pb2.Upload | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineImportUpload: _TypeAlias = EngineImportUpload  # noqa: Y015
+
+@_typing.final
 class EngineReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -231,6 +283,7 @@ class EngineReply(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    UPLOAD_FIELD_NUMBER: _builtins.int
     NOT_STARTED_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
@@ -248,6 +301,8 @@ class EngineReply(_message.Message):
     @_builtins.property
     def heartbeat(self) -> Global___EngineHeartbeat: ...
     @_builtins.property
+    def upload(self) -> _training_pb2.Upload: ...
+    @_builtins.property
     def not_started(self) -> _training_pb2.Empty:
         """an operation was skipped: an earlier one failed, or it was withdrawn"""
 
@@ -261,13 +316,14 @@ class EngineReply(_message.Message):
         result: _training_pb2.OperationResult | None = ...,
         empty: _training_pb2.Empty | None = ...,
         heartbeat: Global___EngineHeartbeat | None = ...,
+        upload: _training_pb2.Upload | None = ...,
         not_started: _training_pb2.Empty | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "not_started"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -120,6 +120,35 @@ class RunDescription(_message.Message):
 Global___RunDescription: _TypeAlias = RunDescription  # noqa: Y015
 
 @_typing.final
+class UploadDescription(_message.Message):
+    """The file upload.json of an upload's folder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    content: _builtins.str
+    """digest of what BeginUpload was asked for: the same again is the same upload"""
+    @_builtins.property
+    def upload(self) -> _training_pb2.Upload: ...
+    def __init__(
+        self,
+        *,
+        upload: _training_pb2.Upload | None = ...,
+        owner: _builtins.str = ...,
+        content: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "owner", b"owner", "upload", b"upload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadDescription: _TypeAlias = UploadDescription  # noqa: Y015
+
+@_typing.final
 class Outcome(_message.Message):
     """What an operation gave, as far as repeating it must give the same."""
 

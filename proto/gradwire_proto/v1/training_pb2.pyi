@@ -1099,6 +1099,7 @@ class RunConfig(_message.Message):
     NUM_LABELS_FIELD_NUMBER: _builtins.int
     DROPOUT_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    FROM_UPLOAD_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1113,6 +1114,8 @@ class RunConfig(_message.Message):
     """dropout of the model and the adapter during training; 0: none"""
     kind: _builtins.str
     """"" or "rl"; selects the default learning rate"""
+    from_upload: _builtins.str
+    """id of the upload whose weights it starts from; empty: none"""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1132,10 +1135,11 @@ class RunConfig(_message.Message):
         num_labels: _builtins.int = ...,
         dropout: _builtins.float = ...,
         kind: _builtins.str = ...,
+        from_upload: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "dropout", b"dropout", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1423,6 +1427,257 @@ class ForkRunRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__head) -> _WhichOneofReturnType__head | None: ...
 
 Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
+
+@_typing.final
+class BeginUploadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"adapter" (PEFT) or "model" (a whole Hugging Face model)"""
+    base_model: _builtins.str
+    """empty: the one that the adapter names, or the server's only one"""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___UploadFile]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        files: _abc.Iterable[Global___UploadFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "files", b"files", "kind", b"kind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginUploadRequest: _TypeAlias = BeginUploadRequest  # noqa: Y015
+
+@_typing.final
+class UploadFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    size_bytes: _builtins.int
+    digest: _builtins.bytes
+    """BLAKE2b-256"""
+    head: _builtins.bytes
+    """Only in BeginUpload: the whole file if it is JSON, of safetensors the JSON of its header."""
+    received_bytes: _builtins.int
+    """set by the server: WriteUpload continues there"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        head: _builtins.bytes = ...,
+        received_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "head", b"head", "name", b"name", "received_bytes", b"received_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadFile: _TypeAlias = UploadFile  # noqa: Y015
+
+@_typing.final
+class Upload(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    CREATED_AT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
+    upload_id: _builtins.str
+    kind: _builtins.str
+    base_model: _builtins.str
+    size_bytes: _builtins.int
+    ready: _builtins.bool
+    """runs can be created from it"""
+    created_at: _builtins.float
+    owner: _builtins.str
+    """name of the key that began it"""
+    @_builtins.property
+    def lora(self) -> Global___LoraSettings:
+        """of an adapter"""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___UploadFile]: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        upload_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        lora: Global___LoraSettings | None = ...,
+        files: _abc.Iterable[Global___UploadFile] | None = ...,
+        size_bytes: _builtins.int = ...,
+        ready: _builtins.bool = ...,
+        created_at: _builtins.float = ...,
+        owner: _builtins.str = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "created_at", b"created_at", "files", b"files", "kind", b"kind", "lora", b"lora", "owner", b"owner", "ready", b"ready", "size_bytes", b"size_bytes", "upload_id", b"upload_id", "warnings", b"warnings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upload: _TypeAlias = Upload  # noqa: Y015
+
+@_typing.final
+class WriteUploadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    upload_id: _builtins.str
+    file: _builtins.str
+    offset: _builtins.int
+    chunk: _builtins.bytes
+    """1 MiB at most"""
+    def __init__(
+        self,
+        *,
+        upload_id: _builtins.str = ...,
+        file: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        chunk: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "file", b"file", "offset", b"offset", "upload_id", b"upload_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteUploadRequest: _TypeAlias = WriteUploadRequest  # noqa: Y015
+
+@_typing.final
+class WriteUploadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    received_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        received_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteUploadResponse: _TypeAlias = WriteUploadResponse  # noqa: Y015
+
+@_typing.final
+class FinishUploadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    upload_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        upload_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["upload_id", b"upload_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishUploadRequest: _TypeAlias = FinishUploadRequest  # noqa: Y015
+
+@_typing.final
+class ListUploadsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUploadsRequest: _TypeAlias = ListUploadsRequest  # noqa: Y015
+
+@_typing.final
+class ListUploadsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOADS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def uploads(self) -> _containers.RepeatedCompositeFieldContainer[Global___Upload]: ...
+    def __init__(
+        self,
+        *,
+        uploads: _abc.Iterable[Global___Upload] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["uploads", b"uploads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListUploadsResponse: _TypeAlias = ListUploadsResponse  # noqa: Y015
+
+@_typing.final
+class DeleteUploadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPLOAD_ID_FIELD_NUMBER: _builtins.int
+    upload_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        upload_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["upload_id", b"upload_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteUploadRequest: _TypeAlias = DeleteUploadRequest  # noqa: Y015
+
+@_typing.final
+class DeleteUploadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteUploadResponse: _TypeAlias = DeleteUploadResponse  # noqa: Y015
 
 @_typing.final
 class GetHistoryRequest(_message.Message):

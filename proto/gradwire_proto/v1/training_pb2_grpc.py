@@ -94,6 +94,31 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
                 _registered_method=True)
+        self.BeginUpload = channel.unary_unary(
+                '/gradwire.v1.TrainingService/BeginUpload',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.BeginUploadRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Upload.FromString,
+                _registered_method=True)
+        self.WriteUpload = channel.unary_unary(
+                '/gradwire.v1.TrainingService/WriteUpload',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.WriteUploadRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.WriteUploadResponse.FromString,
+                _registered_method=True)
+        self.FinishUpload = channel.unary_unary(
+                '/gradwire.v1.TrainingService/FinishUpload',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.FinishUploadRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Upload.FromString,
+                _registered_method=True)
+        self.ListUploads = channel.unary_unary(
+                '/gradwire.v1.TrainingService/ListUploads',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListUploadsRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListUploadsResponse.FromString,
+                _registered_method=True)
+        self.DeleteUpload = channel.unary_unary(
+                '/gradwire.v1.TrainingService/DeleteUpload',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadResponse.FromString,
+                _registered_method=True)
         self.ShareRun = channel.unary_unary(
                 '/gradwire.v1.TrainingService/ShareRun',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ShareRunRequest.SerializeToString,
@@ -232,6 +257,41 @@ class TrainingServiceServicer(object):
 
     def ForkRun(self, request, context):
         """A new run that starts from a checkpoint's weights, with a fresh optimizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BeginUpload(self, request, context):
+        """Weights that a run can start from (RunConfig.from_upload): a PEFT adapter, or a whole model of a served architecture.
+        BeginUpload checks the files' descriptions against the base model before any of their bytes are sent, and returns
+        the caller's upload of the same content if there is one. WriteUpload appends chunks in order; one that was received
+        before changes nothing. FinishUpload checks the digests and makes the weights durable. All may be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteUpload(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishUpload(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListUploads(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteUpload(self, request, context):
+        """Runs that were created from it keep their own copy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -388,6 +448,31 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.ForkRun,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
+            ),
+            'BeginUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginUpload,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.BeginUploadRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Upload.SerializeToString,
+            ),
+            'WriteUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteUpload,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.WriteUploadRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.WriteUploadResponse.SerializeToString,
+            ),
+            'FinishUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishUpload,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.FinishUploadRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Upload.SerializeToString,
+            ),
+            'ListUploads': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUploads,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ListUploadsRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListUploadsResponse.SerializeToString,
+            ),
+            'DeleteUpload': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteUpload,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadResponse.SerializeToString,
             ),
             'ShareRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ShareRun,
@@ -774,6 +859,141 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/ForkRun',
             gradwire__proto_dot_v1_dot_training__pb2.ForkRunRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/BeginUpload',
+            gradwire__proto_dot_v1_dot_training__pb2.BeginUploadRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/WriteUpload',
+            gradwire__proto_dot_v1_dot_training__pb2.WriteUploadRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.WriteUploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/FinishUpload',
+            gradwire__proto_dot_v1_dot_training__pb2.FinishUploadRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Upload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUploads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/ListUploads',
+            gradwire__proto_dot_v1_dot_training__pb2.ListUploadsRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.ListUploadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteUpload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/DeleteUpload',
+            gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.DeleteUploadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,17 @@ class TrainingServiceStub:
     DeleteRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]
     ForkRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]
     """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
+    BeginUpload: _grpc.UnaryUnaryMultiCallable[_training_pb2.BeginUploadRequest, _training_pb2.Upload]
+    """Weights that a run can start from (RunConfig.from_upload): a PEFT adapter, or a whole model of a served architecture.
+    BeginUpload checks the files' descriptions against the base model before any of their bytes are sent, and returns
+    the caller's upload of the same content if there is one. WriteUpload appends chunks in order; one that was received
+    before changes nothing. FinishUpload checks the digests and makes the weights durable. All may be repeated.
+    """
+    WriteUpload: _grpc.UnaryUnaryMultiCallable[_training_pb2.WriteUploadRequest, _training_pb2.WriteUploadResponse]
+    FinishUpload: _grpc.UnaryUnaryMultiCallable[_training_pb2.FinishUploadRequest, _training_pb2.Upload]
+    ListUploads: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListUploadsRequest, _training_pb2.ListUploadsResponse]
+    DeleteUpload: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteUploadRequest, _training_pb2.DeleteUploadResponse]
+    """Runs that were created from it keep their own copy."""
     ShareRun: _grpc.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]
     """Allows another key to read a run: its results and checkpoints, sampling and forking from them."""
     GetHistory: _grpc.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]
@@ -127,6 +138,17 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     DeleteRun: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteRunRequest, _training_pb2.DeleteRunResponse]  # type: ignore[assignment]
     ForkRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ForkRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
+    BeginUpload: _aio.UnaryUnaryMultiCallable[_training_pb2.BeginUploadRequest, _training_pb2.Upload]  # type: ignore[assignment]
+    """Weights that a run can start from (RunConfig.from_upload): a PEFT adapter, or a whole model of a served architecture.
+    BeginUpload checks the files' descriptions against the base model before any of their bytes are sent, and returns
+    the caller's upload of the same content if there is one. WriteUpload appends chunks in order; one that was received
+    before changes nothing. FinishUpload checks the digests and makes the weights durable. All may be repeated.
+    """
+    WriteUpload: _aio.UnaryUnaryMultiCallable[_training_pb2.WriteUploadRequest, _training_pb2.WriteUploadResponse]  # type: ignore[assignment]
+    FinishUpload: _aio.UnaryUnaryMultiCallable[_training_pb2.FinishUploadRequest, _training_pb2.Upload]  # type: ignore[assignment]
+    ListUploads: _aio.UnaryUnaryMultiCallable[_training_pb2.ListUploadsRequest, _training_pb2.ListUploadsResponse]  # type: ignore[assignment]
+    DeleteUpload: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteUploadRequest, _training_pb2.DeleteUploadResponse]  # type: ignore[assignment]
+    """Runs that were created from it keep their own copy."""
     ShareRun: _aio.UnaryUnaryMultiCallable[_training_pb2.ShareRunRequest, _training_pb2.Run]  # type: ignore[assignment]
     """Allows another key to read a run: its results and checkpoints, sampling and forking from them."""
     GetHistory: _aio.UnaryStreamMultiCallable[_training_pb2.GetHistoryRequest, _training_pb2.HistoryPage]  # type: ignore[assignment]
@@ -252,6 +274,47 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
         """A new run that starts from a checkpoint's weights, with a fresh optimizer."""
+
+    @_abc_1.abstractmethod
+    def BeginUpload(
+        self,
+        request: _training_pb2.BeginUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Upload, _abc.Awaitable[_training_pb2.Upload]]:
+        """Weights that a run can start from (RunConfig.from_upload): a PEFT adapter, or a whole model of a served architecture.
+        BeginUpload checks the files' descriptions against the base model before any of their bytes are sent, and returns
+        the caller's upload of the same content if there is one. WriteUpload appends chunks in order; one that was received
+        before changes nothing. FinishUpload checks the digests and makes the weights durable. All may be repeated.
+        """
+
+    @_abc_1.abstractmethod
+    def WriteUpload(
+        self,
+        request: _training_pb2.WriteUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.WriteUploadResponse, _abc.Awaitable[_training_pb2.WriteUploadResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def FinishUpload(
+        self,
+        request: _training_pb2.FinishUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Upload, _abc.Awaitable[_training_pb2.Upload]]: ...
+
+    @_abc_1.abstractmethod
+    def ListUploads(
+        self,
+        request: _training_pb2.ListUploadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.ListUploadsResponse, _abc.Awaitable[_training_pb2.ListUploadsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteUpload(
+        self,
+        request: _training_pb2.DeleteUploadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.DeleteUploadResponse, _abc.Awaitable[_training_pb2.DeleteUploadResponse]]:
+        """Runs that were created from it keep their own copy."""
 
     @_abc_1.abstractmethod
     def ShareRun(

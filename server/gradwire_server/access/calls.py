@@ -41,6 +41,7 @@ class CallKind(Enum):
     WRITE = (16, "waits for the disk; commits are shared by all keys")
     CONVERT = (2, "processes of bounded memory, where keys take turns; short requests have one of their own")
     CREATE = (4, "`key_runs`; the memory that the adapter and the head need; a turn at the engine")
+    UPLOAD = (2, "`max_upload_bytes`, `key_upload_bytes`; a turn at the engine")
     SAMPLE = (
         64,
         "`key_queued_operations`, `key_tokens_per_minute`, the bytes of what may be sampled; a turn at the engine",
@@ -71,6 +72,11 @@ RPCS: dict[str, CallKind] = {
     "ListRuns": CallKind.READ,
     "DeleteRun": CallKind.WRITE,
     "ForkRun": CallKind.CREATE,
+    "BeginUpload": CallKind.UPLOAD,
+    "WriteUpload": CallKind.WRITE,
+    "FinishUpload": CallKind.UPLOAD,
+    "ListUploads": CallKind.READ,
+    "DeleteUpload": CallKind.WRITE,
     "ShareRun": CallKind.WRITE,
     "GetHistory": CallKind.PAGES,
     "OpenRun": CallKind.WRITE,

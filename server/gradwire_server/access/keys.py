@@ -46,6 +46,7 @@ class Quota(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     runs: int | None = Field(default=None, ge=0)
+    upload_bytes: int | None = Field(default=None, ge=0)
     queued_operations: int | None = Field(default=None, ge=1)
     queued_bytes: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)

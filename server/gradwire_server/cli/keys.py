@@ -26,6 +26,7 @@ def create(
     admin: Annotated[bool, typer.Option("--admin", help="Reads and writes every run.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Revoke the key that the name has.")] = False,
     runs: Annotated[int | None, typer.Option(help="Quota: runs it may keep.")] = None,
+    upload_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of its uploads.")] = None,
     queued_operations: Annotated[int | None, typer.Option(help="Quota: operations without a result.")] = None,
     queued_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of their payloads.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Quota: tokens submitted or to be sampled.")] = None,
@@ -35,8 +36,8 @@ def create(
     role: Role = "admin" if admin else "user"
     try:
         quota = Quota(
-            runs=runs, queued_operations=queued_operations, queued_bytes=queued_bytes,
-            tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
+            runs=runs, upload_bytes=upload_bytes, queued_operations=queued_operations,
+            queued_bytes=queued_bytes, tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
         )  # fmt: skip
         secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace)
     except ValueError as error:

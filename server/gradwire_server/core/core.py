@@ -27,6 +27,7 @@ from gradwire_server.core.run_creation import RunCreation
 from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
 from gradwire_server.core.texts import Texts
+from gradwire_server.core.uploads import Uploads
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
 from gradwire_server.errors import ServiceError, check_length, unknown_checkpoint
@@ -67,6 +68,7 @@ class Core(Startable):
         metrics: The server's metrics.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
         texts: Conversions between text and token ids.
+        uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
 
@@ -147,7 +149,11 @@ class Core(Startable):
             self._tracing,
             self._on_parked,
         )
-        self._creation = RunCreation(self.scheduler, self.runs, self.checkpoints, config.limits, self._models)
+        self.uploads = Uploads(config, self._models, self.keys.quota, self.scheduler.ask)
+        await asyncio.to_thread(self.uploads.load)
+        self._creation = RunCreation(
+            self.scheduler, self.runs, self.checkpoints, config.limits, self._models, self.uploads
+        )
         await self.scheduler.start(records)
         self._running = True
 

@@ -12,6 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits
+from gradwire_server.core.uploads import Uploads, take_settings
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
 from gradwire_server.journal.run_records import RunRecord, RunRecords, new_record
@@ -25,6 +26,7 @@ class RunCreation:
 
     Args:
         models: The models that a run may be created from.
+        uploads: The uploads that it may be created from.
     """
 
     def __init__(
@@ -34,23 +36,34 @@ class RunCreation:
         checkpoints: CheckpointRecords,
         limits: Limits,
         models: ModelNames,
+        uploads: Uploads,
     ) -> None:
         self._scheduler, self._runs, self._checkpoints, self._limits = scheduler, runs, checkpoints, limits
-        self._models = models
+        self._models, self._uploads = models, uploads
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
     async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str) -> RunRecord:
-        """Create a run from a model.
+        """Create a run from a model, or from an upload.
 
         Raises:
-            ServiceError: The settings are invalid; ALREADY_EXISTS if the key created a run with other settings.
+            ServiceError: The settings are invalid, or differ from the upload's; UNKNOWN_CHECKPOINT for the upload;
+                ALREADY_EXISTS if the key created a run with other settings.
         """
-        config = pb.RunConfig()
+        config, upload = pb.RunConfig(), None
         config.CopyFrom(given)
-        config.base_model = self._models.find(config.base_model, "base_model")
+        if config.base_model or not config.from_upload:
+            config.base_model = self._models.find(config.base_model, "base_model")
+        if config.from_upload:
+            upload = self._uploads.ready(caller, config.from_upload)
+            take_settings(config, upload)
         self._check(config, idempotency_key)
         request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
-        return await self._once(new_record(caller.name, config, idempotency_key, _content(request)))
+        record = new_record(caller.name, config, idempotency_key, _content(request))
+        if upload is None:
+            return await self._once(record)
+        record.origin.checkpoint = f"{record.run_id}/{ORIGIN}"
+        record.origin.weights_only = record.origin.fresh_head = True
+        return await self._once(record, self._uploads.checkpoint(upload))
 
     async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> RunRecord:
         """Create a run from a checkpoint.
@@ -61,6 +74,7 @@ class RunCreation:
         source, checkpoint = self._checkpoints.get(request.checkpoint, caller)
         config = pb.RunConfig()
         config.CopyFrom(source.config)
+        config.ClearField("from_upload")
         if request.HasField("head"):
             config.head, config.num_labels = request.head, request.num_labels
         config.seed, config.name = request.seed, request.name

@@ -97,7 +97,7 @@ class CheckpointRecords:
         return self._folder / run_id / kind / name
 
     async def adopt(self, record: RunRecord, folder: Path) -> None:
-        """Copy the checkpoint from which a fork starts, and the source's record up to it, into the fork's own.
+        """Copy the checkpoint from which a run starts, and for a fork the source's record up to it, into its own.
 
         Files are linked where possible. The fork stays restorable when the original is deleted.
 
@@ -113,11 +113,14 @@ class CheckpointRecords:
             except OSError as error:
                 if folder.exists():
                     raise
-                raise unknown_checkpoint(record.forked_from) from error  # deleted meanwhile
+                deleted = record.forked_from or record.config.from_upload
+                raise unknown_checkpoint(deleted) from error
             sync_tree(target)
             sync(target.parent)
 
         await asyncio.to_thread(copy)
+        if record.config.from_upload:
+            return
         source, _, name = record.forked_from.partition("/")
         original = self._runs.find(source)
         if original is None or name not in original.checkpoints:

@@ -55,17 +55,29 @@ class Executor:
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         request.create_run.held_bytes, request.create_run.share_percent = held_bytes, share_percent
+        began = time.monotonic()
+        reply = await self.ask(request, "made the run")
+        queue.held_by(self._engine.generation)
+        queue.since_checkpoint.loading_s = time.monotonic() - began
+        return reply.run_created
+
+    async def ask(self, request: engine_pb2.EngineRequest, doing: str) -> engine_pb2.EngineReply:
+        """Send a request that is no operation, again if the engine dies.
+
+        Args:
+            doing: What the engine does, for the error.
+
+        Raises:
+            ServiceError: The engine's own error; ENGINE_UNAVAILABLE if it died :data:`DEATHS` times on the way.
+        """
         for _ in range(DEATHS):
             await self._engine.ready()
-            began = time.monotonic()
             try:
                 reply, _payload = await self._engine.request(request)
             except EngineDied:
                 continue
-            queue.held_by(self._engine.generation)
-            queue.since_checkpoint.loading_s = time.monotonic() - began
-            return reply.run_created
-        raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, "the engine died twice while it made the run")
+            return reply
+        raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, f"the engine died twice while it {doing}")
 
     async def drop(self, run_id: str) -> None:
         """Remove a run from the engine, if the engine holds it."""

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Quota
@@ -139,7 +141,7 @@ class Scheduler:
         """Create a run in the database and the engine; durable when it returns.
 
         Args:
-            origin: For a fork, the folder of the checkpoint from which it starts.
+            origin: The folder of the checkpoint from which it starts; None: it starts from its model.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, or the engine's own error. Nothing is left of the run.
@@ -151,13 +153,10 @@ class Scheduler:
             await self._runs.insert(record)
             if origin is not None:
                 await self._checkpoints.adopt(record, origin)
-            await self.dispatcher.enter(record.owner)
-            try:
+            async with self._turn(record.owner):
                 created = await self._executor.create(
                     queue, quota.memory_percent or self._limits.key_memory_percent, self._runs.held_bytes(record.owner)
                 )
-            finally:
-                self.dispatcher.leave(record.owner)
             # A fork has the head of its checkpoint, which need not be the one that the source has now.
             record.config.head, record.config.num_labels = created.head, created.num_labels
             if created.computed_with:
@@ -167,6 +166,19 @@ class Scheduler:
             await self._runs.delete(record)
             raise
         self._queues[record.run_id] = queue
+
+    async def ask(self, owner: str, request: engine_pb2.EngineRequest, doing: str) -> engine_pb2.EngineReply:
+        """Send the engine a request that is no operation when it is the owner's turn; see :meth:`.Executor.ask`."""
+        async with self._turn(owner):
+            return await self._executor.ask(request, doing)
+
+    @asynccontextmanager
+    async def _turn(self, owner: str) -> AsyncIterator[None]:
+        await self.dispatcher.enter(owner)
+        try:
+            yield
+        finally:
+            self.dispatcher.leave(owner)
 
     async def delete(self, record: RunRecord) -> None:
         """Delete a run with its operations, results and files.

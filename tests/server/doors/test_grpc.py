@@ -192,7 +192,7 @@ async def test_one_key_makes_one_run(door: Door) -> None:
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
     core, models = door.server.core, ModelNames({"tiny": "/models/tiny"})
-    creator = RunCreation(core.scheduler, core.runs, core.checkpoints, Limits(), models)
+    creator = RunCreation(core.scheduler, core.runs, core.checkpoints, Limits(), models, core.uploads)
     config, caller = pb.RunConfig(base_model="tiny"), Caller("")
     one, other = await asyncio.gather(creator.create(caller, config, "k"), creator.create(caller, config, "k"))
     assert one is other and one.ready and door.server.core.runs.count == 1

@@ -12,7 +12,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import KeyFile, Quota
 from support.front import Client, Door, Start, start
-from support.keyed import Keyed
+from support.keyed import Keyed, uploaded
 
 __all__ = ["start"]
 
@@ -36,6 +36,7 @@ class KeyedDoor:
         await ada.fb(1, "secret-loss")
         await ada.submit(2, save_checkpoint=pb.SaveCheckpoint(name="c", note="secret-note"))
         assert await ada.statuses(2) == ["ok", "ok"]
+        ada.upload_id = await uploaded(ada.stub)
         await ada.stub.ShareRun(pb.ShareRunRequest(run_id=ada.run_id, reader="carl"))
         return ada
 

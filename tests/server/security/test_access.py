@@ -10,14 +10,15 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from support.access import KEYS, PLACES, SECURITY, expected, rpcs, with_tables
 from support.front import Client
-from support.keyed import code_of, outcome
+from support.keyed import BEGIN_UPLOAD, code_of, outcome
 
 NAMES = dict(zip(KEYS, ("", "gw_wrong", "eve", "bob", "carl", "ada", "root"), strict=True))
-DELETES = ("DeleteRun", "DeleteCheckpoint", "AckResults")
+DELETES = ("DeleteRun", "DeleteCheckpoint", "AckResults", "DeleteUpload")
 
 
 def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
     """Of a call about a run; `run` has its epoch."""
+    upload_id = run.upload_id if run_id == run.run_id else "upload-nobody"
     checkpoint, config = f"{run_id}/c", pb.RunConfig(base_model="tiny")
     if rpc == "Submit":
         loss = pb.Operation(forward_backward=pb.LossCall(loss_fn="x"))
@@ -27,6 +28,12 @@ def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
     return [
         {
             "CreateRun": lambda: pb.CreateRunRequest(config=config),
+            "BeginUpload": lambda: BEGIN_UPLOAD,
+            "WriteUpload": lambda: pb.WriteUploadRequest(
+                upload_id=upload_id, file="adapter_model.safetensors", chunk=b"weights"
+            ),
+            "FinishUpload": lambda: pb.FinishUploadRequest(upload_id=upload_id),
+            "DeleteUpload": lambda: pb.DeleteUploadRequest(upload_id=upload_id),
             "ForkRun": lambda: pb.ForkRunRequest(checkpoint=checkpoint),
             "ShareRun": lambda: pb.ShareRunRequest(run_id=run_id, reader="carl"),
             "OpenRun": lambda: pb.OpenRunRequest(run_id=run_id, takeover=True, writer="w"),
@@ -82,7 +89,9 @@ async def test_every_rpc_with_every_key(keyed: Any) -> None:
                     wrong.append((rpc, key, code))
                 if key == "another's key" and isinstance(answer, pb.Error):  # nothing tells the two apart
                     nobody = await outcome(clients[key].stub, rpc, *requests(rpc, ada, "run-nobody"))
-                    answer.message = answer.message.replace(ada.run_id, "run-nobody")
+                    answer.message = answer.message.replace(ada.run_id, "run-nobody").replace(
+                        ada.upload_id, "upload-nobody"
+                    )
                     assert answer.request_id != nobody.request_id
                     answer.request_id = nobody.request_id
                     assert answer == nobody

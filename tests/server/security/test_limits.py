@@ -83,6 +83,8 @@ ELSEWHERE = {
     "key_streams": "tests/server/security/test_calls.py",
     "key_call_bytes": "tests/server/security/test_calls.py",
     "key_memory_percent": "tests/server/engine/test_run_memory.py",
+    "max_upload_bytes": "tests/server/core/test_uploads.py",
+    "key_upload_bytes": "tests/server/core/test_uploads.py",
     "max_window": "tests/server/scheduling/test_operations.py",
     "max_window_bytes": "test_the_bytes_that_wait_for_a_number_are_bounded",
     "max_checkpoints": "test_the_checkpoints_of_a_run_are_bounded",

@@ -78,6 +78,25 @@ class TrainingService(TrainingServiceServicer):
         await self._core.delete_run(CALLER.get(), request.run_id)
         return pb.DeleteRunResponse()
 
+    async def BeginUpload(self, request: pb.BeginUploadRequest, context: Any) -> pb.Upload:
+        return await self._core.uploads.begin(CALLER.get(), request)
+
+    async def WriteUpload(self, request: pb.WriteUploadRequest, context: Any) -> pb.WriteUploadResponse:
+        received = await self._core.uploads.write(
+            CALLER.get(), request.upload_id, request.file, request.offset, request.chunk
+        )
+        return pb.WriteUploadResponse(received_bytes=received)
+
+    async def FinishUpload(self, request: pb.FinishUploadRequest, context: Any) -> pb.Upload:
+        return await self._core.uploads.finish(CALLER.get(), request.upload_id)
+
+    async def ListUploads(self, request: pb.ListUploadsRequest, context: Any) -> pb.ListUploadsResponse:
+        return pb.ListUploadsResponse(uploads=self._core.uploads.of(CALLER.get()))
+
+    async def DeleteUpload(self, request: pb.DeleteUploadRequest, context: Any) -> pb.DeleteUploadResponse:
+        await self._core.uploads.delete(CALLER.get(), request.upload_id)
+        return pb.DeleteUploadResponse()
+
     async def ShareRun(self, request: pb.ShareRunRequest, context: Any) -> pb.Run:
         return await self._core.share_run(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
 

@@ -30,6 +30,7 @@ from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.run_memory import check_memory
 from gradwire_server.engine.state.snapshot import restore
+from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 
@@ -93,6 +94,8 @@ class Engine:
             "drop_run": self._drop_run,
             "operation": self._operation,
             "verify_checkpoint": self._verify_checkpoint,
+            "check_upload": self._check_upload,
+            "import_upload": self._import_upload,
             "shutdown": lambda request, budget: plain_answer(empty=training_pb2.Empty()),
         }
 
@@ -199,6 +202,14 @@ class Engine:
     def _verify_checkpoint(self, request: Request, budget: Budget) -> Answer:
         manifest = self.context.store.verify(request.message.verify_checkpoint.checkpoint)
         return plain_answer(result=training_pb2.OperationResult(checkpoint=manifest.to_proto()))
+
+    def _check_upload(self, request: Request, budget: Budget) -> Answer:
+        return plain_answer(upload=check_upload(self.context.pool, request.message.check_upload.request))
+
+    def _import_upload(self, request: Request, budget: Budget) -> Answer:
+        upload = request.message.import_upload.upload
+        import_upload(self.context.pool, self.context.store.upload_folder(upload.upload_id), upload)
+        return plain_answer(empty=training_pb2.Empty())
 
     def _model_info(self, name: str) -> training_pb2.ModelInfo:
         facts = self.context.pool.facts(name)

@@ -56,6 +56,7 @@ class CheckpointStore:
 
     def __init__(self, state_dir: Path) -> None:
         self._runs = state_dir / "runs"
+        self._uploads = state_dir / "uploads"
 
     def folder(self, path: str) -> Path:
         """The folder of ``"RUN_ID/NAME"``.
@@ -71,6 +72,16 @@ class CheckpointStore:
     def export_folder(self, run_id: str, name: str) -> Path:
         """The folder of an export; its parent is created."""
         return self._named(run_id, "exports", name)
+
+    def upload_folder(self, upload_id: str) -> Path:
+        """The folder of an upload.
+
+        Raises:
+            OperationError: INVALID_ARGUMENT for anything that is not an id.
+        """
+        if not NAME.fullmatch(upload_id):
+            raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, f"{upload_id!r} is not an upload")
+        return self._uploads / upload_id
 
     def has(self, path: str) -> bool:
         """Whether the folder of ``"RUN_ID/NAME"`` exists, valid or not."""
@@ -144,25 +155,7 @@ class CheckpointStore:
                 field="name",
             )
         with replacing(place) as folder:
-            stored = {}
-            for file, tensors in files.items():
-                if tensors:
-                    save_file(whole_tensors(tensors), folder / file)
-                    stored[file] = StoredFile.of(folder / file)
-                    crash_point("engine.inside_checkpoint")
-            content = {
-                "format": FORMAT,
-                "run_id": run_id,
-                "name": name,
-                "step": step,
-                "seq": seq,
-                "created_at": time.time(),
-                "note": note,
-                "config": json_format.MessageToDict(config, preserving_proto_field_name=True),
-                "versions": versions(),
-                "files": {file: asdict(one) for file, one in stored.items()},
-            }
-            (folder / MANIFEST).write_text(sealed(content))
+            write_checkpoint(folder, files, run_id=run_id, name=name, config=config, step=step, seq=seq, note=note)
         return self.manifest(f"{run_id}/{name}")
 
     def _named(self, run_id: str, kind: str, name: str) -> Path:
@@ -177,6 +170,39 @@ class CheckpointStore:
         parent = self._runs / run_id / kind
         make_folder(parent)
         return parent / name
+
+
+def write_checkpoint(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Tensor]],
+    *,
+    run_id: str,
+    name: str,
+    config: training_pb2.RunConfig,
+    step: int = 0,
+    seq: int = 0,
+    note: str = "",
+) -> None:
+    """Write a checkpoint's files and manifest into an empty folder; arguments as for :meth:`CheckpointStore.save`."""
+    stored = {}
+    for file, tensors in files.items():
+        if tensors:
+            save_file(whole_tensors(tensors), folder / file)
+            stored[file] = StoredFile.of(folder / file)
+            crash_point("engine.inside_checkpoint")
+    content = {
+        "format": FORMAT,
+        "run_id": run_id,
+        "name": name,
+        "step": step,
+        "seq": seq,
+        "created_at": time.time(),
+        "note": note,
+        "config": json_format.MessageToDict(config, preserving_proto_field_name=True),
+        "versions": versions(),
+        "files": {file: asdict(one) for file, one in stored.items()},
+    }
+    (folder / MANIFEST).write_text(sealed(content))
 
 
 def _check(path: str, file: Path, stored: StoredFile) -> None:

@@ -1,0 +1,259 @@
+"""Uploaded weights: whether they fit a base model, and their conversion to the checkpoint that runs start from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradwire_proto.v1 import training_pb2 as pb
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gradwire_server.engine.errors import OperationError, invalid
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.policy import lora_config
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.state.checkpoints import write_checkpoint
+from gradwire_server.engine.state.folders import replacing
+from gradwire_server.engine.state.snapshot import WEIGHTS
+
+ADAPTER, MODEL = "adapter", "model"
+ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+PREFIX = "base_model.model."
+"""What peft puts before a tensor's name in a file."""
+TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
+"""Settings of peft that are taken over or checked."""
+WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "loftq_config", "peft_type",
+    "peft_version", "revision", "runtime_config", "task_type",
+}  # fmt: skip
+"""Settings of peft that do not change what an adapter computes on a base model."""
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initialisations of an adapter that leave the base model's weights as they are."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_upload(pool: ModelPool, request: pb.BeginUploadRequest) -> pb.Upload:
+    """Check the descriptions of files against the base model; returns an upload with its settings of LoRA.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT or UNSUPPORTED, saying what does not fit.
+    """
+    configs = {file.name: _json(file) for file in request.files if file.name.endswith(".json")}
+    given: Shapes = {}
+    for file in request.files:
+        if file.name.endswith(".safetensors"):
+            given |= {name: tuple(entry["shape"]) for name, entry in _tensors(file).items()}
+    if request.kind == ADAPTER:
+        settings = _lora_settings(configs.get(ADAPTER_CONFIG, {}), given)
+        _check_adapter(pool, request.base_model, settings, given)
+        return pb.Upload(lora=settings)
+    _check_model(pool, request.base_model, configs.get(MODEL_CONFIG, {}), given)
+    return pb.Upload()
+
+
+def import_upload(pool: ModelPool, folder: Path, upload: pb.Upload) -> None:
+    """Write the checkpoint ``folder/checkpoint`` from the complete files in ``folder/files``.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT if the files do not hold the weights; STORAGE_FULL.
+    """
+    files = folder / "files"
+    with preserved_rng():
+        tensors = _adapter_tensors(files, upload) if upload.kind == ADAPTER else _model_tensors(files, upload)
+    config = pb.RunConfig(base_model=upload.base_model, from_upload=upload.upload_id)
+    if upload.HasField("lora"):
+        config.lora.CopyFrom(upload.lora)
+    with replacing(folder / "checkpoint") as place:
+        write_checkpoint(place, {WEIGHTS: tensors}, run_id=upload.upload_id, name="checkpoint", config=config)
+
+
+# ---- adapters ----
+
+
+def _lora_settings(given: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraSettings:
+    """The settings of an ``adapter_config.json``.
+
+    Raises:
+        OperationError: UNSUPPORTED for a setting that changes what the adapter computes and that runs do not have.
+    """
+    if given.get("peft_type") != "LORA":
+        raise _unsupported(f"the adapter's peft_type is {given.get('peft_type')!r}; runs train LORA adapters")
+    if given.get("task_type") not in (None, "CAUSAL_LM"):
+        raise _unsupported(f"the adapter's task_type is {given['task_type']!r}; it must be CAUSAL_LM or absent")
+    if given.get("init_lora_weights", True) not in PLAIN_STARTS:
+        raise _unsupported(
+            f"the adapter was initialised by {given['init_lora_weights']!r}, which changed the base model's weights"
+            " too; convert it with peft's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    usual = LoraConfig()
+    unknown = {
+        name: value
+        for name, value in given.items()
+        if name not in TAKEN | WITHOUT_EFFECT and value and value != getattr(usual, name, None)
+    }
+    if unknown:
+        listed = ", ".join(f"{name}={json.dumps(value)[:100]}" for name, value in sorted(unknown.items()))
+        raise _unsupported(f"the adapter's {ADAPTER_CONFIG} has settings that runs do not have: {listed}")
+    rank, alpha = given.get("r"), given.get("lora_alpha", 0)
+    dropout, targets = given.get("lora_dropout", 0.0), given.get("target_modules")
+    if type(rank) is not int or rank < 1:
+        raise invalid(f"{ADAPTER_CONFIG}: r is {rank!r}; it is a whole number of at least 1", "path")
+    for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)):
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise invalid(f"{ADAPTER_CONFIG}: {name} is {value!r}; it is a positive number", "path")
+    if isinstance(targets, list):
+        modules = sorted(str(target) for target in targets)
+    elif targets == "all-linear":
+        modules = []
+    else:  # a regular expression: what it matched is in the file
+        modules = sorted({_module(name).rpartition(".")[2] for name in tensors})
+    scale = math.sqrt(rank) if given.get("use_rslora") else 1.0
+    return pb.LoraSettings(rank=rank, alpha=alpha * scale, dropout=dropout, target_modules=modules)
+
+
+def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensors: Shapes) -> None:
+    strange = [name for name in tensors if not name.startswith(PREFIX)]
+    if strange:
+        raise invalid(f"the adapter's tensor {strange[0]!r} is not named as peft names them: {PREFIX}...", "path")
+    model = pool.meta_model(base)
+    modules = {name for name, _ in model.named_modules()}
+    given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items()}
+    lacking = sorted({module for name in given if (module := _module(name)) not in modules})
+    if lacking:
+        raise invalid(f"the base model {base!r} has no module {_some(lacking)}, which the adapter changes", "path")
+    for target in settings.target_modules:
+        if not any(name == target or name.endswith(f".{target}") for name in modules):
+            raise invalid(
+                f"{ADAPTER_CONFIG}: the base model {base!r} has no module {target!r}, a target of the adapter", "path"
+            )
+    try:
+        with preserved_rng(), torch.device("meta"):
+            PeftModel(model, lora_config(model, settings), adapter_name="upload", autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise invalid(f"the adapter does not fit the base model {base!r}: {error}", "path") from error
+    expected = {
+        name.replace(".upload", ""): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if "upload" in name.split(".")
+    }
+    where = ", ".join(settings.target_modules) or "every linear layer"
+    _compare(expected, given, f"an adapter of rank {settings.rank} on {where} of {base!r}")
+
+
+def _adapter_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in upload.files:
+        if file.name.endswith(".safetensors"):
+            loaded = load_file(files / file.name)
+            found |= {name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}
+    return found
+
+
+def _module(tensor: str) -> str:
+    """The module that an adapter's tensor changes."""
+    return tensor.removeprefix(PREFIX).partition(".lora_")[0]
+
+
+# ---- whole models ----
+
+
+def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: Shapes) -> None:
+    facts = pool.facts(base)
+    try:
+        rest = {name: value for name, value in config.items() if name != "model_type"}
+        described = AutoConfig.for_model(config.get("model_type", ""), **rest)
+        with preserved_rng(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise invalid(f"{MODEL_CONFIG} does not describe a causal LM of transformers: {error}", "path") from error
+    if type(model).__name__ != facts.architecture:
+        raise invalid(
+            f"the folder holds a {type(model).__name__}, and the base model {base!r} is a {facts.architecture}", "path"
+        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    mine = {name: tuple(parameter.shape) for name, parameter in pool.meta_model(base).named_parameters()}
+    _compare(mine, shapes, f"the base model {base!r}")
+    for name, shape in given.items():
+        if shapes.get(name, shape) != shape:
+            raise invalid(f"{name!r} is {list(shape)} in the file and {list(shapes[name])} by {MODEL_CONFIG}", "path")
+
+
+def _model_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
+    """The parameters as transformers loads them, in the precision of the files."""
+    kinds = {entry["dtype"] for file in _heads(files, upload) for entry in _tensors(file).values()}
+    dtype = torch.float64 if "F64" in kinds else torch.float32 if "F32" in kinds else "auto"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise invalid(f"the folder could not be loaded by transformers: {error}", "path") from error
+    model, found = loaded
+    for problem in ("missing_keys", "unexpected_keys"):
+        if names := sorted(found[problem]):
+            raise invalid(f"the folder's weights have {problem.replace('_', ' ')}: {_some(names)}", "path")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+# ---- files ----
+
+
+def _heads(files: Path, upload: pb.Upload) -> Iterable[pb.UploadFile]:
+    for file in upload.files:
+        if file.name.endswith(".safetensors"):
+            with (files / file.name).open("rb") as stream:
+                yield pb.UploadFile(name=file.name, head=stream.read(int.from_bytes(stream.read(8), "little")))
+
+
+def _tensors(file: pb.UploadFile) -> dict[str, Any]:
+    """Name -> dtype and shape of the tensors of a safetensors file, by its header.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT.
+    """
+    entries = {name: entry for name, entry in _json(file).items() if name != "__metadata__"}
+    for entry in entries.values():
+        if not (isinstance(entry, dict) and isinstance(entry.get("shape"), list) and "dtype" in entry):
+            raise invalid(f"{file.name} has no header of safetensors", "path")
+    return entries
+
+
+def _json(file: pb.UploadFile) -> dict[str, Any]:
+    try:
+        content = json.loads(file.head)
+    except ValueError as error:
+        raise invalid(f"{file.name} is not JSON, or has no header of safetensors: {error}", "path") from error
+    if not isinstance(content, dict):
+        raise invalid(f"{file.name} holds no JSON object", "path")
+    return content
+
+
+def _compare(expected: Shapes, given: Shapes, what: str) -> None:
+    """Raise INVALID_ARGUMENT unless names and shapes agree."""
+    for problem, names in (("lack", expected.keys() - given.keys()), ("also have", given.keys() - expected.keys())):
+        if names:
+            raise invalid(f"the weights are not those of {what}: they {problem} {_some(sorted(names))}", "path")
+    wrong = sorted(name for name, shape in expected.items() if given[name] != shape)
+    if wrong:
+        name = wrong[0]
+        raise invalid(
+            f"the weights are not those of {what}: {name!r} is {list(given[name])} and must be {list(expected[name])}"
+            + (f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""),
+            "path",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _unsupported(message: str) -> OperationError:
+    return OperationError(pb.ERROR_CODE_UNSUPPORTED, message, field="path")

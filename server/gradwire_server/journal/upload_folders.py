@@ -1,0 +1,110 @@
+"""The folders of uploads on disk.
+
+An upload is a folder ``uploads/ID`` of the state folder. While it is received it holds ``upload.json`` and ``files/``,
+whose sizes say how much has arrived; when it is finished the engine makes a checkpoint of the files, ``checkpoint/``,
+and they go.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf import json_format
+from gradwire_proto.v1 import journal_pb2
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.checkpoint_files import DamagedCheckpoint, StoredFile, read_sealed, sealed
+from gradwire_server.durable_files import make_folder, replace_text, sync, sync_tree
+from gradwire_server.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION, FILES, CHECKPOINT = "upload.json", "files", "checkpoint"
+
+
+class UploadFolders:
+    """The uploads of a state folder."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._place = state_dir / "uploads"
+
+    def load(self) -> Iterator[journal_pb2.UploadDescription]:
+        """Read the descriptions, and delete the folders whose description is missing or damaged."""
+        for folder in sorted(self._place.glob("*")):
+            try:
+                content = read_sealed(folder / DESCRIPTION)
+                described = json_format.ParseDict(content, journal_pb2.UploadDescription())
+            except (OSError, ValueError, KeyError, TypeError, json_format.ParseError) as error:
+                log.warning("the upload %s is deleted: its description cannot be read: %s", folder.name, error)
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            yield described
+
+    def create(self, described: journal_pb2.UploadDescription) -> None:
+        """Make the folder of an upload; durable when it returns."""
+        make_folder(self._place / described.upload.upload_id / FILES)
+        self.describe(described)
+
+    def describe(self, described: journal_pb2.UploadDescription) -> None:
+        """Write the description of an upload; durable when it returns."""
+        text = sealed(json_format.MessageToDict(described, preserving_proto_field_name=True))
+        replace_text(self._place / described.upload.upload_id / DESCRIPTION, text)
+
+    def received_bytes(self, upload_id: str, name: str) -> int:
+        """Bytes of a file that have arrived."""
+        return _size(self._place / upload_id / FILES / name)
+
+    def append(self, upload_id: str, name: str, offset: int, chunk: bytes) -> int:
+        """Add to a file what it does not have of a chunk, and return its size; a chunk behind its end adds nothing."""
+        file = self._place / upload_id / FILES / name
+        size = _size(file)
+        if offset <= size < offset + len(chunk):
+            with file.open("ab") as stream:
+                stream.write(chunk[size - offset :])
+        return _size(file)
+
+    def check(self, upload: pb.Upload) -> None:
+        """Read the files, and put them on disk; one that is not what was announced is deleted, to be sent again.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT for incomplete files, PAYLOAD_CORRUPT for a digest that does not match.
+        """
+        folder = self._place / upload.upload_id / FILES
+        for file in upload.files:
+            try:
+                StoredFile(file.size_bytes, file.digest.hex()).check(folder / file.name)
+            except DamagedCheckpoint as error:
+                if _size(folder / file.name) < file.size_bytes:
+                    message = f"the upload is not complete: {file.name} has not arrived"
+                    raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="path") from error
+                (folder / file.name).unlink()
+                message = f"{file.name} did not arrive as it was announced; upload the folder again"
+                raise ServiceError(pb.ERROR_CODE_PAYLOAD_CORRUPT, message, field="path") from error
+        sync_tree(folder)
+
+    def drop_files(self, upload_id: str) -> None:
+        """Delete the files as they arrived."""
+        shutil.rmtree(self._place / upload_id / FILES, ignore_errors=True)
+
+    def checkpoint(self, upload_id: str) -> Path:
+        """The folder of the checkpoint that was made of the files."""
+        return self._place / upload_id / CHECKPOINT
+
+    def last_change(self, upload_id: str) -> float:
+        """Unix time at which the upload was begun or added to."""
+        folder = self._place / upload_id
+        return max(place.stat().st_mtime for place in (folder / DESCRIPTION, *(folder / FILES).glob("*")))
+
+    def remove(self, upload_id: str) -> None:
+        """Delete an upload; what a crash leaves of it is deleted at the next start."""
+        folder = self._place / upload_id
+        (folder / DESCRIPTION).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        sync(self._place)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

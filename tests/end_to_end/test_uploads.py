@@ -13,6 +13,7 @@ import gradwire
 import numpy as np
 import pytest
 import torch
+from gradwire.cli.app import app
 from gradwire.errors import (
     ConnectionLostError,
     InvalidArgumentError,
@@ -25,6 +26,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.server import Server
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 ROWS: Any = [[1, 20, 21, 22, 23], [1, 30, 31, 32, 33, 34]]
 BATCH = {"input_ids": ROWS}
@@ -304,9 +306,20 @@ async def test_runs_from_an_upload_survive_kills_and_forks(
         server.end()
 
 
-def test_the_blocking_client(server: Server, adapter: Path) -> None:
+def test_the_blocking_client_and_the_command(server: Server, adapter: Path) -> None:
     with gradwire.sync.connect(server.address, connect_timeout=120) as service:
         run = service.create_run("tiny", from_adapter=adapter)
         assert run.info().lora == {"rank": 4, "alpha": 6.0, "dropout": 0.0, "target_modules": ["q_proj", "up_proj"]}
         ids = {each.upload_id for each in service.list_uploads()}
-        assert service.upload_adapter(adapter).upload_id in ids
+        upload_id = service.upload_adapter(adapter).upload_id
+        assert upload_id in ids
+
+    def run_command(*words: str) -> str:
+        words = ("uploads", *words, "--address", server.address)
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200", "GRADWIRE_API_KEY": None}).output
+
+    [row] = [line for line in run_command("list").splitlines() if upload_id in line]
+    assert "adapter" in row and "tiny" in row and "all" in row
+    assert run_command("delete", upload_id) == f"deleted {upload_id}\n"
+    assert upload_id not in run_command("list")
+    assert "there is no upload" in run_command("delete", upload_id)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire import __version__
-from gradwire.cli import runs
+from gradwire.cli import runs, uploads
 from gradwire.cli.doctor import doctor
 from gradwire.cli.plugins import Commands
 from gradwire.cli.render import render
@@ -41,6 +41,7 @@ app.command()(status)
 app.command()(top)
 app.add_typer(runs.app, name="runs")
 app.command()(render)
+app.add_typer(uploads.app, name="uploads")
 app.command()(doctor)
 
 

@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits
-from gradwire_server.core.uploads import Uploads, take_settings
+from gradwire_server.core.uploads import Uploads
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
 from gradwire_server.journal.run_records import RunRecord, RunRecords, new_record
@@ -55,7 +55,7 @@ class RunCreation:
             config.base_model = self._models.find(config.base_model, "base_model")
         if config.from_upload:
             upload = self._uploads.ready(caller, config.from_upload)
-            take_settings(config, upload)
+            _take_settings(config, upload)
         self._check(config, idempotency_key)
         request = pb.CreateRunRequest(config=given, idempotency_key=idempotency_key)
         record = new_record(caller.name, config, idempotency_key, _content(request))
@@ -152,6 +152,39 @@ class RunCreation:
                 raise limit_exceeded(f"{count} {field}", "max_tags", self._limits.max_tags, field)
         for field, text in texts:
             check_length(text, "max_name_chars", self._limits.max_name_chars, field)
+
+
+def _take_settings(config: pb.RunConfig, upload: pb.Upload) -> None:
+    """Complete a run's settings with those of the upload that it starts from.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT for a setting that differs from the upload's.
+    """
+    if config.base_model and config.base_model != upload.base_model:
+        raise _differs("base_model", config.base_model, upload.base_model)
+    config.base_model = upload.base_model
+    if upload.kind == "model":
+        if config.HasField("lora"):
+            raise ServiceError(
+                pb.ERROR_CODE_UNSUPPORTED,
+                "LoRA runs share the server's copy of the base model, so they cannot start from an uploaded whole"
+                " model: leave lora out to train all weights, or serve the folder itself with `gradwire serve --model`",
+                field="lora",
+            )
+        return
+    given, own = config.lora, upload.lora
+    for name in ("rank", "alpha"):
+        if getattr(given, name) and getattr(given, name) != getattr(own, name):
+            raise _differs(f"lora.{name}", getattr(given, name), getattr(own, name))
+    if given.target_modules and sorted(given.target_modules) != list(own.target_modules):
+        raise _differs("lora.target_modules", list(given.target_modules), list(own.target_modules) or "all-linear")
+    dropout = given.dropout or own.dropout  # a setting of the training, not of the weights
+    config.lora.CopyFrom(own)
+    config.lora.dropout = dropout
+
+
+def _differs(field: str, given: object, own: object) -> ServiceError:
+    return _invalid(f"{field} is {given!r}, and the uploaded adapter's is {own!r}: leave it out", field)
 
 
 def _content(request: pb.CreateRunRequest | pb.ForkRunRequest) -> bytes:

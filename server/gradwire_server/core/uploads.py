@@ -58,6 +58,9 @@ class Uploads:
     def load(self) -> None:
         """Read the uploads of the folder, and delete abandoned and unreadable ones."""
         self._known = {described.upload.upload_id: described for described in self._folders.load()}
+        for upload_id, known in self._known.items():
+            if known.upload.ready:  # a crash may have left them
+                self._folders.drop_files(upload_id)
         self._collect()
 
     async def begin(self, caller: Caller, request: pb.BeginUploadRequest) -> pb.Upload:
@@ -264,35 +267,6 @@ class Uploads:
                 self._folders.remove(upload_id)
 
 
-def take_settings(config: pb.RunConfig, upload: pb.Upload) -> None:
-    """Complete a run's settings with those of the upload that it starts from.
-
-    Raises:
-        ServiceError: INVALID_ARGUMENT for a setting that differs from the upload's.
-    """
-    if config.base_model and config.base_model != upload.base_model:
-        raise _differs("base_model", config.base_model, upload.base_model)
-    config.base_model = upload.base_model
-    if upload.kind == "model":
-        if config.HasField("lora"):
-            raise ServiceError(
-                pb.ERROR_CODE_UNSUPPORTED,
-                "LoRA runs share the server's copy of the base model, so they cannot start from an uploaded whole"
-                " model: leave lora out to train all weights, or serve the folder itself with `gradwire serve --model`",
-                field="lora",
-            )
-        return
-    given, own = config.lora, upload.lora
-    for name in ("rank", "alpha"):
-        if getattr(given, name) and getattr(given, name) != getattr(own, name):
-            raise _differs(f"lora.{name}", getattr(given, name), getattr(own, name))
-    if given.target_modules and sorted(given.target_modules) != list(own.target_modules):
-        raise _differs("lora.target_modules", list(given.target_modules), list(own.target_modules) or "all-linear")
-    dropout = given.dropout or own.dropout  # a setting of the training, not of the weights
-    config.lora.CopyFrom(own)
-    config.lora.dropout = dropout
-
-
 def _may_use(caller: Caller, known: journal_pb2.UploadDescription) -> bool:
     return caller.role == "admin" or caller.name == known.owner
 
@@ -301,10 +275,6 @@ def _is_same(trained_on: str, name: str, path: str) -> bool:
     """Whether a model is the one that an adapter names: by its name or path, or by the last part of either."""
     last = PurePosixPath(trained_on).name
     return bool(last) and (trained_on in (name, path) or last in (PurePosixPath(name).name, PurePosixPath(path).name))
-
-
-def _differs(field: str, given: object, own: object) -> ServiceError:
-    return _invalid(f"{field} is {given!r}, and the uploaded adapter's is {own!r}: leave it out", field)
 
 
 def _invalid(message: str, field: str = "path") -> ServiceError:

@@ -7,8 +7,10 @@ and they go.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,12 +60,22 @@ class UploadFolders:
         return _size(self._place / upload_id / FILES / name)
 
     def append(self, upload_id: str, name: str, offset: int, chunk: bytes) -> int:
-        """Add to a file what it does not have of a chunk, and return its size; a chunk behind its end adds nothing."""
+        """Add to a file what it does not have of a chunk, and return its size; a chunk behind its end adds nothing.
+
+        Raises:
+            ServiceError: STORAGE_FULL.
+        """
         file = self._place / upload_id / FILES / name
         size = _size(file)
-        if offset <= size < offset + len(chunk):
-            with file.open("ab") as stream:
-                stream.write(chunk[size - offset :])
+        try:
+            if offset <= size < offset + len(chunk):
+                with file.open("ab") as stream:
+                    stream.write(chunk[size - offset :])
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            message = f"the server's disk is full: {name!r} was not written"
+            raise ServiceError(pb.ERROR_CODE_STORAGE_FULL, message) from error
         return _size(file)
 
     def check(self, upload: pb.Upload) -> None:
@@ -94,9 +106,12 @@ class UploadFolders:
         return self._place / upload_id / CHECKPOINT
 
     def last_change(self, upload_id: str) -> float:
-        """Unix time at which the upload was begun or added to."""
+        """Unix time at which the upload was begun or added to; now if it is being made or deleted."""
         folder = self._place / upload_id
-        return max(place.stat().st_mtime for place in (folder / DESCRIPTION, *(folder / FILES).glob("*")))
+        try:
+            return max(place.stat().st_mtime for place in (folder / DESCRIPTION, *(folder / FILES).glob("*")))
+        except FileNotFoundError:
+            return time.time()
 
     def remove(self, upload_id: str) -> None:
         """Delete an upload; what a crash leaves of it is deleted at the next start."""

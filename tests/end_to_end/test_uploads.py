@@ -231,6 +231,9 @@ async def test_a_whole_model(service: gradwire.ServiceClient, tiny_model_path: P
     (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 3}))
     with pytest.raises(InvalidArgumentError, match=r"not those of the base model 'tiny': they also have 'model.layers"):
         await service.create_run("tiny", from_checkpoint=folder)
+    (folder / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    with pytest.raises(InvalidArgumentError, match=r"says rms_norm_eps=0.5, and the base model 'tiny' has"):
+        await service.create_run("tiny", from_checkpoint=folder)
     (folder / "config.json").write_text(json.dumps(settings))
     next(folder.glob("model-00002*.safetensors")).unlink()
     with pytest.raises(InvalidArgumentError, match=r"could not be loaded by transformers|missing keys"):

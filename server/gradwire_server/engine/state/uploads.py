@@ -37,6 +37,12 @@ WITHOUT_EFFECT = {
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations of an adapter that leave the base model's weights as they are."""
 
+NOT_COMPUTED = {
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id",
+    "initializer_range", "pad_token_id", "resid_pdrop", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Settings of a model that do not change its logits."""
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -102,13 +108,14 @@ def _lora_settings(given: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraS
     if unknown:
         listed = ", ".join(f"{name}={json.dumps(value)[:100]}" for name, value in sorted(unknown.items()))
         raise _unsupported(f"the adapter's {ADAPTER_CONFIG} has settings that runs do not have: {listed}")
-    rank, alpha = given.get("r"), given.get("lora_alpha", 0)
+    rank, alpha = given.get("r", usual.r), given.get("lora_alpha", usual.lora_alpha)
     dropout, targets = given.get("lora_dropout", 0.0), given.get("target_modules")
     if type(rank) is not int or rank < 1:
         raise invalid(f"{ADAPTER_CONFIG}: r is {rank!r}; it is a whole number of at least 1", "path")
-    for name, value in (("lora_alpha", alpha), ("lora_dropout", dropout)):
-        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise invalid(f"{ADAPTER_CONFIG}: {name} is {value!r}; it is a positive number", "path")
+    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise invalid(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}; it is a positive number", "path")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise invalid(f"{ADAPTER_CONFIG}: lora_dropout is {dropout!r}; 0 <= lora_dropout < 1", "path")
     if isinstance(targets, list):
         modules = sorted(str(target) for target in targets)
     elif targets == "all-linear":
@@ -179,8 +186,17 @@ def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: S
             f"the folder holds a {type(model).__name__}, and the base model {base!r} is a {facts.architecture}", "path"
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    mine = {name: tuple(parameter.shape) for name, parameter in pool.meta_model(base).named_parameters()}
-    _compare(mine, shapes, f"the base model {base!r}")
+    mine = pool.meta_model(base)
+    expected = {name: tuple(parameter.shape) for name, parameter in mine.named_parameters()}
+    _compare(expected, shapes, f"the base model {base!r}")
+    own, theirs = mine.config.to_dict(), model.config.to_dict()
+    for name in sorted((own.keys() | theirs.keys()) - NOT_COMPUTED):
+        if own.get(name) != theirs.get(name):
+            raise invalid(
+                f"{MODEL_CONFIG} says {name}={theirs.get(name)!r}, and the base model {base!r} has {own.get(name)!r}:"
+                " the weights would compute something else there",
+                "path",
+            )
     for name, shape in given.items():
         if shapes.get(name, shape) != shape:
             raise invalid(f"{name!r} is {list(shape)} in the file and {list(shapes[name])} by {MODEL_CONFIG}", "path")

@@ -70,6 +70,7 @@ class Manifest:
         config: The run's configuration.
         versions: Versions of the code that wrote it.
         files: Stored files by name.
+        weights_only: Whether it holds weights alone, and not the whole state of the run.
     """
 
     run_id: str
@@ -81,6 +82,7 @@ class Manifest:
     config: training_pb2.RunConfig
     versions: Mapping[str, str]
     files: Mapping[str, StoredFile]
+    weights_only: bool = False
 
     @property
     def path(self) -> str:
@@ -99,6 +101,7 @@ class Manifest:
             size_bytes=self.size_bytes,
             created_at=self.created_at,
             note=self.note,
+            weights_only=self.weights_only,
         )
 
 
@@ -122,6 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
             config=json_format.ParseDict(content["config"], training_pb2.RunConfig()),
             versions=content["versions"],
             files={name: StoredFile(**stored) for name, stored in content["files"].items()},
+            weights_only=content.get("weights_only", False),
         )
     except FileNotFoundError:
         if folder.exists():

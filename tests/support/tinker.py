@@ -89,6 +89,12 @@ class TinkerClient:
         assert answer.status_code == status, (route, answer.status_code, answer.text)
         return answer.json() if answer.headers["content-type"] == "application/json" else answer.content
 
+    async def send(self, method: str, route: str, status: int = 200, **given: Any) -> Any:
+        """The JSON of a request of any method, which must have this status."""
+        answer = await self._http.request(method, "/api/v1/" + route, **given)
+        assert answer.status_code == status, (route, answer.status_code, answer.text)
+        return answer.json()
+
     async def begin(self) -> TinkerClient:
         await self.post("client/config", {"sdk_version": "0.38.0"})
         self.session_id = (await self.post("create_session", {"tags": [], "sdk_version": "0.38.0"}))["session_id"]

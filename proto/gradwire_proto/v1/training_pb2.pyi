@@ -2358,24 +2358,31 @@ Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
 
 @_typing.final
 class SaveCheckpoint(_message.Message):
+    """Weights alone are enough to sample, to score, and for runs that start from them with a fresh optimizer; a recovery never
+    uses such a checkpoint. Empty name: "step-N".
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     OVERWRITE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     note: _builtins.str
     overwrite: _builtins.bool
+    weights_only: _builtins.bool
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         note: _builtins.str = ...,
         overwrite: _builtins.bool = ...,
+        weights_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "note", b"note", "overwrite", b"overwrite"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "note", b"note", "overwrite", b"overwrite", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2784,6 +2791,7 @@ class Checkpoint(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """"RUN_ID/NAME" """
     name: _builtins.str
@@ -2793,6 +2801,8 @@ class Checkpoint(_message.Message):
     size_bytes: _builtins.int
     created_at: _builtins.float
     note: _builtins.str
+    weights_only: _builtins.bool
+    """without the optimizer and all else that continuing a run takes"""
     def __init__(
         self,
         *,
@@ -2803,10 +2813,11 @@ class Checkpoint(_message.Message):
         size_bytes: _builtins.int = ...,
         created_at: _builtins.float = ...,
         note: _builtins.str = ...,
+        weights_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "name", b"name", "note", b"note", "path", b"path", "seq", b"seq", "size_bytes", b"size_bytes", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "name", b"name", "note", b"note", "path", b"path", "seq", b"seq", "size_bytes", b"size_bytes", "step", b"step", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

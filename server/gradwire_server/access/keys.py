@@ -107,15 +107,26 @@ class KeyFile:
         except FileNotFoundError:
             return ()
 
-    def create(self, name: str, role: Role = "user", quota: Quota | None = None, *, replace: bool = False) -> str:
+    def create(
+        self,
+        name: str,
+        role: Role = "user",
+        quota: Quota | None = None,
+        *,
+        replace: bool = False,
+        prefix: str = "gw_",
+    ) -> str:
         """Create a key and return its secret, which is not stored and cannot be shown again.
+
+        Args:
+            prefix: Beginning of the secret.
 
         Raises:
             ValueError: The name is invalid, or has a key already and ``replace`` is not set.
         """
         if not KEY_NAME.fullmatch(name):
             raise ValueError(f"{name[:100]!r} is not a name: letters, digits, '.', '_', '@', '-', 100 at most")
-        secret = "gw_" + secrets.token_urlsafe(32)
+        secret = prefix + secrets.token_urlsafe(32)
         with self._changing() as keys:
             if any(key.name == name and key.revoked_at is None for key in keys) and not replace:
                 raise ValueError(f"{name} has a key already; --replace revokes it and makes another for the same runs")

@@ -17,6 +17,7 @@ console = Console(stderr=True, soft_wrap=True)
 
 StateDir = Annotated[Path, typer.Option(envvar="GRADWIRE_STATE_DIR", help="Of the server whose keys they are.")]
 STATE_DIR = Path("gradwire-state")
+PREFIX, TINKER_PREFIX = "gw_", "tml-"
 
 
 @app.command()
@@ -25,6 +26,7 @@ def create(
     state_dir: StateDir = STATE_DIR,
     admin: Annotated[bool, typer.Option("--admin", help="Reads and writes every run.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Revoke the key that the name has.")] = False,
+    tinker: Annotated[bool, typer.Option("--tinker", help="In the form that the tinker SDK accepts: tml-…")] = False,
     runs: Annotated[int | None, typer.Option(help="Quota: runs it may keep.")] = None,
     upload_bytes: Annotated[int | None, typer.Option(help="Quota: bytes of its uploads.")] = None,
     queued_operations: Annotated[int | None, typer.Option(help="Quota: operations without a result.")] = None,
@@ -39,7 +41,8 @@ def create(
             runs=runs, upload_bytes=upload_bytes, queued_operations=queued_operations,
             queued_bytes=queued_bytes, tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
         )  # fmt: skip
-        secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace)
+        prefix = TINKER_PREFIX if tinker else PREFIX
+        secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace, prefix=prefix)
     except ValueError as error:
         _fail(error)
     console.print(f"key of {name} ({role}); it is not shown again:", markup=False)

@@ -23,6 +23,8 @@ ORIGIN = "fork-origin"
 """Folder name, among a fork's checkpoints, of its copy of the checkpoint from which it started."""
 AUTOMATIC = "auto-"
 """Name prefix of automatic checkpoints."""
+SNAPSHOT = "snapshot."
+"""Name prefix of weights that a door keeps for a sampler and deletes itself; they are counted apart."""
 
 
 class CheckpointRecords:

@@ -198,7 +198,8 @@ def _enter(
     operations = operations | {
         seq: found for seq, found in results.items() if seq not in operations and found.record.HasField("operation")
     }
-    base, newest, last = _reach(manifests, operations, results, bool(log.cut))
+    complete_states = [manifest for manifest in manifests if not manifest.weights_only]
+    base, newest, last = _reach(complete_states, operations, results, bool(log.cut))
     kept = {seq: found for seq, found in results.items() if seq <= last}
     decided = [seq for seq, found in kept.items() if found.record.result.status != pb.STATUS_CANCELLED]
     carried_out = max([newest, *decided])
@@ -226,7 +227,7 @@ def _enter(
         connection.execute("INSERT INTO readers VALUES (?, ?)", (run_id, reader))
     epoch = max([found.record.operation.epoch for found in operations.values()], default=0)
     marks = kept[max(decided)].record if decided and max(decided) >= newest else None
-    step = manifests[-1].step if manifests else _origin_step(folder, about)
+    step = complete_states[-1].step if complete_states else _origin_step(folder, about)
     if marks is not None:
         step = marks.step
     values = {

@@ -109,9 +109,14 @@ class RunRecord:
         self.trimmed_seq = max(self.trimmed_seq, up_to_seq)
 
     @property
+    def complete_checkpoints(self) -> list[pb.Checkpoint]:
+        """The checkpoints from which the run could be restored."""
+        return [saved for saved in self.checkpoints.values() if not saved.weights_only]
+
+    @property
     def newest_checkpoint(self) -> pb.Checkpoint | None:
-        """The checkpoint that contains the most operations; None if there is none."""
-        return max(self.checkpoints.values(), key=lambda checkpoint: checkpoint.seq, default=None)
+        """The one of those that contains the most operations; None if there is none."""
+        return max(self.complete_checkpoints, key=lambda checkpoint: checkpoint.seq, default=None)
 
     def description(self) -> journal_pb2.RunDescription:
         """What of the row does not follow from the run's operations."""

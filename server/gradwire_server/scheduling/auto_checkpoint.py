@@ -120,7 +120,7 @@ class AutoCheckpoint:
         except ServiceError as error:
             log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
             return
-        older = [saved.seq for saved in record.checkpoints.values() if saved.seq < newest.seq]
+        older = [saved.seq for saved in record.complete_checkpoints if saved.seq < newest.seq]
         if not older:
             return
         previous = max(older)
@@ -140,7 +140,7 @@ class AutoCheckpoint:
         used = await self._checkpoints.user_of(record.run_id, name)
         if used is not None:
             raise in_use(*used)
-        rest = [saved.seq for saved in record.checkpoints.values() if saved.name != name]
+        rest = [saved.seq for saved in record.complete_checkpoints if saved.name != name]
         if record.trimmed_seq and max(rest, default=0) < record.trimmed_seq:
             raise ServiceError(
                 pb.ERROR_CODE_UNSUPPORTED,

@@ -12,7 +12,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
-from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN
+from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
@@ -68,6 +68,12 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
             return _invalid(
                 f"{name[:100]!r} is not a name: letters, digits, '.', '_', '-', 100 at most", "name", NAME.pattern
             )
+        if (
+            kind == "save_checkpoint"
+            and name.startswith(SNAPSHOT)
+            and not header.operation.save_checkpoint.weights_only
+        ):
+            return _invalid(f"{name[:100]!r}: names that begin with {SNAPSHOT} are those of snapshots", "name")
         if kind == "save_checkpoint" and (name == ORIGIN or name.startswith(AUTOMATIC)):
             return _invalid(f"{name[:100]!r} is the server's own name for a checkpoint; choose another", "name")
     return None
@@ -171,10 +177,13 @@ def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limi
 def check_room(save: pb.SaveCheckpoint, checkpoints: Mapping[str, pb.Checkpoint], limits: Limits) -> pb.Error | None:
     """Return an error if a run may not keep another checkpoint.
 
-    The size of the new checkpoint is not known yet, so only the bytes of those already kept are counted.
+    Snapshots count apart from other checkpoints, against limits of the same size. The size of the new checkpoint is not
+    known yet, so only the bytes of those already kept are counted.
     """
     kept = [one for one in checkpoints.values() if not (save.overwrite and one.name == save.name)]
+    snapshot = save.name.startswith(SNAPSHOT)
     kept = [one for one in kept if one.name != ORIGIN and not one.name.startswith(AUTOMATIC)]
+    kept = [one for one in kept if one.name.startswith(SNAPSHOT) == snapshot]
     if len(kept) >= limits.max_checkpoints:
         return _limit(f"the run keeps {len(kept)} checkpoints already", "max_checkpoints", limits.max_checkpoints)
     size = sum(one.size_bytes for one in kept)

@@ -119,7 +119,7 @@ async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceEr
     Returns:
         The number of the last operation that the state contains, 0 for the origin; what the run is computed with.
     """
-    for checkpoint in sorted(record.checkpoints.values(), key=lambda saved: saved.seq, reverse=True):
+    for checkpoint in sorted(record.complete_checkpoints, key=lambda saved: saved.seq, reverse=True):
         create = engine_pb2.EngineCreateRun(run_id=record.run_id, config=record.config, checkpoint=checkpoint.path)
         try:
             reply, _ = await engine.request(engine_pb2.EngineRequest(create_run=create))

@@ -75,7 +75,7 @@ class Results:
             operation.trace.end(result)
             if queue.record.rewound_epoch == rewound_epoch:
                 queue.stored(StoredResult(result, payload), checkpoint)
-                if checkpoint is not None:
+                if checkpoint is not None and not checkpoint.weights_only:
                     self._keep(self._saved(queue.record, checkpoint))
             end()
 

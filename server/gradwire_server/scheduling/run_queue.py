@@ -331,7 +331,7 @@ class RunQueue:
                 record.failure_seq, record.failure = 0, ""
         self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
         if result.status == pb.STATUS_SUCCEEDED:
-            if operation.kind == "save_checkpoint":
+            if operation.kind == "save_checkpoint" and not result.checkpoint.weights_only:
                 self.checkpointed()
             elif operation.kind == "optim_step":
                 record.step = result.optim_step.step

@@ -91,6 +91,42 @@ async def test_a_model_is_trained_saved_and_sampled(client: TinkerClient) -> Non
     assert losses[-1] == losses[-2] < losses[2]
 
 
+async def test_checkpoints_are_listed_expire_and_go(client: TinkerClient, server: HttpServer) -> None:
+    model = await client.model()
+    await client.done("forward_backward", forward_backward(model, 1, [_row()]))
+    await client.wait(await client.step(model, 2))
+    for seq, (route, name) in enumerate((("save_weights", "a"), ("save_weights_for_sampler", "a")), 3):
+        asked = {"model_id": model, "seq_id": seq, "path": name, "ttl_seconds": 3600, "user_metadata": {"loss": "1"}}
+        await client.done(route, asked)
+    snapshot = {"model_id": model, "seq_id": 5, "sampling_session_seq_id": 0}
+    sampler = (await client.done("save_weights_for_sampler", snapshot))["sampling_session_id"]
+    runs = f"training_runs/{model}"
+    listed = (await client.send("GET", f"{runs}/checkpoints"))["checkpoints"]
+    assert {each["checkpoint_id"] for each in listed} == {"weights/a", "sampler_weights/a"}
+    sizes = {each["checkpoint_type"]: each["size_bytes"] for each in listed}
+    assert 2.5 * sizes["sampler"] < sizes["training"]  # weights alone, without both moments
+    assert all(each["user_metadata"] == {"loss": "1"} and each["expires_at"] > each["time"] for each in listed)
+    run = await client.send("GET", runs)
+    assert run["lora_rank"] == 4 and run["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/a"
+    everything = await client.send("GET", "training_runs?limit=1")
+    assert everything["cursor"]["limit"] == 1 and everything["training_runs"][0]["training_run_id"] == model
+
+    await client.send("PUT", f"{runs}/checkpoints/weights/a/ttl", json={"ttl_seconds": None})
+    (kept,) = [each for each in (await client.send("GET", "checkpoints"))["checkpoints"]
+               if each["tinker_path"] == f"tinker://{model}/weights/a"]  # fmt: skip
+    assert "expires_at" not in kept
+    await client.send("POST", f"{runs}/checkpoints/weights/a/publish")
+    info = await client.post("weights_info", {"tinker_path": f"tinker://{model}/weights/a"})
+    assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("tiny", 4, False)
+    await client.send("DELETE", f"{runs}/checkpoints/sampler_weights/a")
+    await client.send("DELETE", f"{runs}/checkpoints/sampler_weights/a", 404)
+    gone = {"session_id": client.session_id, "sampling_session_seq_id": 9}
+    await client.post("create_sampling_session", gone | {"model_path": f"tinker://{model}/sampler_weights/a"}, 404)
+    session = await client.send("GET", f"sessions/{client.session_id}")
+    assert session["training_run_ids"] == [model] and session["sampler_ids"] == [sampler]
+    assert client.session_id in (await client.send("GET", "sessions"))["sessions"]
+
+
 async def test_promises_do_not_wait_for_a_number_that_the_client_holds_back(client: TinkerClient) -> None:
     model = await client.model()
     later = [forward_backward(model, seq, [_row(seq)]) for seq in (3, 2)]

@@ -60,8 +60,8 @@ HTTP_STATUS: dict[Code, int] = {
 }
 PASSING = (
     "queued_operations", "queued_bytes", "tokens_per_minute", "max_incoming_bytes", "max_queued_operations",
-    "max_queued_bytes", "max_window", "max_window_bytes", "samples_in_progress", "sample_tokens_per_minute",
-    "key_streams",
+    "max_queued_bytes", "max_window", "max_window_bytes", "key_waiting_calls", "key_streams", "samples_in_progress",
+    "sample_tokens_per_minute",
 )  # fmt: skip
 """Limits under which the same request fits later: 429, not 400."""
 

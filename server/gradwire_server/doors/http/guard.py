@@ -1,8 +1,7 @@
 """What stands before the routes of every protocol: keys, bounded bodies, unforeseen errors, metrics.
 
-A caller without a valid key, or with too many requests under way, is refused before the body is read. The bytes of a
-body count against the key's
-``max_incoming_bytes`` while the request is served.
+A caller without a valid key, or with too many requests under way, is refused before the body is read. A body is
+received in its key's turn, and counts against the bytes that the key's calls may hold while the request is served.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Iterable
 from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
-from gradwire_server.access.keys import Caller
-from gradwire_server.access.quotas import Usage
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import ENCODINGS, decompressed, too_large, unknown_encoding
 from gradwire_server.doors.http.errors import error_response, internal_error
@@ -53,15 +50,19 @@ class GuardedProtocol:
             started = True
             await send(message)
 
-        body = _Body(self._core)
         try:
-            if not scope["path"].removeprefix(self._protocol.prefix).startswith(self._protocol.open_paths):
-                scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
-                async with self._core.calls.turn(caller.name, CallKind.HTTP):
-                    content = await body.read(caller, headers, receive)
-                    await self._protocol.app(scope, _replayed(content, receive), starting)
-            else:
+            if scope["path"].removeprefix(self._protocol.prefix).startswith(self._protocol.open_paths):
                 await self._protocol.app(scope, receive, starting)
+                return
+            scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
+            limit = self._core.config.limits.max_http_body_bytes
+            calls = self._core.calls
+            async with (
+                calls.turn(caller.name, CallKind.HTTP),
+                calls.body(caller.name, lambda: _body(headers, receive, limit)) as content,
+            ):
+                self._core.keys.check(caller)
+                await self._protocol.app(scope, _replayed(content, receive), starting)
         except ServiceError as error:
             status = 413 if error.error.rule.startswith("max_http_body_bytes") else None
             await error_response(error.error, self._protocol.error_body, status)(scope, receive, send)
@@ -71,8 +72,6 @@ class GuardedProtocol:
             reason = internal_error(error, scope["path"])
             if not started:
                 await error_response(reason, self._protocol.error_body)(scope, receive, send)
-        finally:
-            body.release()
 
 
 class _Disconnected(Exception):
@@ -90,40 +89,22 @@ class _Headers:
         self.length = found.get(b"content-length", "")
 
 
-class _Body:
-    """The body of one request, counted against its key until :meth:`release`."""
-
-    def __init__(self, core: Core) -> None:
-        self._core, self._limit = core, core.config.limits.max_http_body_bytes
-        self._usage: Usage | None = None
-        self._held = 0
-
-    async def read(self, caller: Caller, headers: _Headers, receive: Receive) -> bytes:
-        if headers.encoding not in ENCODINGS:
-            raise unknown_encoding(headers.encoding)
-        if headers.length.isdigit() and int(headers.length) > self._limit:
-            raise too_large(headers.length, self._limit)
-        self._usage = self._core.scheduler.usage(caller.name)
-        parts: list[bytes] = []
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            part, more = message.get("body", b""), message.get("more_body", False)
-            if not part:
-                continue
-            if self._held + len(part) > self._limit:
-                raise too_large(f"more than {self._limit}", self._limit)
-            self._usage.receive(len(part))
-            self._held += len(part)
-            parts.append(part)
-        return await decompressed(b"".join(parts), headers.encoding, self._limit)
-
-    def release(self) -> None:
-        if self._usage is not None:
-            self._usage.incoming_bytes -= self._held
-            self._usage, self._held = None, 0
+async def _body(headers: _Headers, receive: Receive, limit: int) -> bytes:
+    if headers.encoding not in ENCODINGS:
+        raise unknown_encoding(headers.encoding)
+    if headers.length.isdigit() and int(headers.length) > limit:
+        raise too_large(headers.length, limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Disconnected
+        part, more = message.get("body", b""), message.get("more_body", False)
+        if (size := size + len(part)) > limit:
+            raise too_large(f"more than {limit}", limit)
+        parts.append(part)
+    return await decompressed(b"".join(parts), headers.encoding, limit)
 
 
 def _replayed(content: bytes, receive: Receive) -> Receive:

@@ -15,16 +15,17 @@ from gradwire_server.engine.state.snapshot import capture, restore
 def save_checkpoint(
     context: EngineContext, run: EngineRun, seq: int, call: training_pb2.SaveCheckpoint, columns: Columns
 ) -> Outcome:
-    """Save all of the run's state as a checkpoint."""
+    """Save the run's state, or its weights alone, as a checkpoint."""
     manifest = context.store.save(
         run.run_id,
         call.name or f"step-{run.step}",
-        capture(run),
+        capture(run, weights_only=call.weights_only),
         config=run.config,
         step=run.step,
         seq=seq,
         note=call.note,
         overwrite=call.overwrite,
+        weights_only=call.weights_only,
     )
     return Outcome(training_pb2.OperationResult(checkpoint=manifest.to_proto()))
 

@@ -138,11 +138,13 @@ class CheckpointStore:
         seq: int,
         note: str = "",
         overwrite: bool = False,
+        weights_only: bool = False,
     ) -> Manifest:
         """Write a checkpoint.
 
         Args:
             files: File name -> tensor name -> tensor; files without tensors are left out.
+            weights_only: Whether ``files`` hold weights alone.
 
         Raises:
             OperationError: INVALID_ARGUMENT for a bad name, ALREADY_EXISTS, or STORAGE_FULL; no partial files remain.
@@ -155,7 +157,10 @@ class CheckpointStore:
                 field="name",
             )
         with replacing(place) as folder:
-            write_checkpoint(folder, files, run_id=run_id, name=name, config=config, step=step, seq=seq, note=note)
+            write_checkpoint(
+                folder, files, run_id=run_id, name=name, config=config, step=step, seq=seq, note=note,
+                weights_only=weights_only,
+            )  # fmt: skip
         return self.manifest(f"{run_id}/{name}")
 
     def _named(self, run_id: str, kind: str, name: str) -> Path:
@@ -182,6 +187,7 @@ def write_checkpoint(
     step: int = 0,
     seq: int = 0,
     note: str = "",
+    weights_only: bool = False,
 ) -> None:
     """Write a checkpoint's files and manifest into an empty folder; arguments as for :meth:`CheckpointStore.save`."""
     stored = {}
@@ -201,7 +207,7 @@ def write_checkpoint(
         "config": json_format.MessageToDict(config, preserving_proto_field_name=True),
         "versions": versions(),
         "files": {file: asdict(one) for file, one in stored.items()},
-    }
+    } | ({"weights_only": True} if weights_only else {})
     (folder / MANIFEST).write_text(sealed(content))
 
 

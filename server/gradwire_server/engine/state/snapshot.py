@@ -20,11 +20,16 @@ EMA = "ema.safetensors"
 RNG = "rng.safetensors"
 
 
-def capture(run: EngineRun) -> dict[str, Mapping[str, Tensor]]:
+def capture(run: EngineRun, *, weights_only: bool = False) -> dict[str, Mapping[str, Tensor]]:
     """File name -> tensors: weights and head, moments, accumulated gradients, moving average, random generators.
 
     Call it outside :meth:`EngineRun.rng`; inside, the run's generators are still those of the operation before.
+
+    Args:
+        weights_only: Leave out all but weights and head.
     """
+    if weights_only:
+        return {WEIGHTS: run.policy.state_tensors()}
     return {
         WEIGHTS: run.policy.state_tensors(),
         MOMENTS: run.optimizer.state_tensors(),
@@ -50,6 +55,14 @@ def restore(
             is then unchanged.
     """
     manifest = store.manifest(path)
+    if manifest.weights_only and not weights_only:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"{path!r} holds weights alone, without the optimizer: load it with weights_only=True, or fork from it"
+            " without with_optimizer",
+            field="checkpoint",
+            rule="a checkpoint of the whole state",
+        )
     headless = not fresh_head and _is_from_before_the_head(run, manifest)
     fresh_head = fresh_head or headless
     _check_kind(run, manifest, fresh_head)

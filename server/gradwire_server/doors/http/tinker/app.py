@@ -12,7 +12,8 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import install
 from gradwire_server.doors.http.protocol import Protocol
-from gradwire_server.doors.http.tinker import futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker import checkpoints, futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.store import TinkerStore
@@ -31,14 +32,17 @@ class Tinker:
         self.store = TinkerStore(core.config.state_dir)
         self.models = Models(core, self.store)
         self.samplers = Samplers(core, self.store)
+        self.collection = TinkerCollection(core, self.store, self.models, self.samplers)
 
     async def start(self) -> None:
         """Read what the state folder holds of the door."""
         await self.store.open()
         await self.models.start()
+        self.collection.start()
 
     async def stop(self) -> None:
         """End what is in progress, and close the store."""
+        await self.collection.stop()
         await self.samplers.stop()
         await self.models.stop()
         await self.store.close()
@@ -51,6 +55,7 @@ def protocol(tinker: Tinker) -> Protocol:
     app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
     app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
     app.include_router(sampling.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
+    app.include_router(checkpoints.routes(tinker.core, tinker.store, tinker.models))
     app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
     return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz",))
 

@@ -17,6 +17,7 @@ from gradwire_proto import codec
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
@@ -125,21 +126,9 @@ class Models:
     async def _made(self, caller: Caller, model: ModelRecord) -> None:
         if model.run_id or model.error:
             return
-        key = f"tinker:{model.model_id}"
         try:
-            if model.path:
-                fork = pb.ForkRunRequest(
-                    checkpoint=self.checkpoint(caller, model.path),
-                    seed=model.seed,
-                    name=model.model_id,
-                    with_optimizer=model.optimizer,
-                    idempotency_key=key,
-                )
-                run = await self._core.fork_run(caller, fork)
-            else:
-                lora = pb.LoraSettings(rank=model.rank, alpha=model.alpha, target_modules=_modules(model))
-                config = pb.RunConfig(base_model=model.base_model, lora=lora, seed=model.seed, name=model.model_id)
-                run = await self._core.create_run(caller, config, key)
+            async with self._core.calls.turn(caller.name, CallKind.CREATE):
+                run = await self._run(caller, model)
             await self._core.open_run(caller, run.run_id, writer_of(model), takeover=True)
             made = {"run_id": run.run_id, "base_model": run.config.base_model, "rank": run.config.lora.rank}
             await self._store.put(self._store.models, model.model_copy(update=made))
@@ -148,6 +137,21 @@ class Models:
                 raise
             failed = {"error": error.error.SerializeToString().hex()}
             await self._store.put(self._store.models, model.model_copy(update=failed))
+
+    async def _run(self, caller: Caller, model: ModelRecord) -> pb.Run:
+        key = f"tinker:{model.model_id}"
+        if model.path:
+            fork = pb.ForkRunRequest(
+                checkpoint=self.checkpoint(caller, model.path),
+                seed=model.seed,
+                name=model.model_id,
+                with_optimizer=model.optimizer,
+                idempotency_key=key,
+            )
+            return await self._core.fork_run(caller, fork)
+        lora = pb.LoraSettings(rank=model.rank, alpha=model.alpha, target_modules=_modules(model))
+        config = pb.RunConfig(base_model=model.base_model, lora=lora, seed=model.seed, name=model.model_id)
+        return await self._core.create_run(caller, config, key)
 
     # ---- operations ----
 
@@ -251,6 +255,13 @@ class Models:
 
     # ---- checkpoints ----
 
+    async def admit(self, caller: Caller, path: str) -> None:
+        """Let a caller read the model of a checkpoint that its owner has published."""
+        saved, model = self._store.saved.get(path), self._store.models.get(TinkerPath.read(path).model_id)
+        if saved is None or model is None or not saved.public or caller.name == model.owner:
+            return
+        await self._core.share_run(Caller(model.owner), model.run_id, caller.name)
+
     def checkpoint(self, caller: Caller, path: str) -> str:
         """The core's path, ``RUN_ID/NAME``, of a checkpoint that the caller may read.
 
@@ -258,8 +269,10 @@ class Models:
             ServiceError: UNKNOWN_CHECKPOINT, INVALID_ARGUMENT.
         """
         named = TinkerPath.read(path)
-        model = self._store.models.get(named.model_id)
+        model, saved_as = self._store.models.get(named.model_id), self._store.saved.get(path)
         if model is None or not model.run_id:
+            raise unknown_checkpoint(path)
+        if saved_as is not None and saved_as.expires_at is not None and saved_as.expires_at <= time.time():
             raise unknown_checkpoint(path)
         try:
             saved = self._core.list_checkpoints(caller, model.run_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -40,11 +41,15 @@ class Samplers:
     Args:
         core: The core that samples.
         store: The door's records.
+
+    Attributes:
+        used_at: Unix time of each sampler's last request.
     """
 
     def __init__(self, core: Core, store: TinkerStore) -> None:
         self._core, self._store = core, store
         self._asked: OrderedDict[tuple[str, int], _Asked] = OrderedDict()
+        self.used_at: dict[str, float] = {}
         self._in_progress = 0
         self._kept_bytes = 0
 
@@ -95,6 +100,7 @@ class Samplers:
         Raises:
             ServiceError: SEQ_REUSED; LIMIT_EXCEEDED for too many at once.
         """
+        self.used_at[sampler.sampler_id] = time.time()
         key, digest = (sampler.sampler_id, seq), hashlib.sha256(content).digest()
         known = self._asked.get(key)
         if known is not None:
@@ -134,6 +140,10 @@ class Samplers:
         if asked is None or not (caller.role == "admin" or caller.name == asked.owner):
             raise SampleGoneError
         return await asyncio.shield(asked.task)
+
+    def busy(self, sampler_id: str) -> bool:
+        """Whether a sample of it is in progress."""
+        return any(key[0] == sampler_id and not asked.task.done() for key, asked in self._asked.items())
 
     def cancel(self, caller: Caller, sampler_id: str, seq: int) -> None:
         """Stop a sample in progress, if there is one."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, Field
 
+from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.models import Models
@@ -97,6 +99,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         session_of(store, caller.name, request.session_id)
         base_model, source = request.base_model or "", ""
         if request.model_path:
+            await models.admit(caller, request.model_path)
             source = models.checkpoint(caller, request.model_path)
             base_model = store.models[TinkerPath.read(request.model_path).model_id].base_model
         elif base_model:
@@ -137,10 +140,14 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         )  # fmt: skip
 
         async def work() -> bytes:
-            return sample_output(await core.sample(caller, asked))
+            async with core.calls.turn(caller.name, CallKind.SAMPLE):
+                return sample_output(await core.sample(caller, asked))
 
         seq = request.seq_id
         promise = samplers.ask(caller, sampler, seq, asked.SerializeToString(deterministic=True), work)
+        await asyncio.sleep(0)  # it begins, and is refused at once if too many wait
+        if (refused := samplers.refused(sampler, seq)) is not None:
+            raise refused
         numbers = [f"{sampler.sampler_id}:{seq}:{number}" for number in range(request.num_samples)]
         return {"request_id": promise, "sample_sequence_ids": numbers}
 

@@ -16,7 +16,6 @@ from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
 from gradwire_server.doors.http.tinker.datums import loss_batch, loss_operation
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import (
-    SNAPSHOT,
     TinkerPath,
     check_name,
     model_id_of,
@@ -27,6 +26,7 @@ from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, SavedRecord, TinkerStore, WidthsRecord
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.checkpoint_records import SNAPSHOT
 
 ALPHA = 32.0
 MAX_NUMBER = 2**31
@@ -167,6 +167,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         if request.session_id is None or request.model_seq_id is None:
             raise _invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
         session_of(store, caller.name, request.session_id)
+        await models.admit(caller, request.path)
         source = (
             store.models[TinkerPath.read(request.path).model_id] if models.checkpoint(caller, request.path) else None
         )
@@ -291,7 +292,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
             snapshot=True,
         )
         await samplers.create(caller, model.session_id, number, sampler)
-        operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name))
+        operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name, weights_only=True))
         promise = await models.submit(
             caller, request.model_id, request.seq_id, "save_snapshot", operation, traceparent=trace
         )
@@ -316,7 +317,8 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
             if record.path not in store.saved:
                 await store.put(store.saved, record)
         overwrite = isinstance(request, SaveWeightsRequest) and request.overwrite
-        operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name, overwrite=overwrite))
+        save = pb.SaveCheckpoint(name=name, overwrite=overwrite, weights_only=path.kind != "weights")
+        operation = pb.Operation(save_checkpoint=save)
         promise = await models.submit(
             caller, request.model_id, request.seq_id, kind, operation, refusal=refusal, traceparent=trace
         )

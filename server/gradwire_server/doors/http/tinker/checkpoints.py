@@ -1,0 +1,183 @@
+"""Routes of checkpoints, training runs and sessions: listings, expiry, deletion, publication, information."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, Field
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.names import TinkerPath
+from gradwire_server.doors.http.tinker.sessions import session_of
+from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
+from gradwire_server.errors import ServiceError, unknown_checkpoint
+
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+Offset = Annotated[int, Query(ge=0)]
+
+
+class TtlRequest(BaseModel):
+    """When a checkpoint expires, from now."""
+
+    ttl_seconds: int | None = Field(default=None, ge=1)
+
+
+class PathRequest(BaseModel):
+    """A checkpoint's path."""
+
+    tinker_path: str
+
+
+def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
+    """The routes over the door's state."""
+    router = APIRouter()
+
+    @router.get("/training_runs")
+    async def training_runs(caller: CallerOf, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+        """A page of the caller's models, the newest first."""
+        own = [model for model in _own(store.models.values(), caller) if model.run_id]
+        page = sorted(own, key=lambda model: -model.created_at)[offset : offset + limit]
+        return {"training_runs": [_run(caller, model) for model in page], "cursor": _cursor(offset, limit, len(own))}
+
+    @router.get("/training_runs/{model_id}")
+    async def training_run(caller: CallerOf, model_id: str) -> dict[str, Any]:
+        """One model."""
+        return _run(caller, await models.created(caller, model_id))
+
+    @router.get("/training_runs/{model_id}/checkpoints")
+    async def run_checkpoints(caller: CallerOf, model_id: str) -> dict[str, Any]:
+        """A model's checkpoints, the newest first."""
+        model = await models.created(caller, model_id)
+        return {"checkpoints": _checkpoints(caller, [model])}
+
+    @router.get("/checkpoints")
+    async def all_checkpoints(caller: CallerOf, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+        """A page of the caller's checkpoints, the newest first."""
+        found = _checkpoints(caller, [model for model in _own(store.models.values(), caller) if model.run_id])
+        return {"checkpoints": found[offset : offset + limit], "cursor": _cursor(offset, limit, len(found))}
+
+    @router.delete(CHECKPOINT)
+    async def delete_checkpoint(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Delete a checkpoint."""
+        _, path = _named(caller, model_id, kind, name)
+        await core.delete_checkpoint(caller, models.checkpoint(caller, str(path)))
+        await store.delete(store.saved, str(path))
+        return {}
+
+    @router.put(CHECKPOINT + "/ttl")
+    async def set_ttl(caller: CallerOf, model_id: str, kind: str, name: str, request: TtlRequest) -> dict[str, Any]:
+        """Set when a checkpoint expires, or that it never does."""
+        expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
+        await _change(caller, model_id, kind, name, expires_at=expires)
+        return {}
+
+    @router.post(CHECKPOINT + "/publish")
+    async def publish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Let every key read a checkpoint."""
+        await _change(caller, model_id, kind, name, public=True)
+        return {}
+
+    @router.delete(CHECKPOINT + "/publish")
+    async def unpublish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Let only the owner's key read a checkpoint again; keys that have used it keep the right."""
+        await _change(caller, model_id, kind, name, public=False)
+        return {}
+
+    @router.post("/weights_info")
+    async def weights_info(caller: CallerOf, request: PathRequest) -> dict[str, Any]:
+        """What a checkpoint is a checkpoint of."""
+        await models.admit(caller, request.tinker_path)
+        models.checkpoint(caller, request.tinker_path)
+        model = store.models[TinkerPath.read(request.tinker_path).model_id]
+        return {
+            "base_model": model.base_model, "is_lora": True, "lora_rank": model.rank, "train_unembed": False,
+            "train_mlp": model.train_mlp, "train_attn": model.train_attn,
+        }  # fmt: skip
+
+    @router.get("/sessions")
+    async def sessions(caller: CallerOf, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+        """A page of the caller's sessions, the newest first."""
+        own = sorted(_own(store.sessions.values(), caller), key=lambda session: -session.created_at)
+        return {"sessions": [session.session_id for session in own[offset : offset + limit]]}
+
+    @router.get("/sessions/{session_id}")
+    async def session(caller: CallerOf, session_id: str) -> dict[str, Any]:
+        """What belongs to a session."""
+        found = session_of(store, caller.name, session_id)
+        runs = [model.model_id for model in store.models.values() if model.session_id == session_id]
+        samplers = [each.sampler_id for each in store.samplers.values() if each.session_id == session_id]
+        return {"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": _texts(found.user_metadata)}
+
+    def _named(caller: Caller, model_id: str, kind: str, name: str) -> tuple[ModelRecord, TinkerPath]:
+        path = TinkerPath.of(model_id, f"{kind}/{name}")
+        try:
+            return models.get(caller, model_id), path
+        except ServiceError:
+            raise unknown_checkpoint(str(path)) from None
+
+    async def _change(caller: Caller, model_id: str, kind: str, name: str, **values: Any) -> None:
+        model, path = _named(caller, model_id, kind, name)
+        models.checkpoint(caller, str(path))
+        record = store.saved.get(str(path)) or SavedRecord(owner=model.owner, path=str(path))
+        await store.put(store.saved, record.model_copy(update=values))
+
+    def _run(caller: Caller, model: ModelRecord) -> dict[str, Any]:
+        newest = _checkpoints(caller, [model])
+        run = {
+            "training_run_id": model.model_id, "base_model": model.base_model, "model_owner": model.owner or "anyone",
+            "is_lora": True, "corrupted": False, "lora_rank": model.rank, "last_request_time": _time(model.used_at),
+            "user_metadata": _texts(model.user_metadata),
+        }  # fmt: skip
+        for field, kind in (("last_checkpoint", "training"), ("last_sampler_checkpoint", "sampler")):
+            of_kind = [checkpoint for checkpoint in newest if checkpoint["checkpoint_type"] == kind]
+            run |= {field: of_kind[0]} if of_kind else {}
+        return run
+
+    def _checkpoints(caller: Caller, of: Iterable[ModelRecord]) -> list[dict[str, Any]]:
+        found: list[tuple[float, dict[str, Any]]] = []
+        for model in of:
+            for saved in core.list_checkpoints(caller, model.run_id):
+                path = TinkerPath.stored(model.model_id, saved.name)
+                if path is not None:
+                    found.append((saved.created_at, _checkpoint(path, saved, store.saved.get(str(path)))))
+        return [checkpoint for _, checkpoint in sorted(found, key=lambda each: -each[0])]
+
+    return router
+
+
+def _checkpoint(path: TinkerPath, saved: pb.Checkpoint, record: SavedRecord | None) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = {
+        "checkpoint_id": path.checkpoint_id, "checkpoint_type": TYPES[path.kind], "time": _time(saved.created_at),
+        "tinker_path": str(path), "size_bytes": saved.size_bytes, "public": record is not None and record.public,
+    }  # fmt: skip
+    if record is not None:
+        checkpoint["user_metadata"] = _texts(record.user_metadata)
+        if record.expires_at is not None:
+            checkpoint["expires_at"] = _time(record.expires_at)
+    return checkpoint
+
+
+def _own(records: Iterable[Any], caller: Caller) -> list[Any]:
+    return [record for record in records if caller.role == "admin" or record.owner == caller.name]
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _time(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat()
+
+
+def _texts(metadata: dict[str, Any]) -> dict[str, str] | None:
+    return {name: str(value) for name, value in metadata.items()} or None

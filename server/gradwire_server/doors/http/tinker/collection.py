@@ -1,0 +1,95 @@
+"""Deletion of what is not needed any more: expired checkpoints, snapshots of samplers, results that were fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
+from gradwire_server.errors import ServiceError
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 30.0
+UNUSED_S = 3600.0
+"""A snapshot goes when its sampler was not used for so long, or when its session has ended."""
+SNAPSHOTS_KEPT = 64
+"""Snapshots of one session beyond this number go too, those unused for longest."""
+
+
+class TinkerCollection:
+    """The periodic deletion.
+
+    Args:
+        core: The core that holds the checkpoints.
+        store: The door's records.
+    """
+
+    def __init__(self, core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> None:
+        self._core, self._store, self._models, self._samplers = core, store, models, samplers
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def collect(self) -> None:
+        """Delete what is due now."""
+        now = time.time()
+        for saved in list(self._store.saved.values()):
+            if saved.expires_at is not None and saved.expires_at <= now:
+                await self._expire(saved.owner, saved.path)
+        for sampler in self._due_snapshots(now):
+            await self._drop_snapshot(sampler)
+
+    def _due_snapshots(self, now: float) -> list[SamplerRecord]:
+        of_session: dict[str, list[SamplerRecord]] = {}
+        for sampler in self._store.samplers.values():
+            if sampler.snapshot and not self._samplers.busy(sampler.sampler_id):
+                of_session.setdefault(sampler.session_id, []).append(sampler)
+        due: list[SamplerRecord] = []
+        for session_id, snapshots in of_session.items():
+            session = self._store.sessions.get(session_id)
+            ended = session is None or session.ended
+            newest_first = sorted(snapshots, key=self._used_at, reverse=True)
+            for place, sampler in enumerate(newest_first):
+                if ended or place >= SNAPSHOTS_KEPT or now - self._used_at(sampler) > UNUSED_S:
+                    due.append(sampler)
+        return due
+
+    def _used_at(self, sampler: SamplerRecord) -> float:
+        return self._samplers.used_at.get(sampler.sampler_id, sampler.created_at)
+
+    async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
+        try:
+            await self._core.delete_checkpoint(Caller(sampler.owner), sampler.source)
+        except ServiceError as error:
+            log.info("the snapshot %s: %s", sampler.source, error)
+        self._samplers.used_at.pop(sampler.sampler_id, None)
+        await self._store.delete(self._store.samplers, sampler.sampler_id)
+
+    async def _expire(self, owner: str, path: str) -> None:
+        try:
+            await self._core.delete_checkpoint(Caller(owner), self._models.checkpoint(Caller(owner), path))
+        except ServiceError as error:
+            log.info("the expired checkpoint %s: %s", path, error)
+        await self._store.delete(self._store.saved, path)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                await self.collect()
+            except Exception as error:  # tried again after the next interval
+                log.error("old checkpoints were not deleted: %s", error)

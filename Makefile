@@ -61,6 +61,16 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --no-deps verl==0.9.1 obp==0.4.1
 	touch $@
 
+# The unmodified tinker SDK and cookbook against a server, in an environment of their own because they pin other versions.
+tinker: setup .venv-tinker/.installed
+	$(BIN)/python -m pytest tests/end_to_end/test_tinker_sdk.py -m slow
+
+.venv-tinker/.installed: tests/tinker/requirements.txt constraints.txt
+	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/tinker/requirements.txt
+	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	touch $@
+
 # The environment of the router's benchmark against stable-baselines3.
 .venv-sb3/.installed: pyproject.toml
 	test -x .venv-sb3/bin/python || $(PYTHON) -m venv .venv-sb3

@@ -28,9 +28,11 @@ def own_gradient_ratio(logprobs: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def weighted_surrogate(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """CISPO: ``-sg(clip(r, low, high)) A log p`` (MiniMax-M1 2025, arXiv 2506.13585), and where the clip is active."""
+    """CISPO: ``-sg(clip(r, low, high)) A log p`` (MiniMax-M1 2025, arXiv 2506.13585), and where the clip is active.
+
+    The bounds are two numbers, or two tensors of the ratio's shape."""
     weight = ratio.detach().clamp(low, high)
     return -weight * advantages * logprobs, weight != ratio.detach()
 
@@ -59,14 +61,18 @@ def geometric_surrogate(
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    low: float | Tensor,
+    high: float | Tensor,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic surrogate ``max(-r A, -clip(r, low, high) A)`` (Schulman et al. 2017, arXiv 1707.06347).
 
     Args:
         ratio: Any shape.
         advantages: The same shape; no gradient.
-        low, high: Bounds of the ratio, around 1.
+        low, high: Bounds of the ratio, around 1: two numbers, or two tensors of the same shape.
         dual_clip: Where A < 0, the loss is at most ``-dual_clip A`` (Ye et al. 2020, arXiv 1912.09729). It is also the
             delta of two-sided clipping (INTELLECT-2 2025, arXiv 2505.07291).
 

@@ -44,6 +44,10 @@ LOGPROBS = row_field(
 )
 ADVANTAGES = row_field("advantages", ROW_TOKENS, "Advantage of each target; 0 for a prompt's.", required=True)
 POLICY_FIELDS = (INPUT_IDS, TARGET_TOKENS, LOGPROBS, ADVANTAGES, MASK)
+CLIP_FIELDS = (
+    row_field("clip_low_threshold", ROW_TOKENS, "Lower bound of each prediction's ratio, in place of the argument's."),
+    row_field("clip_high_threshold", ROW_TOKENS, "Upper bound of each prediction's ratio, in place of the argument's."),
+)
 POLICY_METRICS = {
     "loss:sum": "the sum over predictions, whatever reduction says",
     "ratio_mean": "mean over predictions of the policy's probability over that of logprobs",
@@ -175,7 +179,7 @@ class ClipConfig(SumConfig):
 @register_loss(
     "ppo",
     config=ClipConfig,
-    fields=POLICY_FIELDS,
+    fields=(*POLICY_FIELDS, *CLIP_FIELDS),
     scores=("logprobs",),
     metrics=POLICY_METRICS,
     reference="Schulman et al. 2017 (arXiv 1707.06347); Tinker's documentation, ppo",
@@ -186,10 +190,18 @@ def ppo(batch: Batch, scores: Scores, config: ClipConfig) -> LossOutput:
     """PPO's clipped surrogate, summed over predictions. With a critic and all options: ``enhanced_ppo``."""
     old = batch["logprobs"]
     ratio = probability_ratio(scores.logprobs, old)
-    losses, clipped = clipped_surrogate(
-        ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
-    )
+    losses, clipped = clipped_surrogate(ratio, batch["advantages"], *_clip_bounds(batch, config, ratio))
     return _policy_output(batch, scores, config, losses, ratio, clipped)
+
+
+def _clip_bounds(batch: Batch, config: ClipConfig, ratio: Tensor) -> tuple[float, float] | tuple[Tensor, Tensor]:
+    """The bounds of each prediction's ratio: those of the batch, and the arguments' where it has none."""
+    low, high = batch.get("clip_low_threshold"), batch.get("clip_high_threshold")
+    if low is None and high is None:
+        return config.clip_low_threshold, config.clip_high_threshold
+    low = torch.full_like(ratio, config.clip_low_threshold) if low is None else low
+    high = torch.full_like(ratio, config.clip_high_threshold) if high is None else high
+    return low.to(ratio.dtype), high.to(ratio.dtype)
 
 
 class CISPOConfig(ClipConfig):
@@ -202,7 +214,7 @@ class CISPOConfig(ClipConfig):
 @register_loss(
     "cispo",
     config=CISPOConfig,
-    fields=POLICY_FIELDS,
+    fields=(*POLICY_FIELDS, *CLIP_FIELDS),
     scores=("logprobs",),
     metrics=POLICY_METRICS,
     reference="MiniMax-M1 2025 (arXiv 2506.13585); Tinker's documentation, cispo",
@@ -216,9 +228,8 @@ def cispo(batch: Batch, scores: Scores, config: CISPOConfig) -> LossOutput:
     """
     old = batch["logprobs"]
     ratio = probability_ratio(scores.logprobs, old)
-    losses, clipped = weighted_surrogate(
-        ratio, scores.logprobs, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
-    )
+    bounds = _clip_bounds(batch, config, ratio)
+    losses, clipped = weighted_surrogate(ratio, scores.logprobs, batch["advantages"], *bounds)
     return _policy_output(batch, scores, config, losses, ratio, clipped)
 
 
@@ -261,6 +272,7 @@ class GSPOConfig(ClipConfig):
     config=GSPOConfig,
     fields=(
         *POLICY_FIELDS,
+        *CLIP_FIELDS,
         FieldSpec(
             "sequence_ratio_mask",
             "bool",
@@ -288,7 +300,5 @@ def gspo(batch: Batch, scores: Scores, config: GSPOConfig) -> LossOutput:
     counted = (beside(written(batch), old) if mask is None else mask).to(log_ratios.dtype)
     mean = segment_sum(log_ratios * counted, lengths) / segment_sum(counted, lengths).clamp(min=1)
     ratio = own_gradient_ratio(scores.logprobs, spread(mean, lengths))
-    losses, clipped = clipped_surrogate(
-        ratio, batch["advantages"], config.clip_low_threshold, config.clip_high_threshold
-    )
+    losses, clipped = clipped_surrogate(ratio, batch["advantages"], *_clip_bounds(batch, config, ratio))
     return _policy_output(batch, scores, config, losses, ratio, clipped)

@@ -16,6 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import Calls
@@ -30,7 +31,7 @@ from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
-from gradwire_server.errors import ServiceError, check_length, unknown_checkpoint
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import StoredResult
@@ -441,10 +442,7 @@ class Core(Startable):
             raise ServiceError.of(refusal)
         asked = pb.SampleRequest()
         asked.CopyFrom(request)
-        if request.model in self.config.all_models or "/" not in request.model:
-            asked.model = base_model = self._models.find(request.model, "model")
-        else:
-            base_model = self.checkpoints.get(request.model, caller)[0].config.base_model
+        asked.model, base_model = self._source(caller, request.model)
         context_length = self.scheduler.admission.context_length(base_model)
         refusal = check_sampled_bytes(request.call, len(request.prompt_ids), self.config.limits, context_length)
         if refusal is not None:
@@ -455,6 +453,39 @@ class Core(Startable):
             message = "the engine ended while it sampled; it is being started again, try again"
             raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
         return StoredResult(reply.result, payload)
+
+    async def score(self, caller: Caller, model: str, rows: Sequence[Sequence[int]]) -> StoredResult:
+        """Log-probabilities of rows of token ids under a model, or under a checkpoint that the caller may read.
+
+        Returns:
+            A result with the tensor ``logprobs``: one of each token but a row's first.
+
+        Raises:
+            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died meanwhile.
+        """
+        limits = self.config.limits
+        for value, name, limit in (
+            (len(rows), "max_rows", limits.max_rows),
+            (max(map(len, rows), default=0), "max_row_tokens", limits.max_row_tokens),
+            (sum(map(len, rows)), "max_batch_tokens", limits.max_batch_tokens),
+        ):
+            if value > limit:
+                raise limit_exceeded(f"{value} in a request for log-probabilities", name, limit, "rows")
+        source, _ = self._source(caller, model)
+        asked = engine_pb2.EngineScore(model=source, rows=[pb.TokenIds(ids=row) for row in rows])
+        try:
+            reply, payload = await self.scheduler.dispatcher.score(asked, self.scheduler.usage(caller.name))
+        except EngineDied as error:
+            message = "the engine ended while it computed this; it is being started again, try again"
+            raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
+        return StoredResult(reply.result, payload)
+
+    def _source(self, caller: Caller, model: str) -> tuple[str, str]:
+        """What the engine knows a model or a checkpoint by, and its base model's name."""
+        if model in self.config.all_models or "/" not in model:
+            name = self._models.find(model, "model")
+            return name, name
+        return model, self.checkpoints.get(model, caller)[0].config.base_model
 
     # ---- checkpoints and exports ----
 

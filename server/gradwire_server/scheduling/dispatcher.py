@@ -197,21 +197,37 @@ class Dispatcher:
         """
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
         given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
-        usage.check(0, given + prompts * (asked.call.n or 1) * asked.call.max_tokens)
+        tokens = given + prompts * (asked.call.n or 1) * asked.call.max_tokens
+        reply, payload = await self._outside(engine_pb2.EngineRequest(sample=asked), usage, given, tokens)
+        self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
+        return reply, payload
+
+    async def score(self, asked: engine_pb2.EngineScore, usage: Usage) -> EngineAnswer:
+        """Compute log-probabilities outside any run's queue, when it is the owner's turn.
+
+        Raises:
+            ServiceError, EngineDied: As for :meth:`sample`.
+        """
+        given = sum(len(row.ids) for row in asked.rows)
+        reply, payload = await self._outside(engine_pb2.EngineRequest(score=asked), usage, given, given)
+        self._metrics.finished("", pb.Operation(forward=pb.LossCall()), reply.result)
+        return reply, payload
+
+    async def _outside(self, request: engine_pb2.EngineRequest, usage: Usage, given: int, tokens: int) -> EngineAnswer:
+        """Execute a request that belongs to no run, with ``given`` tokens, counted as ``tokens`` of the quota."""
+        usage.check(0, tokens)
         usage.operations += 1
         try:
             await self.enter(usage.owner, given)
-            answer = self._engine.request(engine_pb2.EngineRequest(sample=asked))
+            answer = self._engine.request(request)
             answer.add_done_callback(retrieved)
             answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also if the caller has left meanwhile
             try:
-                reply, payload = await asyncio.shield(answer)
+                return await asyncio.shield(answer)
             except asyncio.CancelledError:  # the caller has left
                 if not self._engine.withdraw(answer):
                     self._engine.interrupt(answer)
                 raise
-            self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
-            return reply, payload
         finally:
             usage.operations -= 1
 

@@ -79,12 +79,21 @@ async def test_a_model_is_trained_saved_and_sampled(client: TinkerClient) -> Non
         assert (await client.post("asample", asked))["request_id"] == promise["request_id"]
         found.append(pb.SampleResponse.FromString(await client.wait(promise)))
     assert found[0] == found[1] and len(found[0].sequences) == 2
+    prompt = {"chunks": [{"tokens": data[0]["tokens"].tolist()}, {"tokens": [7]}]}
+    asked |= {"seq_id": 1, "prompt": prompt, "prompt_logprobs": True, "sampling_params": {"max_tokens": 1}}
+    scored = np.frombuffer(
+        pb.SampleResponse.FromString(await client.done("asample", asked)).prompt_logprobs, np.float32
+    )
+    shifted = {"tokens": data[0]["tokens"], "target_tokens": [*data[0]["tokens"][1:], 7], "weights": np.ones(8)}
+    _, (same,) = outputs(await client.done("forward_backward", forward_backward(model, 10, [shifted], forward=True)))
+    assert np.isnan(scored[0])
+    np.testing.assert_allclose(scored[1:], same, rtol=0, atol=1e-5)
     assert all(len(sequence.tokens) == 4 * len(np.frombuffer(sequence.logprobs, np.float32)) for sequence in
                found[0].sequences)  # fmt: skip
 
     again = {"session_id": client.session_id, "model_seq_id": 1, "path": saved["path"], "optimizer": True}
     loaded = await client.done("load_weights", again)
-    for number, (name, seq) in enumerate(((loaded["model_id"], 1), (model, 10))):
+    for number, (name, seq) in enumerate(((loaded["model_id"], 1), (model, 11))):
         metrics, _ = outputs(await client.done("forward_backward", forward_backward(name, seq, data, forward=True)))
         losses.append(metrics["loss:sum"])
         assert name.endswith(f":train:{1 - number}")
@@ -157,6 +166,35 @@ async def test_a_failure_is_a_result_and_costs_its_own_batch_only(client: Tinker
     assert "importance_sampling" in said[2] and "weights" in said[3]
     metrics, _ = outputs(await client.done("forward_backward", forward_backward(model, 5, [_row()])))
     assert metrics["loss:sum"] > 0 and "metrics" in await client.wait(await client.step(model, 6))
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "importance_sampling", "dro"])
+async def test_losses_of_policies_with_bounds_for_each_token(client: TinkerClient, loss: str) -> None:
+    model, rng = await client.model(), np.random.default_rng(2)
+    plain = {name: value for name, value in _row().items() if name != "weights"}
+    given = rng.normal(-4.5, 0.3, 8).astype(np.float32)
+    row = plain | {"logprobs": given, "advantages": rng.normal(size=8).astype(np.float32)}
+    config: dict[str, float] = {"beta": 0.1} if loss == "dro" else {}
+    clips = loss in ("ppo", "cispo", "gspo")
+    if clips:
+        config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
+    body = forward_backward(model, 1, [row], loss, **config)
+    metrics, (logprobs,) = outputs(await client.done("forward_backward", body))
+    ratio = np.exp(logprobs.astype(float) - given)
+    if loss == "importance_sampling":
+        assert metrics["loss:sum"] == pytest.approx(-(ratio * row["advantages"]).sum(), rel=1e-5)
+    if clips:
+        bounds = {"clip_low_threshold": np.full(8, 0.9), "clip_high_threshold": np.full(8, 1.1)}
+        each = outputs(await client.done("forward_backward", forward_backward(model, 2, [row | bounds], loss)))[0]
+        assert each["loss:sum"] == pytest.approx(metrics["loss:sum"], rel=1e-6)
+    if loss == "ppo":
+        bounds["clip_high_threshold"][4:] = 1e9
+        bounds["clip_low_threshold"][4:] = 0.0
+        body = forward_backward(model, 3, [row | bounds], loss)
+        half = outputs(await client.done("forward_backward", body))[0]
+        clipped = np.where(np.arange(8) < 4, ratio.clip(0.9, 1.1), ratio)
+        want = -np.minimum(ratio * row["advantages"], clipped * row["advantages"]).sum()
+        assert half["loss:sum"] == pytest.approx(want, rel=1e-4)
 
 
 async def test_several_targets_at_each_position_dense_and_sparse(client: TinkerClient) -> None:

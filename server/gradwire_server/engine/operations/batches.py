@@ -112,7 +112,7 @@ def trained(
         return _left_out(run, training.loss, training.batch, error)
     loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
-    return _evaluated(replace(found, warnings=[*found.warnings, *hints]))
+    return evaluated(replace(found, warnings=[*found.warnings, *hints]))
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -144,7 +144,7 @@ def forward(context: EngineContext, run: EngineRun, seq: int, call: training_pb2
         temperature=_temperature(call.temperature),
         budget=context.budget,
     )
-    return _evaluated(found)
+    return evaluated(found)
 
 
 def kept_forward(
@@ -159,7 +159,7 @@ def kept_forward(
         budget=context.budget,
         dropout_seed=run.dropout_seed,
     )
-    return _evaluated(found)
+    return evaluated(found)
 
 
 def backward(
@@ -197,7 +197,8 @@ def backward(
     return Outcome(training_pb2.OperationResult(loss=result))
 
 
-def _evaluated(found: LossEvaluation) -> Outcome:
+def evaluated(found: LossEvaluation) -> Outcome:
+    """The outcome of an evaluation, with the scores asked for."""
     result = training_pb2.LossResult(
         metrics=found.metrics,
         num_sequences=found.num_sequences,
@@ -242,6 +243,15 @@ def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collec
         context_length=facts.context_length,
         padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
     )
+
+
+def read_plain(columns: Columns, policy: Policy) -> Batch:
+    """Read and check a batch that names no loss.
+
+    Raises:
+        OperationError: INVALID_BATCH.
+    """
+    return _read(PLAIN, columns, policy, ())
 
 
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:

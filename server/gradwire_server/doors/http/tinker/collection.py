@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 EVERY_S = 30.0
 UNUSED_S = 3600.0
 """A snapshot goes when its sampler was not used for so long, or when its session has ended."""
+RESULTS_KEPT_S = 600.0
+"""A result is kept for so long after it was sent, as the answer may have been lost on the way."""
 SNAPSHOTS_KEPT = 64
 """Snapshots of one session beyond this number go too, those unused for longest."""
 
@@ -52,6 +54,7 @@ class TinkerCollection:
                 await self._expire(saved.owner, saved.path)
         for sampler in self._due_snapshots(now):
             await self._drop_snapshot(sampler)
+        await self._models.release_delivered(now - RESULTS_KEPT_S)
 
     def _due_snapshots(self, now: float) -> list[SamplerRecord]:
         of_session: dict[str, list[SamplerRecord]] = {}

@@ -76,6 +76,7 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
 
     async def _training(caller: Caller, model: ModelRecord, seq: int, kind: str) -> Response:
         stored = await _held(models.result(caller, model, seq))
+        models.delivered(model.model_id, seq)
         if stored.header.status != pb.STATUS_SUCCEEDED:
             await models.failure_delivered(model.model_id, seq)
             return JSONResponse(failed(stored.header.error))

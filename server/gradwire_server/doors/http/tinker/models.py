@@ -45,6 +45,7 @@ class Models:
         self._core, self._store = core, store
         self._making: dict[str, asyncio.Task[None]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._delivered: dict[str, dict[int, float]] = {}
 
     async def start(self) -> None:
         """Submit the operations again that had come before an earlier number when the server ended."""
@@ -246,6 +247,30 @@ class Models:
                 found: StoredResult = page[0]
                 return found
         raise AssertionError("results never end")
+
+    def delivered(self, model_id: str, seq: int) -> None:
+        """Note that a result was sent to the client, which may ask for it again if the answer was lost."""
+        self._delivered.setdefault(model_id, {}).setdefault(seq, time.time())
+
+    async def release_delivered(self, before: float) -> None:
+        """Delete the results that were sent before this time, of each model up to the first that was not."""
+        for model_id, sent in list(self._delivered.items()):
+            model = self._store.models.get(model_id)
+            if model is None:
+                del self._delivered[model_id]
+                continue
+            owner = Caller(model.owner)
+            run = self._core.get_run(owner, model.run_id)
+            seq = run.released_seq
+            while sent.get(seq + 1, before) < before:
+                seq += 1
+            if seq == run.released_seq:
+                continue
+            epoch = self._core.epoch_of(owner, model.run_id, writer_of(model))
+            await self._core.release_results(owner, model.run_id, seq, epoch)
+            for done in [done for done in sent if done <= seq]:
+                del sent[done]
+                await self._store.delete(self._store.widths, request_id_of(model_id, done, "loss"))
 
     async def failure_delivered(self, model_id: str, seq: int) -> None:
         """Note that the client knows of a failure: operations that it sends from now on are not aborted by it."""

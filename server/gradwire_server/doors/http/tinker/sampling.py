@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter
+from gradwire_proto import codec
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, Field
 
 from gradwire_server.access.calls import CallKind
+from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.models import Models
@@ -21,6 +25,7 @@ from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 MAX_NUMBER = 2**31
+Scores = npt.NDArray[np.float32]
 MAX_SAMPLE_NUMBER = 2**63
 
 
@@ -141,7 +146,8 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
 
         async def work() -> bytes:
             async with core.calls.turn(caller.name, CallKind.SAMPLE):
-                return sample_output(await core.sample(caller, asked))
+                scores = await _prompt_logprobs(core, caller, asked, request) if request.prompt_logprobs else None
+                return sample_output(await core.sample(caller, asked), scores)
 
         seq = request.seq_id
         promise = samplers.ask(caller, sampler, seq, asked.SerializeToString(deterministic=True), work)
@@ -156,16 +162,31 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
 
 def _check_served(request: AsampleRequest) -> None:
     unserved = {
-        "prompt_logprobs": request.prompt_logprobs,
         "topk_prompt_logprobs": request.topk_prompt_logprobs,
         "topk_sample_logprobs": request.topk_sample_logprobs,
         "target_prompt_logprobs": request.target_prompt_logprobs,
         "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
         "record_stability_info": request.record_stability_info,
     }
+    last, length = request.prompt_logprobs_last_n, sum(len(chunk.tokens or ()) for chunk in request.prompt.chunks)
+    if last is not None and not (request.prompt_logprobs and 1 <= last < max(length, 2)):
+        message = f"prompt_logprobs_last_n is {last}; it goes with prompt_logprobs, and is 1 to the prompt's tokens - 1"
+        raise _invalid(message, "prompt_logprobs_last_n")
     for name, value in unserved.items():
         if value:
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, f"{name} is not served by this server", field=name)
+
+
+async def _prompt_logprobs(core: Core, caller: Caller, asked: pb.SampleRequest, request: AsampleRequest) -> Scores:
+    """``[tokens of the prompt]`` log-probabilities; NaN for the first token, and for those that are not wanted."""
+    ids = asked.prompt_ids[0].ids
+    found = np.full(len(ids), np.nan, np.float32)
+    if len(ids) > 1:
+        scored = await core.score(caller, asked.model, [ids])
+        found[1:] = codec.decode(list(scored.header.tensors), scored.payload)["logprobs"].values
+    if request.prompt_logprobs_last_n is not None:
+        found[: -request.prompt_logprobs_last_n] = np.nan
+    return found
 
 
 def _room(core: Core, sampler: SamplerRecord, request: AsampleRequest) -> int:

@@ -1,0 +1,176 @@
+"""The unmodified `tinker` SDK and `tinker-cookbook` against a real server; run by `make tinker`.
+
+They are in an environment of their own, `.venv-tinker` or the one whose interpreter GRADWIRE_TINKER_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradwire
+import numpy as np
+import pytest
+from support.server import free_port
+from support.tinker import HttpServer
+from support.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
+MODEL = "Qwen/Qwen3.5-9B-Base"
+LIMIT_S = 900
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2 * LIMIT_S),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is made by `make tinker`"),
+]
+RECIPES: dict[str, tuple[str, ...]] = {
+    "sl_loop": ("batch_size=16", "max_steps=3", "save_every=2"),
+    "rl_loop": ("loss_fn=importance_sampling", "batch_size=4", "group_size=4", "max_steps=2", "max_tokens=6"),
+    "math_rl.train": (
+        "renderer_name=role_colon", "env=arithmetic", "loss_fn=importance_sampling", "group_size=4",
+        "groups_per_batch=4", "max_tokens=5", "max_steps=2", "behavior_if_log_dir_exists=delete",
+    ),
+    "chat_sl.train": (
+        "renderer_name=role_colon", "dataset=chat.jsonl", "batch_size=16", "max_length=128", "eval_every=0",
+        "infrequent_eval_every=0", "behavior_if_log_dir_exists=delete",
+    ),
+    "multiplayer_rl.guess_number.train": (
+        "renderer_name=role_colon", "group_size=2", "batch_size=4", "max_tokens=6", "max_steps=2", "eval_every=0",
+        "behavior_if_log_dir_exists=delete",
+    ),
+    "preference.dpo.train": (
+        "renderer_name=role_colon", "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=2",
+        "behavior_if_log_dir_exists=delete",
+    ),
+}  # fmt: skip
+"""The cookbook's recipes that need no network, and their arguments."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a model and data sets under the names of the hub."""
+    folder = tmp_path_factory.mktemp("cookbook")
+    tiny_model(folder / MODEL)
+    write = {
+        "HuggingFaceH4/no_robots": lambda i: {
+            "messages": [
+                {"role": "user", "content": f"Say {i % 7}"},
+                {"role": "assistant", "content": f"{i % 7} is it"},
+            ]
+        },
+        "openai/gsm8k": lambda i: {"question": f"{i % 5} + 1?", "answer": f"so #### {i % 5 + 1}"},
+        "Anthropic/hh-rlhf": lambda i: {
+            "chosen": f"\n\nHuman: Hi {i % 5}\n\nAssistant: Yes {i % 5}",
+            "rejected": f"\n\nHuman: Hi {i % 5}\n\nAssistant: No",
+        },
+    }
+    for name, row in write.items():
+        (folder / name).mkdir(parents=True)
+        for split, count in (("train", 64), ("test", 8)):
+            rows = "\n".join(json.dumps(row(i)) for i in range(count))
+            (folder / name / f"{split}.jsonl").write_text(rows)
+    shutil.copy(folder / "HuggingFaceH4/no_robots/train.jsonl", folder / "chat.jsonl")
+    splits = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+    (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    served = HttpServer(folder / MODEL, folder / "state", free_port(), "--threads", "1", name=MODEL)
+    served.start()
+    yield served
+    served.end()
+
+
+def _environment(server: HttpServer, folder: Path) -> dict[str, str]:
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    own = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
+    return os.environ | offline | own | {"HF_HOME": str(folder / "hf"), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+
+
+def _run(server: HttpServer, folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [str(PYTHON), *command], cwd=folder, env=_environment(server, folder), capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: Path) -> None:
+    program = Path(__file__).parents[1] / "support" / "tinker_program.py"
+    found = json.loads((await asyncio.to_thread(_run, server, folder, str(program), MODEL)).splitlines()[-1])
+    tinker = found["sync"]
+    async with gradwire.connect(server.address) as service:
+        run = await service.create_run(MODEL, lora={"rank": 8, "alpha": 32}, seed=7)
+        ids = [np.random.default_rng(seed).integers(1, 99, 17) for seed in range(4)]
+        rows = [{"input_ids": row[:-1], "target_tokens": row[1:], "weights": np.ones(16)} for row in ids]
+        losses = []
+        for _ in tinker["losses"]:
+            loss = run.forward_backward(rows, "cross_entropy")
+            step = run.optim_step(learning_rate=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, max_grad_norm=5.0)
+            losses.append((await loss).loss)
+            await step
+    assert tinker["losses"] == pytest.approx(losses, rel=1e-5)
+    assert tinker["losses"][-1] < tinker["losses"][0] and tinker["shape"] == [16]
+    assert tinker["after"][0] == pytest.approx(tinker["after"][1], rel=1e-6)  # resumed, with the optimizer
+    first, again = tinker["tokens"]
+    assert first == again and len(first) == 2  # later steps do not change a sampler
+    assert tinker["prompt_logprobs"][0] is None and all(value < 0 for value in tinker["prompt_logprobs"][1:])
+    assert found["async"]["losses"][-1] < found["async"]["losses"][0]
+    assert tinker["path"].split("/")[2] in found["async"]["runs"]
+    listed = json.loads(_run(server, folder, "-m", "tinker.cli", "-f", "json", "checkpoint", "list"))
+    assert tinker["path"] in json.dumps(listed)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_the_cookbook_runs_unchanged(server: HttpServer, folder: Path, recipe: str) -> None:
+    log = folder / "logs" / recipe
+    arguments = ["-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}", *RECIPES[recipe]]
+    _run(server, folder, *arguments)
+    metrics = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) >= 2
+    if recipe == "sl_loop":
+        assert metrics[-1]["train_mean_nll"] < metrics[0]["train_mean_nll"]
+        _run(server, folder, *arguments)  # resumes from its newest checkpoint
+
+
+def test_a_recipe_survives_the_kill_of_its_server(folder: Path, tmp_path: Path) -> None:
+    server = HttpServer(folder / MODEL, tmp_path / "state", free_port(), "--threads", "1", name=MODEL)
+    server.start()
+    log = tmp_path / "log"
+    command = [
+        str(PYTHON), "-m", "tinker_cookbook.recipes.sl_loop", f"model_name={MODEL}", f"log_path={log}",
+        "batch_size=4", "max_steps=12", "save_every=4",
+    ]  # fmt: skip
+    recipe = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=_environment(server, folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert recipe.stdout is not None
+        said = []
+        for line in recipe.stdout:
+            said.append(line)
+            if "Step 3" in line:
+                server.end(signal.SIGKILL)
+                server.start()
+        assert recipe.wait(LIMIT_S) == 0, "".join(said[-60:])
+        steps = [json.loads(line)["step"] for line in (log / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(12))
+    finally:
+        recipe.kill()
+        server.end()

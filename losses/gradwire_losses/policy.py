@@ -33,8 +33,15 @@ def weighted_surrogate(
     """CISPO: ``-sg(clip(r, low, high)) A log p`` (MiniMax-M1 2025, arXiv 2506.13585), and where the clip is active.
 
     The bounds are two numbers, or two tensors of the ratio's shape."""
-    weight = ratio.detach().clamp(low, high)
+    weight = _within(ratio.detach(), low, high)
     return -weight * advantages * logprobs, weight != ratio.detach()
+
+
+def _within(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    if isinstance(low, Tensor) and isinstance(high, Tensor):
+        return ratio.clamp(low, high)
+    assert not isinstance(low, Tensor) and not isinstance(high, Tensor), "bounds are two numbers or two tensors"
+    return ratio.clamp(low, high)
 
 
 def soft_surrogate(ratio: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
@@ -79,7 +86,7 @@ def clipped_surrogate(
     Returns:
         The loss of each entry, and whether a clip determines it (bool).
     """
-    free, clipped = -ratio * advantages, -ratio.clamp(low, high) * advantages
+    free, clipped = -ratio * advantages, -_within(ratio, low, high) * advantages
     loss, active = torch.maximum(free, clipped), clipped > free
     if dual_clip is not None:
         ceiling = -dual_clip * advantages

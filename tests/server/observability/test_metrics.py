@@ -124,6 +124,7 @@ def full() -> Metrics:
     metrics.refused(pb.Error(code=pb.ERROR_CODE_SEQ_GAP))
     metrics.committed(3, 0.002, False)
     metrics.restored(5, 0.5)
+    metrics.http_request("tinker", "/asample", 200, 0.01)
     vitals = Vitals()
     vitals.started()
     device = engine_pb2.DeviceUse(allocated_bytes=1, peak_bytes=2, used_bytes=3, total_bytes=4, utilization=0.5)

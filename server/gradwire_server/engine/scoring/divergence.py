@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
-from gradwire_server.engine.scoring.token_scores import HeadGradients, HeadProduct, head_logits
+from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits
 
 
 def score_divergence(

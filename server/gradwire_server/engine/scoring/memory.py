@@ -42,6 +42,8 @@ MOST = {
 """Maximum budget of an operation by device type; beyond these numbers of tokens and logits it is no faster."""
 FRESH_S = 1.0
 """Seconds for which a measurement of a GPU's free memory is used."""
+LEAST_TOKENS = 256
+"""Micro-batches get no smaller than this to keep their logits; with fewer tokens the trunk is slower."""
 PROBE_TOKENS = 64
 PASSING_BYTES = 64
 """Temporary bytes in a forward and backward, per token and element of its hidden state."""
@@ -98,19 +100,23 @@ class Memory:
     def budget(self, run: MemoryUser) -> Budget:
         """Budget of this run's operations.
 
-        It gives a third of the available bytes each to the micro-batch, to kept graphs, and to logits and reserve.
+        It gives a third of the available bytes each to the micro-batch, to kept graphs, and to logits and reserve. A
+        micro-batch is small enough to keep its logits, because computing them twice costs a third more.
         """
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         room = self._room(run) * self._shares.get(kind, 1.0) / 3
+        facts = run.policy.facts
+        kept = min(int(room / 4 / KEPT_BYTES), max(most.kept_logits, facts.num_parameters // 4))
         if tokens is None:
             self.measure(run)
-            tokens = max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens))
+            keeping = max(kept // facts.vocab_size, LEAST_TOKENS)
+            tokens = max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens, keeping))
         return Budget(
             tokens,
             min(int(room), most.activation_bytes) if activations is None else activations,
             max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
-            min(int(room / 4 / KEPT_BYTES), most.kept_logits),
+            kept,
         )
 
     def measure(self, run: MemoryUser) -> None:

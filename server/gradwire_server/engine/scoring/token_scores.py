@@ -9,12 +9,13 @@ float64 inputs) whatever the weights' dtype, in nats:
     mean log-probability             mean_v log p_v                               1 / V - p
     collision (no gradient)          log sum_v p_v^2
 
-The backward pass recomputes each chunk's logits, unless the logits of all places are few enough to keep.
+A chunk is some places with the whole vocabulary. A vocabulary so large that chunks would hold few places is computed in
+tiles instead (:mod:`.vocabulary_tiles`). The backward pass recomputes the logits, unless the logits of all places are
+few enough to keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,14 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits
+from gradwire_server.engine.scoring.vocabulary_tiles import ScoreRequest, ScoreTiles
+
+FEWEST_PLACES = 256
+"""Chunks of fewer places are computed in tiles. Each chunk reads the whole output weight four times; at fewer places
+that takes longer than what tiles cost, which is a softmax in several passes instead of torch's own."""
+MOST_PLACES = 2048
+"""Places of a tile."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,16 @@ def score_tokens(
         kept_elements: Number of logits that may additionally be kept for the backward pass.
     """
     keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
-    chunk = max(1, chunk_elements // len(head.weight))
-    request = _Request(head, temperature, entropy, mean_logprobs, collision, correct, chunk, keeps)
-    return TokenScores(*_ScoreTokens.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
+    places, vocabulary = chunk_elements // len(head.weight), len(head.weight)
+    tiled = places < min(len(ids), FEWEST_PLACES)
+    if tiled:
+        places = max(1, min(len(ids), MOST_PLACES, chunk_elements))
+        vocabulary = chunk_elements // places
+    request = ScoreRequest(
+        head, temperature, entropy, mean_logprobs, collision, correct, keeps, max(places, 1), max(vocabulary, 1)
+    )
+    compute = ScoreTiles if tiled else _ScoreTokens
+    return TokenScores(*compute.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
 
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
@@ -75,22 +91,10 @@ def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) 
     return head_logits(HeadProduct(head.weight), hidden, head.bias, head, temperature)[0]
 
 
-@dataclass(frozen=True)
-class _Request:
-    head: OutputHead
-    temperature: float
-    entropy: bool
-    mean: bool
-    collision: bool
-    correct: bool
-    chunk: int
-    keeps: bool
-
-
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: _Request
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: ScoreRequest
     ) -> tuple[Tensor, ...]:
         product = HeadProduct(weight)
         count = len(ids)
@@ -102,8 +106,8 @@ class _ScoreTokens(torch.autograd.Function):
         entropy, mean, collision = room(request.entropy), room(request.mean), room(request.collision)
         correct = torch.empty(count if request.correct else 0, dtype=torch.bool, device=hidden.device)
         kept = hidden.new_empty(count if request.keeps else 0, len(weight), dtype=product.dtype)
-        for start in range(0, count, request.chunk):
-            part = slice(start, start + request.chunk)
+        for start in range(0, count, request.places):
+            part = slice(start, start + request.places)
             place = kept[part] if request.keeps else None
             log_p, _ = _log_probabilities(product, hidden[part], bias, request, place)
             chosen = log_p.gather(1, ids[part])
@@ -131,7 +135,7 @@ class _ScoreTokens(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, entropy, kept = ctx.saved_tensors
-        request: _Request = ctx.request
+        request: ScoreRequest = ctx.request
         product = HeadProduct(weight)
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.head.adds_in_place else None
@@ -139,8 +143,8 @@ class _ScoreTokens(torch.autograd.Function):
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
             of_p = of_p + grad_mean
-        for start in range(0, len(ids), request.chunk):
-            part = slice(start, start + request.chunk)
+        for start in range(0, len(ids), request.places):
+            part = slice(start, start + request.places)
             if request.keeps:
                 log_p, capped = kept[part], None
                 p = log_p.exp()
@@ -160,120 +164,10 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 def _log_probabilities(
-    product: HeadProduct, states: Tensor, bias: Tensor | None, request: _Request, place: Tensor | None = None
+    product: HeadProduct, states: Tensor, bias: Tensor | None, request: ScoreRequest, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``[C, V]`` log-probabilities for ``[C, H]`` states, in ``place`` if given, and :func:`head_logits`' second."""
     logits, capped = head_logits(product, states, bias, request.head, request.temperature, place)
     if logits.is_cuda:
         return torch.log_softmax(logits, dim=-1, out=place), capped
     return torch.log_softmax(logits, dim=-1, out=logits), capped
-
-
-def head_logits(
-    product: HeadProduct,
-    states: Tensor,
-    bias: Tensor | None,
-    head: OutputHead,
-    temperature: float,
-    place: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument if there is a soft cap.
-
-    Args:
-        place: Tensor to write the logits to; with a soft cap or mixed precision the result is another tensor.
-    """
-    logits = product.by_transpose(states, place)
-    if bias is not None:
-        logits += bias
-    if head.softcap is not None:
-        capped = logits.mul_(head.scale / head.softcap).tanh_()
-        return capped * (head.softcap / temperature), capped
-    factor = head.scale / temperature
-    return (logits if factor == 1.0 else logits.mul_(factor)), None
-
-
-class HeadGradients:
-    """Required gradients of hidden states, output weight and bias, summed chunk by chunk.
-
-    Args:
-        holder: The weight as a parameter. If it has the precision of the products, its ``grad`` takes the gradient
-            directly: with a vocabulary of 100,000 or more, a second such tensor would dominate a step's peak memory.
-    """
-
-    def __init__(
-        self,
-        product: HeadProduct,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        needed: Sequence[bool],
-        holder: Tensor | None = None,
-    ) -> None:
-        self._product, self._hidden = product, hidden
-        self._dtypes = (weight.dtype, None if bias is None else bias.dtype)
-        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        self._of_weight = None
-        self._held = holder is not None and needed[1] and holder.dtype == product.dtype
-        if holder is not None and self._held:
-            if holder.grad is None:
-                holder.grad = torch.zeros_like(holder)
-            self._of_weight = holder.grad
-        elif needed[1]:
-            self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device)
-        self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
-
-    def add(self, part: slice, grad: Tensor, capped: Tensor | None, head: OutputHead, temperature: float) -> None:
-        """Add a chunk's share, given the gradient ``[C, V]`` in its logits from :func:`head_logits`; overwrites it."""
-        if capped is not None:
-            grad.mul_(1.0 - capped.square())
-        factor = head.scale / temperature
-        if factor != 1.0:
-            grad.mul_(factor)
-        if self._of_hidden is not None:
-            self._of_hidden[part] = self._product.by_weight(grad)
-        if self._of_weight is not None:
-            self._product.add_outer(self._of_weight, grad, self._hidden[part])
-        if self._of_bias is not None:
-            self._of_bias += grad.sum(dim=0)
-
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        weight, bias = self._dtypes
-        return (
-            self._of_hidden,
-            None if self._of_weight is None or self._held else self._of_weight.to(weight),
-            None if self._of_bias is None or bias is None else self._of_bias.to(bias),
-        )
-
-
-class HeadProduct:
-    """Products with the output weight that accumulate in, and return, at least float32.
-
-    CUDA multiplies low-precision operands this way without widening them; elsewhere the weight is widened once.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.mixed = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-        self.weight = weight if self.mixed else weight.to(self.dtype)
-
-    def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:
-        """Product with the transposed weight: ``[C, H] -> [C, V]``."""
-        if self.mixed:
-            return torch.mm(states.to(self.weight.dtype), self.weight.T, out_dtype=self.dtype)
-        if place is None:
-            return states.to(self.dtype) @ self.weight.T
-        return torch.mm(states.to(self.dtype), self.weight.T, out=place)
-
-    def by_weight(self, grad: Tensor) -> Tensor:
-        """Product with the weight: ``[C, V] -> [C, H]``."""
-        if self.mixed:
-            return torch.mm(grad.to(self.weight.dtype), self.weight, out_dtype=self.dtype)
-        return grad @ self.weight
-
-    def add_outer(self, total: Tensor, grad: Tensor, states: Tensor) -> None:
-        """Add the weight's gradient: ``total [V, H] += grad^T [V, C] states [C, H]``."""
-        if self.mixed:
-            low = self.weight.dtype
-            total += torch.mm(grad.to(low).T, states.to(low), out_dtype=self.dtype)
-        else:
-            total.addmm_(grad.T, states.to(self.dtype))

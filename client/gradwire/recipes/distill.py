@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import data
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import Estimate, open_training
+from gradwire.recipes.training import open_training
 
 
 @dataclass
@@ -56,17 +57,20 @@ async def train(settings: Distill, *, dry_run: bool = False) -> Estimate | None:
                 for prompt, answers in zip(prompts, sampled.samples)
             ]
 
-        async def loss(batch: Sequence[data.Conversation], step: int = 0) -> Any:
-            own = random.Random(f"{settings.seed} {step}").random() < settings.own_answers
-            found = await answered(batch, step) if own else await tokens.rows(batch)
-            return training.run.forward_backward(found, "gkd", kwargs)
+        async def on_given(batch: Sequence[data.Conversation]) -> Any:
+            return training.run.forward_backward(await tokens.rows(batch), "gkd", kwargs)
+
+        async def on_own(batch: Sequence[data.Conversation], step: int = 0) -> Any:
+            return training.run.forward_backward(await answered(batch, step), "gkd", kwargs)
 
         async def evaluate() -> dict[str, float]:
             found = await tokens.rows(list(held_out))
             return dict((await training.run.forward(found, "gkd", kwargs, outputs=())).metrics)
 
         if dry_run:
-            return await training.estimate(batches, loss)
+            own = settings.own_answers
+            return await training.estimate(batches, (own, on_own), (1 - own, on_given), held_out=len(held_out))
         async for step, batch in training.steps(batches, evaluate):
-            await training.update(step, await loss(batch, step))
+            own_answers = random.Random(f"{settings.seed} {step}").random() < settings.own_answers
+            await training.update(step, await (on_own(batch, step) if own_answers else on_given(batch)))
     return None

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import data
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import Estimate, open_training
+from gradwire.recipes.training import open_training
 
 
 @dataclass
@@ -49,7 +50,7 @@ async def train(settings: DPO, *, dry_run: bool = False) -> Estimate | None:
             return dict((await training.run.forward(found, "dpo", kwargs, outputs=())).metrics)
 
         if dry_run:
-            return await training.estimate(batches, loss)
+            return await training.estimate(batches, (1.0, loss), held_out=len(held_out))
         async for step, batch in training.steps(batches, evaluate):
             await training.update(step, await loss(batch))
     return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rl import RLSettings, train_with
 from gradwire.recipes.settings import setting
-from gradwire.recipes.training import Estimate
 from gradwire.rl import PPOAlgorithm
 
 

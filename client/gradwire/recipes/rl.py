@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import gradwire
 from gradwire import data
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import Estimate, check_folder, forget, loggers_of, open_service, save_state
+from gradwire.recipes.training import check_folder, forget, loggers_of, open_service, save_state
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.types import Message, Task
@@ -72,8 +74,8 @@ async def train_with(
         batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
         warmup_iterations=settings.warmup, weight_decay=settings.weight_decay, loss_kwargs=settings.loss,
         max_tokens=settings.answer_tokens, temperature=settings.temperature, context_tokens=settings.max_tokens,
-        seed=settings.seed, eval_every=settings.eval_every, save_every=settings.save_every,
-        checkpoint_dir=None if dry_run else folder,
+        seed=settings.seed, eval_every=0 if dry_run else settings.eval_every,
+        save_every=0 if dry_run else settings.save_every, checkpoint_dir=None if dry_run else folder,
     )  # fmt: skip
     async with open_service(settings) as (service, model):
         known = {} if dry_run else check_folder(folder / "run.json", settings)
@@ -89,13 +91,10 @@ async def train_with(
         arguments = (service, run, tasks, GRADERS[settings.grader](), config)
         async with algorithm(*arguments, eval_tasks=problems, loggers=loggers) as training:
             if dry_run:
-                began = time.monotonic()
-                (metrics,) = await training.train(1, progress_bar=False)
-                seconds = (time.monotonic() - began) * total
-                trained = (await run.info()).num_trainable_parameters
-                await service.delete_run(run.run_id)
-                tokens = round(metrics.get("rollouts/tokens", 0.0)) * total
-                return Estimate.of(len(tasks), tokens, total, model, trained, seconds)
+                try:
+                    return await _estimate(settings, training, model, len(tasks), total)
+                finally:
+                    await service.delete_run(run.run_id)
             done = await training.resume()
             if known:
                 forget(folder / "metrics.jsonl", done - 1)
@@ -106,6 +105,22 @@ async def train_with(
             await training.save_checkpoint()
     await asyncio.to_thread(write_report, folder, type(settings).__name__, asdict(settings))
     return None
+
+
+async def _estimate(
+    settings: RLSettings, training: Algorithm, model: gradwire.ModelInfo, tasks: int, total: int
+) -> Estimate:
+    """Measure the second iteration, as what happens only once is in the first, and an evaluation."""
+    await training.train(1, progress_bar=False)
+    before, began = (await training.run.info()).num_tokens, time.monotonic()
+    await training.train(1, progress_bar=False)
+    seconds, info = (time.monotonic() - began) * total, await training.run.info()
+    if settings.eval_every:
+        began = time.monotonic()
+        await training.evaluate()
+        seconds += (time.monotonic() - began) * (total // settings.eval_every)
+    tokens = (info.num_tokens - before) * total
+    return Estimate.of(settings, tasks, tokens, total, model, info.num_trainable_parameters, seconds)
 
 
 def _task(row: data.Prompt) -> Task:

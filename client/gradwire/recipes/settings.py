@@ -52,7 +52,7 @@ class Settings:
     batch_size: int = setting(16, "rows of a step")
     epochs: int = setting(1, "times that every row is seen")
     max_steps: int = setting(0, "steps at most; 0: as the epochs have")
-    max_tokens: int = setting(2048, "longest row; a longer one is cut at its end, and counted")
+    max_tokens: int = setting(2048, "longest row; a longer one is cut at its end, with a warning")
     eval_every: int = setting(50, "steps between evaluations; the last step is always evaluated; 0: never")
     save_every: int = setting(50, "steps between checkpoints; the last step is always saved")
     loggers: list[str] = setting([], "of tensorboard, wandb, trackio, mlflow; metrics.jsonl is always written")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import data
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.settings import Settings, setting
 from gradwire.recipes.tokens import Tokens
-from gradwire.recipes.training import Estimate, open_training
+from gradwire.recipes.training import open_training
 
 
 @dataclass
@@ -41,7 +42,7 @@ async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
             return dict((await training.run.forward(found, "causal_lm", settings.loss, outputs=())).metrics)
 
         if dry_run:
-            return await training.estimate(batches, loss)
+            return await training.estimate(batches, (1.0, loss), held_out=len(held_out))
         async for step, batch in training.steps(batches, evaluate):
             await training.update(step, await loss(batch))
     return None

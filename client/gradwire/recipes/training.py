@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import gradwire
 from gradwire import schedules
 from gradwire.data import Batches
+from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
 from gradwire.recipes.settings import Settings, SettingsError
 from gradwire.rl.loggers import JsonlLogger, MetricLogger, MlflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
@@ -21,41 +23,6 @@ from gradwire.whole_files import replace_json, whole_file
 
 T = TypeVar("T")
 Metrics = dict[str, float]
-
-
-@dataclass
-class Estimate:
-    """Estimated time and memory of a training, for ``--dry-run``.
-
-    Attributes:
-        rows, tokens, steps: Of the training; tokens extrapolated from the first batch.
-        parameters: Of the model, and how many of them are trained.
-        memory_bytes: Weights, gradients and optimizer; activations come on top.
-        seconds: Measured on the first batch, times the steps.
-    """
-
-    rows: int
-    tokens: int
-    steps: int
-    parameters: tuple[int, int]
-    memory_bytes: int
-    seconds: float
-
-    @staticmethod
-    def of(rows: int, tokens: int, steps: int, model: gradwire.ModelInfo, trained: int, seconds: float) -> Estimate:
-        """From what was measured; AdamW keeps two moments a trained weight, and a master where that is narrow."""
-        width = 4 if model.dtype == "float32" else 2
-        held = model.num_parameters * width + trained * (4 + 8 + (4 if width == 2 else 0))
-        return Estimate(rows, tokens, steps, (model.num_parameters, trained), held, seconds)
-
-    def __str__(self) -> str:
-        total, trained = self.parameters
-        return (
-            f"{self.rows:,} rows, about {self.tokens:,} tokens, {self.steps:,} steps\n"
-            f"{total:,} parameters, {trained:,} of them trained: {self.memory_bytes / 2**30:.2f} GiB for weights, "
-            "gradients and optimizer; activations come on top\n"
-            f"about {self.seconds / 60:.1f} minutes of computing, by the time of one batch"
-        )
 
 
 class Training:
@@ -143,21 +110,34 @@ class Training:
         state = {"run_id": self.run.run_id, "checkpoint": checkpoint.path, "step": self.step}
         save_state(self.folder / "state.json", {**state, "position": dict(position)}, self.settings)
 
-    async def estimate(self, batches: Batches[T], loss: Callable[[list[T]], Awaitable[Any]]) -> Estimate:
-        """Measure one batch without taking a step.
+    async def estimate(
+        self, batches: Batches[T], *losses: tuple[float, Callable[[list[T]], Awaitable[Any]]], held_out: int
+    ) -> Estimate:
+        """Measure steps of each kind on the first two batches, with a run that is deleted then.
+
+        The time is that of the second: what happens only once is in the first.
 
         Args:
-            loss: Submits the ``forward_backward`` of a batch, as the training would.
+            losses: How a batch's ``forward_backward`` is submitted, each with the share of the steps that do it so.
+            held_out: Rows of an evaluation, whose passes count a third: they go forward only.
         """
-        first = next(batches)
-        await (await loss(first))
-        await self.run.zero_grad()
-        result = await (await loss(first))
-        await self.run.zero_grad()
-        steps = self.settings.max_steps or batches.per_epoch * self.settings.epochs
+        settings, both = self.settings, [next(batches), next(batches)]
+        tokens = seconds = 0.0
+        for share, loss in losses:
+            if not share:
+                continue
+            for batch in both:
+                began = time.monotonic()
+                result = await loss(batch)
+                await self.run.optim_step(settings.learning_rate, optimizer=settings.optimizer)
+                measured = time.monotonic() - began
+                tokens += share * (await result).num_tokens / len(both)
+            seconds += share * measured
+        steps = settings.max_steps or batches.per_epoch * settings.epochs
+        evaluations = -(-steps // settings.eval_every) if settings.eval_every else 0
+        seconds *= steps + evaluations * held_out / len(both[-1]) / 3
         trained = (await self.run.info()).num_trainable_parameters
-        seconds = result.timings.engine_s * steps
-        return Estimate.of(batches.num_rows, result.num_tokens * steps, steps, self.model, trained, seconds)
+        return Estimate.of(settings, batches.num_rows, round(tokens * steps), steps, self.model, trained, seconds)
 
     def close(self) -> None:
         """Close the loggers and write ``report.html``."""

@@ -33,6 +33,8 @@ async def test_an_adapter(engine: Any, model: Path) -> None:
         run = await service.create_run("tiny", lora={"rank": 8})
         inference = VLLMInference(engine)
         await follow(inference, run, await RunInference.of(service, run))
+        other = await service.create_run("tiny", lora={"rank": 8}, seed=5)
+        await follow(VLLMInference(engine), other, await RunInference.of(service, other))
         with pytest.raises(gradwire.UnsupportedError, match="cannot score prompts with LoRA enabled"):
             await inference.get_logprobs([[1, 20, 21]])
         with pytest.raises(ValueError, match="use one engine for each"):

@@ -400,7 +400,13 @@ async def test_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=lambda *given: given))
     await inference.update_weights(ExportingRun("adapter_model.safetensors"), 4)
     (later,) = await inference.generate([[1, 2]], SamplingParams())
-    assert (generation.version, later.version, inference._llm.lora_request[:2]) == (0, 4, ("v1", 1))
+    name, number, _ = inference._llm.lora_request
+    assert (generation.version, later.version, name) == (0, 4, f"v{number}")
+    # Another module on the same engine: vLLM would keep an adapter whose number it knows.
+    other = VLLMInference(inference._llm)
+    await other.update_weights(ExportingRun("adapter_model.safetensors"), 1)
+    await other.generate([[1, 2]], SamplingParams())
+    assert inference._llm.lora_request[1] > number
     (scores,) = await inference.get_logprobs([[1, 2, 3]])
     np.testing.assert_allclose(scores, [-2, -3])
     (top,) = await inference.get_logits([[1, 2]], top_k=2)

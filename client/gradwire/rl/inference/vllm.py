@@ -17,6 +17,9 @@ from gradwire.rl.inference.tools import ToolGeneration
 from gradwire.rl.inference.weights import WeightFolder, has_tied_head, is_adapter
 from gradwire.rl.types import FloatArray
 
+_ADAPTER_NUMBERS = itertools.count(1)
+"""vLLM keeps an adapter whose number it knows, and its prompt cache with it: each version of any run has its own."""
+
 
 class VLLMInference(WeightFolder, ToolGeneration):
     """A ``vllm.LLM`` in this process.
@@ -40,7 +43,6 @@ class VLLMInference(WeightFolder, ToolGeneration):
         self._lock = asyncio.Lock()
         self._load: Callable[[Path], None] | None = None
         self._adapter: Any = None
-        self._adapters = itertools.count(1)
 
     @property
     def codec(self) -> TextCodec:
@@ -62,8 +64,7 @@ class VLLMInference(WeightFolder, ToolGeneration):
             self.version = version
 
     def _load_adapter(self, folder: Path) -> None:
-        # A new adapter number per version, so that vLLM does not reuse its prompt cache of the old weights.
-        number, engine = next(self._adapters), self._llm.llm_engine
+        number, engine = next(_ADAPTER_NUMBERS), self._llm.llm_engine
         adapter = require("vllm.lora.request", "vllm", "VLLMInference").LoRARequest(f"v{number}", number, str(folder))
         engine.add_lora(adapter)
         if self._adapter is not None:

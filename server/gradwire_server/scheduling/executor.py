@@ -55,6 +55,7 @@ class Executor:
         """
         request = engine_pb2.EngineRequest(create_run=queue.record.origin)
         request.create_run.held_bytes, request.create_run.share_percent = held_bytes, share_percent
+        await self._engine.ready()
         began = time.monotonic()
         reply = await self.ask(request, "made the run")
         queue.held_by(self._engine.generation)

@@ -58,7 +58,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with a model and data sets under the names of the hub."""
     folder = tmp_path_factory.mktemp("cookbook")
-    tiny_model(folder / MODEL)
+    tiny_model(folder / MODEL, context_length=4096)
     write = {
         "HuggingFaceH4/no_robots": lambda i: {
             "messages": [

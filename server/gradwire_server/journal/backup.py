@@ -26,6 +26,8 @@ from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
 
 NOTE = "backup.json"
+DOOR_DATABASES = ("tinker.db",)
+"""What doors keep beside the runs."""
 EPOCHS = 1 << 20
 """How far the epochs of restored runs are ahead of those in the copy: above any that was given out since."""
 TRIES = 5
@@ -151,6 +153,10 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     for name in ("keys.json",):
         if (state_dir / name).exists():
             shutil.copy2(state_dir / name, partial / name)
+    for name in DOOR_DATABASES:
+        if (state_dir / name).exists():
+            with closing(sqlite3.connect(state_dir / name)) as live, closing(sqlite3.connect(partial / name)) as copied:
+                live.backup(copied)
     return _check(partial, say)
 
 

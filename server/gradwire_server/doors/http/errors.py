@@ -112,6 +112,11 @@ def install(app: FastAPI, body: ErrorBody) -> None:
         message = "the body is not the protobuf message that this route takes"
         return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), body)
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def no_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:
+        message = "the body has a text with half of a surrogate pair, which is no Unicode"
+        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), body)
+
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)

@@ -17,7 +17,7 @@ from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.sessions import session_of
-from gradwire_server.doors.http.tinker.store import ModelRecord, SavedRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import MAX_TTL_S, ModelRecord, SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -29,7 +29,7 @@ Offset = Annotated[int, Query(ge=0)]
 class TtlRequest(BaseModel):
     """When a checkpoint expires, from now."""
 
-    ttl_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
 
 
 class PathRequest(BaseModel):

@@ -19,6 +19,8 @@ from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 
 Array = npt.NDArray[Any]
+DENSE_SHARE = 4
+"""A batch may take this many times the largest body once sparse tensors are dense and rows are of one width."""
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo", "dro")
 DTYPES: dict[int, np.dtype[Any]] = {
     tinker_pb2.TINKER_DTYPE_FLOAT32: np.dtype("<f4"),
@@ -68,7 +70,7 @@ def loss_batch(request: tinker_pb2.ForwardBackwardRequest, limits: Limits) -> Lo
     rows = [_tokens(datum, row) for row, datum in enumerate(request.data)]
     names = sorted({name for datum in request.data for name in datum.loss_fn_inputs})
     fields: dict[str, list[Array]] = {}
-    room = limits.max_payload_bytes
+    room = min(limits.max_payload_bytes, DENSE_SHARE * limits.max_http_body_bytes)
     for name in names:
         fields[name] = []
         for row, datum in enumerate(request.data):
@@ -77,7 +79,7 @@ def loss_batch(request: tinker_pb2.ForwardBackwardRequest, limits: Limits) -> Lo
                 raise _invalid(message, name, row)
             fields[name].append(array := _array(datum.loss_fn_inputs[name], name, row, room))
             room -= array.nbytes
-    widths = _widen(fields)
+    widths = _widen(fields, room)
     columns = {"input_ids": Column.from_rows(rows)}
     columns |= {name: Column.from_rows([_typed(name, values) for values in arrays]) for name, arrays in fields.items()}
     call = operation.forward if request.forward_only else operation.forward_backward
@@ -147,19 +149,26 @@ def _array(tensor: tinker_pb2.InputTensor, name: str, row: int, room: int) -> Ar
 def _numbers(data: bytes, dtype: np.dtype[Any], name: str, row: int) -> Array:
     if len(data) % dtype.itemsize:
         raise _invalid(f"{name} of datum {row} has {len(data)} bytes, which are no {dtype.name}s", name, row)
-    return np.frombuffer(data, dtype)
+    return np.frombuffer(data, dtype) if data else np.zeros(0, dtype)
 
 
-def _widen(fields: dict[str, list[Array]]) -> list[int] | None:
+def _widen(fields: dict[str, list[Array]], room: int) -> list[int] | None:
     """Give targets and weights the same number of candidates in every datum; returns the numbers they had.
 
     Candidates that are added have id 0 and weight 0, which adds nothing to the loss.
+
+    Raises:
+        ServiceError: INVALID_BATCH if they would take more than ``room`` bytes.
     """
     targets = fields.get("target_tokens")
     if targets is None or all(values.ndim == 1 for values in targets):
         return None
     widths = [values.shape[1] if values.ndim == 2 else 0 for values in targets]
     most = max(max(widths), 1)
+    tokens = sum(len(values) for values in targets)
+    if tokens * most * 16 > room + sum(values.nbytes for values in targets):
+        message = f"{tokens} positions with up to {most} targets each are more than the server takes in one batch"
+        raise _invalid(message, "target_tokens")
     for name in ("target_tokens", "weights"):
         if name in fields:
             fields[name] = [_wide(values, most) for values in fields[name]]

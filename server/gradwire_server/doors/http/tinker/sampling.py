@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from gradwire_server.errors import ServiceError, limit_exceeded
 MAX_NUMBER = 2**31
 Scores = npt.NDArray[np.float32]
 MAX_SAMPLE_NUMBER = 2**63
+StopId = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 
 class CreateSamplerRequest(BaseModel):
@@ -69,12 +70,12 @@ class PromptTokens(BaseModel):
 class SampleSettings(BaseModel):
     """How tokens are drawn."""
 
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(default=1.0, ge=0)
-    top_k: int = -1
-    top_p: float = Field(default=1.0, ge=0, le=1)
+    stop: str | list[str] | list[StopId] | None = None
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=-1, ge=-1, lt=MAX_NUMBER)
+    top_p: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
 
 
 class AsampleRequest(BaseModel):

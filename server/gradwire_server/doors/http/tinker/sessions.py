@@ -8,13 +8,14 @@ from typing import Any
 
 from fastapi import APIRouter
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.doors.http.tinker.store import SessionRecord, TinkerStore
+from gradwire_server.doors.http.tinker.store import Metadata, SessionRecord, TinkerStore
 from gradwire_server.errors import ServiceError
 
+MAX_TAGS = 64
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
     "proto_compress_fwdbwd": False,
@@ -33,8 +34,8 @@ HEAD_NOTE = (
 class SessionRequest(BaseModel):
     """A new session."""
 
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    tags: list[str] = Field(default=[], max_length=MAX_TAGS)
+    user_metadata: Metadata | None = None
     sdk_version: str = ""
 
 

@@ -7,19 +7,32 @@ before an earlier number did are kept there too, until the core has journaled th
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from gradwire_server.errors import ServiceError
 
 FILE = "tinker.db"
+MAX_TTL_S = 10 * 365 * 86_400
+MAX_METADATA_CHARS = 16_384
+
+
+def _small(metadata: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(metadata)) > MAX_METADATA_CHARS:
+        raise ValueError(f"user_metadata has more than {MAX_METADATA_CHARS} characters as JSON")
+    return metadata
+
+
+Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
+"""What a client says of a session, a model or a checkpoint."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS records (kind TEXT NOT NULL, key TEXT NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (kind, key)) WITHOUT ROWID;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any, Literal
 
@@ -11,9 +12,11 @@ from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, Field
 
 from gradwire_server.access.keys import Caller
+from gradwire_server.config import Limits
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
 from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
-from gradwire_server.doors.http.tinker.datums import loss_batch, loss_operation
+from gradwire_server.doors.http.tinker.datums import LossBatch, loss_batch, loss_operation
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import (
     TinkerPath,
@@ -24,7 +27,15 @@ from gradwire_server.doors.http.tinker.names import (
 )
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.sessions import session_of
-from gradwire_server.doors.http.tinker.store import ModelRecord, SamplerRecord, SavedRecord, TinkerStore, WidthsRecord
+from gradwire_server.doors.http.tinker.store import (
+    MAX_TTL_S,
+    Metadata,
+    ModelRecord,
+    SamplerRecord,
+    SavedRecord,
+    TinkerStore,
+    WidthsRecord,
+)
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import SNAPSHOT
 
@@ -54,7 +65,7 @@ class CreateModelRequest(BaseModel):
     session_id: str
     model_seq_id: int = Field(ge=0, lt=MAX_NUMBER)
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -67,7 +78,7 @@ class LoadWeightsRequest(BaseModel):
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
     model_id: str | None = None
@@ -105,8 +116,8 @@ class SaveWeightsRequest(OperationRequest):
 
     path: str
     overwrite: bool = False
-    ttl_seconds: int | None = Field(default=None, ge=1)
-    user_metadata: dict[str, Any] | None = None
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
+    user_metadata: Metadata | None = None
 
 
 class SaveForSamplerRequest(OperationRequest):
@@ -115,8 +126,8 @@ class SaveForSamplerRequest(OperationRequest):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=MAX_NUMBER)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(default=None, ge=1)
-    user_metadata: dict[str, Any] | None = None
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
+    user_metadata: Metadata | None = None
 
 
 class ModelIdRequest(BaseModel):
@@ -217,12 +228,13 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
     @router.post("/forward_backward")
     async def forward_backward(caller: CallerOf, request: Request, trace: TraceparentOf) -> dict[str, str]:
         """Accumulate a loss's gradients, or compute the loss alone. What is wrong with the data fails the promise."""
-        asked = tinker_pb2.ForwardBackwardRequest.FromString(await request.body())
+        body = await request.body()
+        asked = tinker_pb2.ForwardBackwardRequest.FromString(body)
         if not 1 <= asked.seq_id < MAX_NUMBER:
             raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
         await models.created(caller, asked.model_id)
         try:
-            batch = loss_batch(asked, core.config.limits)
+            batch = await _batch(asked, len(body), core.config.limits)
         except ServiceError as error:
             operation = loss_operation(asked)
             promise = await models.submit(
@@ -325,6 +337,11 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         return _promise(promise, request.model_id)
 
     return router
+
+
+async def _batch(asked: tinker_pb2.ForwardBackwardRequest, size: int, limits: Limits) -> LossBatch:
+    """The batch of a request; a large one is converted in a thread, so that other requests go on."""
+    return await asyncio.to_thread(loss_batch, asked, limits) if size > IN_THREAD_BYTES else loss_batch(asked, limits)
 
 
 def _promise(request_id: str, model_id: str) -> dict[str, str]:

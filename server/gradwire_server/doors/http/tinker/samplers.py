@@ -145,12 +145,6 @@ class Samplers:
         """Whether a sample of it is in progress."""
         return any(key[0] == sampler_id and not asked.task.done() for key, asked in self._asked.items())
 
-    def cancel(self, caller: Caller, sampler_id: str, seq: int) -> None:
-        """Stop a sample in progress, if there is one."""
-        asked = self._asked.get((sampler_id, seq))
-        if asked is not None and asked.owner == caller.name:
-            asked.task.cancel()
-
     def _ended(self, asked: _Asked, done: asyncio.Task[bytes]) -> None:
         self._in_progress -= 1
         if not done.cancelled() and done.exception() is None:

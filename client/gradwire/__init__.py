@@ -58,8 +58,8 @@ from gradwire.errors import (
 from gradwire.futures import Future, gather
 from gradwire.history import History
 from gradwire.rendering import Rendered
-from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampleResult, Timings
-from gradwire.sampling import SamplingClient
+from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampledToken, SampleResult, Timings
+from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
 from gradwire.uploads import Upload
@@ -106,6 +106,7 @@ __all__ = [
     "RunParkedError",
     "Sample",
     "SampleResult",
+    "SampledToken",
     "SamplingClient",
     "SequenceGapError",
     "SequenceReusedError",
@@ -118,6 +119,7 @@ __all__ = [
     "StaleEpochError",
     "StorageFullError",
     "Timings",
+    "TokenStream",
     "TokenizerInfo",
     "TrainingClient",
     "UnauthenticatedError",

@@ -21,7 +21,7 @@ from gradwire.losses import LossCatalogue, model_path
 from gradwire.queue import OperationQueue, Request
 from gradwire.requests import Batch, OnNonFinite, Output, message
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult
-from gradwire.sampling import Prompts, sample_call
+from gradwire.sampling import NO_BIAS, Prompts, sample_call
 from gradwire.transport import Transport
 
 Array = npt.NDArray[Any]
@@ -272,6 +272,13 @@ class Operations:
         seed: int | None = None,
         ignore_eos: bool = False,
         timeout: float | None = None,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] = NO_BIAS,
+        json_schema: Mapping[str, Any] | str | None = None,
+        top_logprobs: int = 0,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts with the run's weights at this point of the program.
 
@@ -288,24 +295,24 @@ class Operations:
             ignore_eos: Continue past the model's end tokens.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError``, whether it waits or is being executed. None for no limit.
+            min_p: Leave out tokens less probable than this share of the most probable one's probability, after
+                ``top_k`` and ``top_p`` (Nguyen et al. 2024).
+            repetition_penalty: Makes tokens of the prompt and of the sample so far less probable if above 1: divides
+                their positive logits and multiplies their negative ones (Keskar et al. 2019).
+            presence_penalty: Subtracted from the logits of tokens in the sample so far.
+            frequency_penalty: Subtracted from a token's logit for each time it is in the sample so far.
+            logit_bias: Token id -> number from -100 to 100 added to its logit.
+            json_schema: The text is a JSON document of this schema; the server needs ``gradwire[guided]``. A sample
+                that ends with ``"length"`` is the beginning of one.
+            top_logprobs: Also return this many most probable tokens in each place, for ``top_k_distillation``.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.
         """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "prompts", "timeout")}
 
         def build() -> Request:
-            call, columns = sample_call(
-                prompts,
-                n=n,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                stop=stop,
-                stop_token_ids=stop_token_ids,
-                seed=seed,
-                ignore_eos=ignore_eos,
-            )
+            call, columns = sample_call(prompts, **arguments)
             return Request.of(pb.Operation(sample=call), columns)
 
         return self._queue.submit("sample", build, SampleResult.from_wire, timeout)

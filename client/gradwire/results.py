@@ -140,15 +140,63 @@ class Sample:
     Attributes:
         token_ids: ``[tokens]`` int, including the end token if there is one.
         logprobs: ``[tokens]`` float32, in nats: equal to ``compute_logprobs`` at the sampling temperature (at 1 if
-            that is 0); ``top_k`` and ``top_p`` have no effect on them.
+            that is 0); ``top_k``, ``top_p``, ``min_p``, penalties, biases and schemas have no effect on them.
         text: The decoded text; None if the model has no tokenizer.
         stop_reason: ``"eos"``, ``"stop"`` or ``"length"``.
+        top_token_ids: ``[tokens, k]`` int, the most probable tokens in each place, most probable first; None without
+            ``top_logprobs``.
+        top_logprobs: ``[tokens, k]`` float32, their log-probabilities, like ``logprobs``.
     """
 
     token_ids: Array
     logprobs: Array
     text: str | None
     stop_reason: str
+    top_token_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One token of a stream.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability, as in :class:`Sample`.
+        text: What the stream's text grows by. It may lag behind the tokens, where a token is a part of a character or
+            could belong to a stop string; all tokens' texts together are the sample's.
+        stop_reason: Of the last token as in :class:`Sample`; else "".
+        top_token_ids: ``[k]`` int, the most probable tokens in its place; None without ``top_logprobs``.
+        top_logprobs: ``[k]`` float32, their log-probabilities.
+    """
+
+    token_id: int
+    logprob: float
+    text: str
+    stop_reason: str
+    top_token_ids: Array | None = None
+    top_logprobs: Array | None = None
+
+    @staticmethod
+    def from_wire(delta: pb.SampleDelta) -> list[SampledToken]:
+        count = len(delta.token_ids)
+        top_ids: list[Array] | list[None] = [None] * count
+        top_logprobs: list[Array] | list[None] = [None] * count
+        if delta.top_token_ids:
+            top_ids = list(np.array(delta.top_token_ids, np.int32).reshape(count, -1))
+            top_logprobs = list(np.array(delta.top_logprobs, np.float32).reshape(count, -1))
+        last = count - 1
+        return [
+            SampledToken(
+                token_id,
+                delta.logprobs[place],
+                delta.texts[place],
+                delta.stop_reason if place == last else "",
+                top_ids[place],
+                top_logprobs[place],
+            )
+            for place, token_id in enumerate(delta.token_ids)
+        ]
 
 
 @dataclass(frozen=True)
@@ -167,8 +215,18 @@ class SampleResult:
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         tokens, logprobs = columns["token_ids"].values, columns["logprobs"].values
         texts: Iterable[str | None] = body.texts or itertools.repeat(None, len(ends))
+        top_ids, top_logprobs = (
+            columns[name].values if name in columns else None for name in ("top_token_ids", "top_logprobs")
+        )
         flat = [
-            Sample(tokens[start:end], logprobs[start:end], text, reason)
+            Sample(
+                tokens[start:end],
+                logprobs[start:end],
+                text,
+                reason,
+                None if top_ids is None else top_ids[start:end],
+                None if top_logprobs is None else top_logprobs[start:end],
+            )
             for start, end, text, reason in zip([0, *ends[:-1]], ends, texts, body.stop_reasons, strict=False)
         ]
         starts = np.cumsum(per_prompt, dtype=np.int64) - per_prompt

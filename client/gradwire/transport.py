@@ -215,6 +215,10 @@ class Transport:
                 return result
         raise ConnectionLostError(f"{self.address} ended the stream without a result")
 
+    def stream_sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
+        """Yield new tokens of samples outside any run's queue, and last the result."""
+        return _frames(self._stub.StreamSample(request, metadata=self._metadata), self.address)
+
     async def history(self, run_id: str) -> list[pb.HistoryPoint]:
         """The points of a run's record in order; asked for again from the first while the server is away."""
         request, backoff = pb.GetHistoryRequest(run_id=run_id), Backoff(self.patience_s)

@@ -41,6 +41,7 @@ PLACES = {
     "Cancel": "write",
     "DiscardPending": "write",
     "Sample": "read",
+    "StreamSample": "read",
     "ListCheckpoints": "read",
     "DeleteCheckpoint": "write",
     "Download": "read",

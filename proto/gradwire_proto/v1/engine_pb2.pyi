@@ -43,7 +43,13 @@ class EngineRequest(_message.Message):
     CHECK_UPLOAD_FIELD_NUMBER: _builtins.int
     IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
+    SAMPLED_RUN_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    streams: _builtins.bool
+    """of a sample: frames of its new tokens come before the result"""
+    sampled_run: _builtins.str
+    """of a sample: the run whose current weights it reads, instead of the model"""
     @_builtins.property
     def create_run(self) -> Global___EngineCreateRun: ...
     @_builtins.property
@@ -75,10 +81,12 @@ class EngineRequest(_message.Message):
         check_upload: Global___EngineCheckUpload | None = ...,
         import_upload: Global___EngineImportUpload | None = ...,
         score: Global___EngineScore | None = ...,
+        streams: _builtins.bool = ...,
+        sampled_run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "score", b"score", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "score", b"score", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "sampled_run", b"sampled_run", "score", b"score", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "score"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -316,6 +324,7 @@ class EngineReply(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     NOT_STARTED_FIELD_NUMBER: _builtins.int
+    SAMPLE_FRAME_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _training_pb2.Error:
@@ -337,6 +346,10 @@ class EngineReply(_message.Message):
     def not_started(self) -> _training_pb2.Empty:
         """an operation was skipped: an earlier one failed, or it was withdrawn"""
 
+    @_builtins.property
+    def sample_frame(self) -> _training_pb2.SampleFrame:
+        """new tokens of a sample that streams; its result follows"""
+
     def __init__(
         self,
         *,
@@ -349,12 +362,13 @@ class EngineReply(_message.Message):
         heartbeat: Global___EngineHeartbeat | None = ...,
         upload: _training_pb2.Upload | None = ...,
         not_started: _training_pb2.Empty | None = ...,
+        sample_frame: _training_pb2.SampleFrame | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "upload", b"upload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["empty", b"empty", "error", b"error", "heartbeat", b"heartbeat", "hello", b"hello", "id", b"id", "kind", b"kind", "not_started", b"not_started", "result", b"result", "run_created", b"run_created", "sample_frame", b"sample_frame", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "run_created", "result", "empty", "heartbeat", "upload", "not_started", "sample_frame"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -2283,9 +2283,19 @@ class SampleCall(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """samples per prompt; 0 means 1"""
     max_tokens: _builtins.int
+    """0 only with prompt_logprobs. Absent outside a run: as many as the context and the server's limit allow."""
     temperature: _builtins.float
     """0 is greedy"""
     top_k: _builtins.int
@@ -2295,6 +2305,20 @@ class SampleCall(_message.Message):
     seed: _builtins.int
     """absent: drawn from the run's own generator"""
     ignore_eos: _builtins.bool
+    top_logprobs: _builtins.int
+    """also return so many most probable tokens in each place; 0: none"""
+    min_p: _builtins.float
+    """0: off"""
+    repetition_penalty: _builtins.float
+    """0 or 1: off"""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    json_schema: _builtins.str
+    """the text is a JSON document of this schema; empty: any text"""
+    prompt_logprobs: _builtins.bool
+    """also return the log-probabilities of the prompts' tokens"""
+    top_prompt_logprobs: _builtins.int
+    """and so many most probable tokens in each place of the prompts; 0: none"""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -2305,12 +2329,14 @@ class SampleCall(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """in addition to the model's own end tokens"""
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
     def __init__(
         self,
         *,
         prompts: _abc.Iterable[_builtins.str] | None = ...,
         n: _builtins.int = ...,
-        max_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int | None = ...,
         temperature: _builtins.float = ...,
         top_k: _builtins.int = ...,
         top_p: _builtins.float = ...,
@@ -2318,19 +2344,57 @@ class SampleCall(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int | None = ...,
         ignore_eos: _builtins.bool = ...,
+        top_logprobs: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        json_schema: _builtins.str = ...,
+        prompt_logprobs: _builtins.bool = ...,
+        top_prompt_logprobs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "max_tokens", b"max_tokens", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "n", b"n", "prompts", b"prompts", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___SampleCall: _TypeAlias = SampleCall  # noqa: Y015
 
 @_typing.final
+class LogitBias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    bias: _builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
 class SampleRequest(_message.Message):
+    """The model: a model of the server, a checkpoint "RUN_ID/NAME", or "RUN_ID" for the weights that the run has now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -2746,7 +2810,10 @@ Global___OptimStepResult: _TypeAlias = OptimStepResult  # noqa: Y015
 
 @_typing.final
 class SampleResult(_message.Message):
-    """Tensors "token_ids" and "logprobs", two ragged levels: prompts, samples, tokens."""
+    """Tensors "token_ids" and "logprobs", two ragged levels: prompts, samples, tokens. With top_logprobs also
+    "top_token_ids" and "top_logprobs", [tokens, k]. With prompt_logprobs "prompt_logprobs", one ragged level: every token
+    of a prompt but the first; with top_prompt_logprobs "prompt_top_token_ids" and "prompt_top_logprobs", [tokens, k].
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2822,6 +2889,80 @@ class Checkpoint(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class SampleFrame(_message.Message):
+    """New tokens of some samples. The last frame has the result, whose samples came in the deltas before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELTAS_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleDelta]: ...
+    @_builtins.property
+    def result(self) -> Global___OperationResult: ...
+    def __init__(
+        self,
+        *,
+        deltas: _abc.Iterable[Global___SampleDelta] | None = ...,
+        result: Global___OperationResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleFrame: _TypeAlias = SampleFrame  # noqa: Y015
+
+@_typing.final
+class SampleDelta(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """the sample, prompt-major"""
+    stop_reason: _builtins.str
+    """as in SampleResult, on the sample's last delta; else empty"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what each token adds to the text; may lag behind, and is whole at the end"""
+
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """top_logprobs a token"""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        stop_reason: _builtins.str = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "row", b"row", "stop_reason", b"stop_reason", "texts", b"texts", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleDelta: _TypeAlias = SampleDelta  # noqa: Y015
 
 @_typing.final
 class ExportResult(_message.Message):

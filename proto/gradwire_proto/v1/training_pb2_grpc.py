@@ -164,6 +164,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.ResultFrame.FromString,
                 _registered_method=True)
+        self.StreamSample = channel.unary_stream(
+                '/gradwire.v1.TrainingService/StreamSample',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.SampleFrame.FromString,
+                _registered_method=True)
         self.ListCheckpoints = channel.unary_unary(
                 '/gradwire.v1.TrainingService/ListCheckpoints',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.ListCheckpointsRequest.SerializeToString,
@@ -360,7 +365,14 @@ class TrainingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Sample(self, request, context):
-        """---- Sampling outside a run's queue: from a model, or from a checkpoint ----
+        """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamSample(self, request, context):
+        """The same, token by token. A caller who ends the stream ends the generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -518,6 +530,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.ResultFrame.SerializeToString,
+            ),
+            'StreamSample': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamSample,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleFrame.SerializeToString,
             ),
             'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCheckpoints,
@@ -1237,6 +1254,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/Sample',
             gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.ResultFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamSample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/StreamSample',
+            gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.SampleFrame.FromString,
             options,
             channel_credentials,
             insecure,

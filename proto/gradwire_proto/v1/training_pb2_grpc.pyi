@@ -110,7 +110,9 @@ class TrainingServiceStub:
     DiscardPending: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
-    """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
+    """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
+    StreamSample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]
+    """The same, token by token. A caller who ends the stream ends the generation."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]
     """---- Checkpoints (saving and loading are operations) ----"""
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_training_pb2.DeleteCheckpointRequest, _training_pb2.DeleteCheckpointResponse]
@@ -177,7 +179,9 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     DiscardPending: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]  # type: ignore[assignment]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
-    """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
+    """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
+    StreamSample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]  # type: ignore[assignment]
+    """The same, token by token. A caller who ends the stream ends the generation."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_training_pb2.ListCheckpointsRequest, _training_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """---- Checkpoints (saving and loading are operations) ----"""
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_training_pb2.DeleteCheckpointRequest, _training_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
@@ -397,7 +401,15 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _training_pb2.SampleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_training_pb2.ResultFrame], _abc.AsyncIterator[_training_pb2.ResultFrame]]:
-        """---- Sampling outside a run's queue: from a model, or from a checkpoint ----"""
+        """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
+
+    @_abc_1.abstractmethod
+    def StreamSample(
+        self,
+        request: _training_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_training_pb2.SampleFrame], _abc.AsyncIterator[_training_pb2.SampleFrame]]:
+        """The same, token by token. A caller who ends the stream ends the generation."""
 
     @_abc_1.abstractmethod
     def ListCheckpoints(

@@ -86,6 +86,7 @@ RPCS: dict[str, CallKind] = {
     "Cancel": CallKind.WRITE,
     "DiscardPending": CallKind.WRITE,
     "Sample": CallKind.SAMPLE,
+    "StreamSample": CallKind.SAMPLE,
     "ListCheckpoints": CallKind.READ,
     "DeleteCheckpoint": CallKind.WRITE,
     "Download": CallKind.PAGES,

@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
 from gradwire_server.core.run_creation import RunCreation
+from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
 from gradwire_server.core.texts import Texts
@@ -41,7 +42,7 @@ from gradwire_server.journal.run_records import RunRecord, RunRecords
 from gradwire_server.journal.state_folder import StateFolderError
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
-from gradwire_server.scheduling.checks import check_rows, check_sample_request, check_sampled_bytes
+from gradwire_server.scheduling.checks import check_rows
 from gradwire_server.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ class Core(Startable):
         self._creation = RunCreation(
             self.scheduler, self.runs, self.checkpoints, config.limits, self._models, self.uploads
         )
+        self._sampling = Sampling(config, self.runs, self.checkpoints, self._models, self.scheduler)
         await self.scheduler.start(records)
         self._running = True
 
@@ -432,27 +434,16 @@ class Core(Startable):
     # ---- sampling outside a run ----
 
     async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:
-        """Sample from a model, or from a checkpoint that the caller may read.
+        """Sample from a model, a checkpoint or a run's current weights that the caller may read.
 
         Raises:
             ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died while it sampled.
         """
-        refusal = check_sample_request(request, self.config.limits)
-        if refusal is not None:
-            raise ServiceError.of(refusal)
-        asked = pb.SampleRequest()
-        asked.CopyFrom(request)
-        asked.model, base_model = self._source(caller, request.model)
-        context_length = self.scheduler.admission.context_length(base_model)
-        refusal = check_sampled_bytes(request.call, len(request.prompt_ids), self.config.limits, context_length)
-        if refusal is not None:
-            raise ServiceError.of(refusal)
-        try:
-            reply, payload = await self.scheduler.dispatcher.sample(asked, self.scheduler.usage(caller.name))
-        except EngineDied as error:
-            message = "the engine ended while it sampled; it is being started again, try again"
-            raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
-        return StoredResult(reply.result, payload)
+        return await self._sampling.sample(caller, request)
+
+    def stream_sample(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
+        """Sample token by token; see :meth:`.sampling.Sampling.stream`."""
+        return self._sampling.stream(caller, request)
 
     async def score(self, caller: Caller, model: str, rows: Sequence[Sequence[int]]) -> StoredResult:
         """Log-probabilities of rows of token ids under a model, or under a checkpoint that the caller may read.

@@ -63,9 +63,12 @@ class EngineClient(Protocol):
         """Waits until there is an engine."""
 
     def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+        self,
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[Buffer] = (),
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> asyncio.Future[EngineAnswer]:
-        """Sends a request, in the order of the calls.
+        """Sends a request, in the order of the calls; ``on_frame`` takes the new tokens of a sample that streams.
 
         Raises (through the future):
             EngineDied: it may or may not have been carried out.
@@ -95,11 +98,21 @@ class _Connection:
         self.link, self.process, self._vitals, self._marks = link, process, vitals, marks
         self._waiting: dict[int, asyncio.Future[EngineAnswer]] = {}
         self._ids: dict[asyncio.Future[EngineAnswer], int] = {}
+        self._on_frame: dict[int, Callable[[pb.SampleFrame], None]] = {}
         self.worked = False
 
-    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer]) -> asyncio.Future[EngineAnswer]:
+    def request(
+        self,
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[Buffer],
+        on_frame: Callable[[pb.SampleFrame], None] | None,
+    ) -> asyncio.Future[EngineAnswer]:
         answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = answer
+        request_id = request.id
+        self._waiting[request_id] = answer
+        if on_frame is not None:
+            self._on_frame[request_id] = on_frame
+            answer.add_done_callback(lambda _: self._on_frame.pop(request_id, None))
         self._ids[answer] = request.id
         self.link.send(request, payload)
         return answer
@@ -118,6 +131,10 @@ class _Connection:
             reply, payload = await self.link.receive(engine_pb2.EngineReply)
             if reply.HasField("heartbeat"):
                 self._vitals.take(reply.heartbeat)
+                continue
+            if reply.HasField("sample_frame"):
+                if reply.id in self._on_frame:
+                    self._on_frame[reply.id](reply.sample_frame)
                 continue
             self._marks.answered(reply.id)
             answer = self._waiting.pop(reply.id, None)
@@ -183,14 +200,17 @@ class EngineProcess:
         return self.hello
 
     def request(
-        self, request: engine_pb2.EngineRequest, payload: Sequence[Buffer] = ()
+        self,
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[Buffer] = (),
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
     ) -> asyncio.Future[EngineAnswer]:
         if self._connection is None:
             answer: asyncio.Future[EngineAnswer] = asyncio.get_running_loop().create_future()
             answer.set_exception(EngineDied(suspect=False))
             return answer
         request.id = next(self._ids)
-        return self._connection.request(request, payload)
+        return self._connection.request(request, payload, on_frame)
 
     def withdraw(self, answer: asyncio.Future[EngineAnswer]) -> bool:
         return self._connection is not None and self._connection.withdraw(answer)

@@ -17,7 +17,7 @@ from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
 SAMPLED_BYTES = 8
-"""Bytes of a sampled token in a result: its id and its log-probability."""
+"""Bytes of a sampled token in a result, and of each of its top_logprobs: an id and a log-probability."""
 
 
 def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKNOWN_LENGTH) -> pb.Error | None:
@@ -112,6 +112,10 @@ def check_sample(call: pb.SampleCall, rows: int, limits: Limits) -> pb.Error | N
         ("stop", max(len(call.stop), len(call.stop_token_ids)), "max_stops", limits.max_stops),
         ("stop", max(map(len, call.stop), default=0), "max_stop_chars", limits.max_stop_chars),
         ("prompts", max(map(len, call.prompts), default=0), "max_text_chars", limits.max_text_chars),
+        ("json_schema", len(call.json_schema), "max_kwargs_chars", limits.max_kwargs_chars),
+        ("logit_bias", len(call.logit_bias), "max_logit_biases", limits.max_logit_biases),
+        ("top_logprobs", call.top_logprobs, "max_top_logprobs", limits.max_top_logprobs),
+        ("top_prompt_logprobs", call.top_prompt_logprobs, "max_top_logprobs", limits.max_top_logprobs),
     )
     for field, value, name, limit in counts:
         if value > limit:
@@ -127,14 +131,15 @@ def check_sampled_bytes(call: pb.SampleCall, rows: int, limits: Limits, context_
         context_length: Tokens that the model can hold, which end every sample.
     """
     samples, tokens = max(rows, len(call.prompts)) * (call.n or 1), min(call.max_tokens, context_length)
-    needed, most = samples * tokens * SAMPLED_BYTES, limits.max_payload_bytes
+    token_bytes = SAMPLED_BYTES * (1 + call.top_logprobs)
+    needed, most = samples * tokens * token_bytes, limits.max_payload_bytes
     if needed <= most:
         return None
     message = (
         f"sample: {samples:,} samples of up to {tokens:,} tokens may take {needed:,} bytes as ids and"
         f" log-probabilities, and a result has {most:,} at most (--limit max_payload_bytes=N); ask for"
-        f" {most // (tokens * SAMPLED_BYTES):,} samples at a time, or for"
-        f" max_tokens={most // (samples * SAMPLED_BYTES)}"
+        f" {most // (tokens * token_bytes):,} samples at a time, or for"
+        f" max_tokens={most // (samples * token_bytes)}"
     )
     rule = f"max_payload_bytes = {most}"
     return pb.Error(code=pb.ERROR_CODE_LIMIT_EXCEEDED, message=message, field="max_tokens", rule=rule)

@@ -188,8 +188,18 @@ class Dispatcher:
         self.fair_queue.leave(owner, tokens)
         self._dispatch()
 
-    async def sample(self, asked: pb.SampleRequest, usage: Usage) -> EngineAnswer:
-        """Sample outside any run's queue, when it is the owner's turn.
+    async def sample(
+        self,
+        asked: pb.SampleRequest,
+        usage: Usage,
+        run: RunQueue | None = None,
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+    ) -> EngineAnswer:
+        """Sample outside any run's queue, when it is the owner's turn. A caller who is cancelled ends the generation.
+
+        Args:
+            run: The run whose current weights are sampled from, instead of the request's model.
+            on_frame: Takes new tokens as they are generated.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED, SHUTTING_DOWN, or the engine's own error.
@@ -198,7 +208,10 @@ class Dispatcher:
         prompts = max(len(asked.prompt_ids), len(asked.call.prompts))
         given = sum(len(prompt.ids) for prompt in asked.prompt_ids)
         tokens = given + prompts * (asked.call.n or 1) * asked.call.max_tokens
-        reply, payload = await self._outside(engine_pb2.EngineRequest(sample=asked), usage, given, tokens)
+        request = engine_pb2.EngineRequest(sample=asked, streams=on_frame is not None)
+        if run is not None:
+            request.sampled_run = run.record.run_id
+        reply, payload = await self._outside(request, usage, given, tokens, run, on_frame)
         self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
         return reply, payload
 
@@ -213,13 +226,30 @@ class Dispatcher:
         self._metrics.finished("", pb.Operation(forward=pb.LossCall()), reply.result)
         return reply, payload
 
-    async def _outside(self, request: engine_pb2.EngineRequest, usage: Usage, given: int, tokens: int) -> EngineAnswer:
-        """Execute a request that belongs to no run, with ``given`` tokens, counted as ``tokens`` of the quota."""
+    async def _outside(
+        self,
+        request: engine_pb2.EngineRequest,
+        usage: Usage,
+        given: int,
+        tokens: int,
+        run: RunQueue | None = None,
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+    ) -> EngineAnswer:
+        """Execute a request that belongs to no run, with ``given`` tokens, counted as ``tokens`` of the quota.
+
+        Args:
+            run: A run that the engine must hold, because the request reads it.
+            on_frame: Takes the frames of a request that streams.
+        """
         usage.check(0, tokens)
         usage.operations += 1
         try:
             await self.enter(usage.owner, given)
-            answer = self._engine.request(request)
+            while run is not None and not self._executor.holds(run):
+                self.leave(usage.owner, given)  # it could be the place that the run's own operation waits for
+                await self._executor.hold(run)
+                await self.enter(usage.owner, given)
+            answer = self._engine.request(request) if on_frame is None else self._engine.request(request, (), on_frame)
             answer.add_done_callback(retrieved)
             answer.add_done_callback(lambda _: self.leave(usage.owner, given))  # also if the caller has left meanwhile
             try:

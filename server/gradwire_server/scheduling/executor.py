@@ -11,7 +11,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine_client.process import EngineAnswer, EngineClient, EngineDied
-from gradwire_server.errors import ServiceError
+from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.segments import Buffer, CorruptRecord
@@ -87,6 +87,40 @@ class Executor:
             await self._engine.request(request)
         except (EngineDied, ServiceError) as error:
             log.info("run %s was not in the engine: %s", run_id, error)
+
+    async def hold(self, queue: RunQueue) -> None:
+        """Wait until the engine holds a run for reading, and restore it there if no operation of it will.
+
+        Raises:
+            ServiceError: The run is parked, closed, or cannot be restored; ENGINE_UNAVAILABLE if the engine died
+                :data:`DEATHS` times on the way.
+        """
+        deaths = 0
+        while not self.holds(queue):
+            if queue.closed is not None:
+                raise queue.closed
+            if queue.parked is not None:
+                raise parked_error(queue.record.run_id, queue.parked.error)
+            changed = queue.changed
+            if queue.pending:  # the first of them restores the run
+                await changed.wait()
+                continue
+            await self._engine.ready()
+            try:
+                async with queue.handing:
+                    if not queue.pending and not self.holds(queue):
+                        await self._restored(queue, queue.record.applied_seq + 1)
+            except CannotRestore as error:
+                raise ServiceError.of(error.error) from error
+            except EngineDied as error:
+                deaths += 1
+                if deaths >= DEATHS:
+                    message = "the engine died while the run was restored"
+                    raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
+
+    def holds(self, queue: RunQueue) -> bool:
+        """Whether the engine holds a run that is not parked."""
+        return queue.generation == self._engine.generation and queue.parked is None and queue.closed is None
 
     async def carry_out(self, queue: RunQueue, operation: QueuedOperation) -> Outcome | None:
         """Execute an operation and return its result and payload.

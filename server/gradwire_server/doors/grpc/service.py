@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -139,6 +140,11 @@ class TrainingService(TrainingServiceServicer):
     async def Sample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.ResultFrame]:
         for frame in _frames(await self._core.sample(CALLER.get(), request)):
             yield frame
+
+    async def StreamSample(self, request: pb.SampleRequest, context: Any) -> AsyncIterator[pb.SampleFrame]:
+        async with aclosing(self._core.stream_sample(CALLER.get(), request)) as frames:
+            async for frame in frames:
+                yield frame
 
     # ---- checkpoints ----
 

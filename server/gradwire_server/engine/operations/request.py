@@ -32,6 +32,8 @@ class Request:
         kind = self.message.WhichOneof("kind")
         if kind == "operation":
             return self.message.operation.run_id
+        if kind == "sample":
+            return self.message.sampled_run
         if kind == "create_run":
             return self.message.create_run.run_id
         return self.message.drop_run.run_id if kind == "drop_run" else ""

@@ -8,22 +8,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire_proto.codec import Column
-from gradwire_proto.v1 import training_pb2
+from gradwire_proto.v1 import engine_pb2, training_pb2
 
-from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
+from gradwire_server.engine.sampling.prompt_scores import PromptScores, score_prompts
 from gradwire_server.engine.sampling.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
 
 
 @dataclass(frozen=True)
 class Started:
-    """A job in progress, and the number of tokens in its prompts."""
+    """A job in progress.
+
+    Attributes:
+        job: The job.
+        num_prompt_tokens: Number of tokens in its prompts.
+        prompt_scores: The scores of its prompts if the call wants them, else None.
+    """
 
     job: Job
     num_prompt_tokens: int
+    prompt_scores: PromptScores | None = None
 
     def outcome(self) -> Outcome:
         """The result of a finished job.
@@ -40,6 +48,12 @@ class Started:
         )
         levels = (samples.counts, samples.lengths)
         columns = {"token_ids": Column(samples.token_ids, levels), "logprobs": Column(samples.logprobs, levels)}
+        if samples.top is not None:
+            columns |= {
+                "top_token_ids": Column(samples.top[0], levels), "top_logprobs": Column(samples.top[1], levels)
+            }  # fmt: skip
+        if self.prompt_scores is not None:
+            columns |= _prompt_columns(self.prompt_scores)
         return Outcome(training_pb2.OperationResult(sample=result), columns)
 
 
@@ -75,15 +89,24 @@ def own_seed(run_seed: int, seq: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{seq}".encode(), digest_size=8).digest()) >> 2
 
 
-def begin_outside(context: EngineContext, asked: training_pb2.SampleRequest) -> Started:
-    """Begin samples of a model or checkpoint outside any run.
+def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> Started:
+    """Begin samples of a model, a checkpoint or a run's current weights, outside any run's queue.
 
     Raises:
         OperationError: The request is invalid.
     """
-    policy = context.references.resolve(asked.model, field="model").policy
+    asked = request.sample
+    if request.sampled_run:
+        run = context.runs.get(request.sampled_run)
+        if run is None:
+            message = f"the engine holds no run {request.sampled_run!r}"
+            raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, message)
+        policy = run.policy
+    else:
+        policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
-    return _begin(context, policy, asked.call, prompts, secrets.randbits(62), alone=False)
+    seed = secrets.randbits(62)
+    return _begin(context, policy, asked.call, prompts, seed, alone=False, stream=request.streams)
 
 
 def _begin(
@@ -93,8 +116,9 @@ def _begin(
     prompts: Sequence[Sequence[int]] | None,
     seed: int,
     alone: bool,
+    stream: bool = False,
 ) -> Started:
-    params = SamplingParams.from_call(call, seed)
+    params = SamplingParams.from_call(call, seed, stream=stream)
     tokenizer = context.tokenizer(policy.facts.name)
     if not prompts and call.prompts:
         if tokenizer is None:
@@ -105,5 +129,33 @@ def _begin(
             )
         prompts = tokenizer.encode(call.prompts)
     prompts = prompts or []
+    if call.top_prompt_logprobs and not call.prompt_logprobs:
+        raise invalid("top_prompt_logprobs come with prompt_logprobs", "top_prompt_logprobs")
+    if call.top_prompt_logprobs > policy.facts.vocab_size:
+        message = f"top_prompt_logprobs is {call.top_prompt_logprobs} of {policy.facts.vocab_size} tokens"
+        raise invalid(message, "top_prompt_logprobs")
     job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
-    return Started(job, sum(map(len, prompts)))
+    num_prompt_tokens = sum(map(len, prompts))
+    if not call.prompt_logprobs:
+        return Started(job, num_prompt_tokens)
+    try:
+        scores = score_prompts(
+            policy,
+            prompts,
+            temperature=params.temperature or 1.0,
+            top=call.top_prompt_logprobs,
+            budget=context.memory.most,
+        )
+    except BaseException:
+        context.sampler.cancel(job)
+        raise
+    return Started(job, num_prompt_tokens, scores)
+
+
+def _prompt_columns(scores: PromptScores) -> dict[str, Column]:
+    levels = (scores.lengths,)
+    columns = {"prompt_logprobs": Column(scores.logprobs, levels)}
+    if scores.top is not None:
+        ids, logprobs = scores.top
+        columns |= {"prompt_top_token_ids": Column(ids, levels), "prompt_top_logprobs": Column(logprobs, levels)}
+    return columns

@@ -16,6 +16,7 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.crash_points import crash_point
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.lifecycle import (
     Answer,
@@ -63,8 +64,8 @@ class SamplesInProgress:
         return len(self._outside) + sum(map(len, self._runs.values()))
 
     def of(self, run_id: str) -> bool:
-        """Whether samples of this run are in progress."""
-        return run_id in self._runs
+        """Whether samples of this run are in progress, also those outside its queue, which read its weights."""
+        return run_id in self._runs or any(sampling.message.sampled_run == run_id for sampling in self._outside)
 
     def begin(self, request: Request) -> None:
         """Begin a request; an error becomes its answer."""
@@ -99,8 +100,8 @@ class SamplesInProgress:
             self._context.sampler.step()
 
     def finished(self) -> list[Answer]:
-        """Take the answers that can be sent now."""
-        answers = []
+        """Take the answers that can be sent now, behind the new tokens of samples that stream."""
+        answers = [frame for sampling in self._all() if sampling.message.streams for frame in _new_tokens(sampling)]
         for sampling in [sampling for sampling in self._outside if sampling.ended]:
             self._outside.remove(sampling)
             answers.append(self._answer(sampling))
@@ -120,11 +121,13 @@ class SamplesInProgress:
         context, message = self._context, request.message
         if message.HasField("sample"):
             crash_point("engine.before_operation")
-            sampling.started = begin_outside(context, message.sample)
+            with interruptible(lambda: check(context, message)):
+                sampling.started = begin_outside(context, message)
             return
-        sampling.execution = Execution(context, message.operation)
+        execution = sampling.execution = Execution(context, message.operation)
         call = message.operation.operation.sample
-        sampling.started = begin_in_run(context, sampling.execution.run, message.operation.seq, call, request.columns)
+        with interruptible(lambda: check(context, message)):
+            sampling.started = begin_in_run(context, execution.run, message.operation.seq, call, request.columns)
 
     def _answer(self, sampling: _Sampling) -> Answer:
         answer = sampling.answer
@@ -171,3 +174,11 @@ class SamplesInProgress:
             if unless_failed and run.failed_seq >= unless_failed and sampling.started is not None:
                 self._context.sampler.cancel(sampling.started.job)
                 sampling.started, sampling.answer = None, not_started()
+
+
+def _new_tokens(sampling: _Sampling) -> list[Answer]:
+    deltas = sampling.started.job.new_tokens() if sampling.started is not None else []
+    if not deltas:
+        return []
+    frame = training_pb2.SampleFrame(deltas=deltas)
+    return [Answer(engine_pb2.EngineReply(id=sampling.message.id, sample_frame=frame), [])]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,49 +21,31 @@ from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.sampling.draw import Uniforms, draw
-from gradwire_server.engine.sampling.jobs import LocalJob, StopSearch
+from gradwire_server.engine.sampling.adjustments import logits_to_choose_by
+from gradwire_server.engine.sampling.draw import Uniforms, draw, top_tokens
+from gradwire_server.engine.sampling.growing_sample import GrowingSample
+from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.key_values import IntArray, KeyValues, Slots, Together
-from gradwire_server.engine.sampling.sampler import SamplingParams
+from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
+from gradwire_server.engine.sampling.sampler import SamplingParams, TopTokens
 from gradwire_server.engine.scoring.token_scores import token_logits
 
 logger = logging.getLogger(__name__)
 
-BoolArray = npt.NDArray[np.bool_]
-
-DRAWS = 64
-"""Uniform numbers generated per row at a time."""
 PREFILL_TOKENS = 1 << 14
 """Maximum prompt tokens in one forward, padding included; a longer prompt goes alone."""
+SPARE_KINDS = 32
+"""Drawing parameters that no row uses, kept for the requests to come."""
+_NOT_OF_DRAWING: dict[str, Any] = {"max_tokens": 0, "seed": 0, "n": 1, "stop": (), "stream": False}
 
 
-@dataclass
-class _Rows:
-    """The samples in progress as columns of ``[R]`` entries."""
+@dataclass(frozen=True)
+class _Kind:
+    """Rows that are drawn together: their parameters, and ``[V]`` whether a token ends a sample."""
 
-    job: npt.NDArray[np.object_]
-    row: IntArray
-    kind: IntArray  # index of the job's drawing parameters
-    search: npt.NDArray[np.object_]  # StopSearch or None
-    length: IntArray  # tokens in the cache
-    count: IntArray  # tokens sampled
-    limit: IntArray
-    last: IntArray  # newest token, not in the cache yet
-    seed: npt.NDArray[np.uint64]
-    place: npt.NDArray[np.uint64]
-    uniform: npt.NDArray[np.float64]  # [R, DRAWS]
-    tokens: npt.NDArray[np.int32]  # [R, room]
-    logprobs: npt.NDArray[np.float32]  # [R, room]
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-    def select(self, rows: IntArray) -> _Rows:
-        return _Rows(**{name: column[rows] for name, column in vars(self).items()})
-
-    def beside(self, other: _Rows) -> _Rows:
-        mine, theirs = vars(self), vars(other)
-        return _Rows(**{name: np.concatenate([mine[name], theirs[name]]) for name in mine})
+    key: tuple[SamplingParams, frozenset[int]]
+    params: SamplingParams
+    ends: BoolArray
 
 
 class Batch:
@@ -82,9 +65,7 @@ class Batch:
         self._cache_tokens, self._most = cache_tokens, rows
         self._waiting: dict[LocalJob, deque[int]] = {}  # the job whose turn it is comes first
         self._joining: list[tuple[LocalJob, int]] = []
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._kinds: list[tuple[SamplingParams, BoolArray]] = []
-        self._searching = False
+        self._kinds: dict[int, _Kind] = {}
         self._jobs: list[LocalJob] = []
         self._uniforms = uniforms
         self._empty()
@@ -101,7 +82,6 @@ class Batch:
 
     def add(self, job: LocalJob) -> None:
         self._jobs.append(job)
-        self._searching = self._searching or bool(job.params.stop)
         self._waiting[job] = deque(job.order())
 
     def remove(self, job: LocalJob) -> None:
@@ -123,7 +103,12 @@ class Batch:
                 error.__traceback__ = None  # it keeps the computed tensors alive
         if failure is not None:
             self._give_up(failure)
+        for job in [job for job in self._jobs if job.error is not None]:
+            self.remove(job)
         self._jobs = [job for job in self._jobs if not job.done]
+        if len(self._kinds) > len(self._jobs) + SPARE_KINDS:
+            used = set(self._rows.kind.tolist())
+            self._kinds = {number: kind for number, kind in self._kinds.items() if number in used}
 
     def _step(self) -> None:
         self.policy.activate()
@@ -140,7 +125,8 @@ class Batch:
         """Handle the failure of a step.
 
         If memory ran out, all samples restart from their prompts with half as many rows at a time; the random numbers
-        are the same, and so are the samples. Any other error, or a single sample that does not fit, ends all jobs.
+        are the same, and so are the samples, but for float rounding, which a streamed sample could show. Any other
+        error, or a single sample that does not fit, ends all jobs.
         """
         started = [*zip(self._rows.job, self._rows.row.tolist(), strict=True), *self._joining]
         self._joining = []
@@ -194,16 +180,16 @@ class Batch:
         start = len(self._rows)
         if start:
             room = max(self._rows.tokens.shape[1], new.tokens.shape[1])
-            new = _widened(self._rows, room).beside(_widened(new, room))
+            new = widened(self._rows, room).beside(widened(new, room))
         self._rows, self._joining = new, []
         self._draw(states, start)
 
-    def _begin(self, newcomers: list[tuple[LocalJob, int]]) -> _Rows:
+    def _begin(self, newcomers: list[tuple[LocalJob, int]]) -> Rows:
         jobs, rows = [job for job, _ in newcomers], [row for _, row in newcomers]
         count = len(rows)
-        job_column, search = np.empty(count, object), np.empty(count, object)
+        job_column, growing = np.empty(count, object), np.empty(count, object)
         job_column[:] = jobs
-        search[:] = [job.search() for job in jobs]
+        growing[:] = [job.begin(row) for job, row in newcomers]
         kinds = {id(job): self._kind(job) for job in jobs}
         limits = np.array([job.limits[row] for job, row in newcomers], np.int64)
         seeds = np.array([job.params.seed % 2**64 for job in jobs], np.uint64)
@@ -212,11 +198,11 @@ class Batch:
         if count:
             first = min(DRAWS, -(-int(limits.max()) // 4) * 4)
             uniform[:, :first] = self._uniforms.numbers(seeds, places, 0, first)
-        return _Rows(
+        return Rows(
             job=job_column,
             row=np.array(rows, np.int64),
             kind=np.array([kinds[id(job)] for job in jobs], np.int64),
-            search=search,
+            growing=growing,
             length=np.array([len(job.prompt_of(row)) for job, row in newcomers], np.int64),
             count=np.zeros(count, np.int64),
             limit=limits,
@@ -229,15 +215,16 @@ class Batch:
         )
 
     def _kind(self, job: LocalJob) -> int:
-        """Index of a job's drawing parameters, shared by jobs with equal ones."""
-        params = job.params
-        key = (params.temperature, params.top_k, params.top_p, job.ends)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._kinds)
-            ends = np.zeros(self.policy.facts.vocab_size, np.bool_)
-            ends[[token for token in job.ends if 0 <= token < len(ends)]] = True
-            self._kinds.append((params, ends))
-        return self._numbers[key]
+        """Number of a job's drawing parameters, shared by jobs with equal ones."""
+        key = (dataclasses.replace(job.params, **_NOT_OF_DRAWING), job.ends)
+        for number, kind in self._kinds.items():
+            if kind.key == key:
+                return number
+        ends = np.zeros(self.policy.facts.vocab_size, np.bool_)
+        ends[[token for token in job.ends if 0 <= token < len(ends)]] = True
+        number = max(self._kinds, default=-1) + 1
+        self._kinds[number] = _Kind(key, job.params, ends)
+        return number
 
     # ---- drawing ----
 
@@ -247,25 +234,31 @@ class Batch:
         drawing = np.arange(start, len(rows))
         count = rows.count[start:]
         if count.max() >= rows.tokens.shape[1]:
-            rows = self._rows = _widened(rows, 2 * rows.tokens.shape[1])
+            rows = self._rows = widened(rows, 2 * rows.tokens.shape[1])
         uniform = self._next_uniform(drawing)
         tokens, by_token = np.empty(len(drawing), np.int64), np.empty(len(drawing), np.bool_)
+        tops: dict[int, TopTokens] = {}
         head = self.policy.output_head()
-        for kind in np.unique(rows.kind[start:]) if len(self._kinds) > 1 else (0,):
-            params, ends = self._kinds[kind]
-            of_kind = np.flatnonzero(rows.kind[start:] == kind)
+        for number in np.unique(rows.kind[start:]).tolist():
+            kind = self._kinds[number]
+            of_kind = np.flatnonzero(rows.kind[start:] == number)
             part = states
             if len(of_kind) < len(drawing):
                 part = states[torch.from_numpy(of_kind).to(states.device)]
-            logits = token_logits(part, head, temperature=params.temperature or 1.0)
-            drawn, logprobs = draw(logits, torch.from_numpy(uniform[of_kind]).to(logits.device), params)
+            logits = token_logits(part, head, temperature=kind.params.temperature or 1.0)
+            choices = logits_to_choose_by(logits, kind.params, rows, drawing[of_kind])
+            drawn, logprobs = draw(logits, torch.from_numpy(uniform[of_kind]).to(logits.device), kind.params, choices)
             tokens[of_kind] = drawn.cpu().numpy()
-            by_token[of_kind] = ends[tokens[of_kind]]
+            by_token[of_kind] = kind.ends[tokens[of_kind]]
             rows.logprobs[drawing[of_kind], count[of_kind]] = logprobs.float().cpu().numpy()
+            if kind.params.top_logprobs:
+                top_ids, top_logprobs = top_tokens(logits, kind.params.top_logprobs)
+                ids, values = top_ids.int().cpu().numpy(), top_logprobs.float().cpu().numpy()
+                tops.update(zip(drawing[of_kind].tolist(), zip(ids, values, strict=True), strict=True))
         rows.tokens[drawing, count] = tokens
         rows.last[start:] = tokens
         count += 1
-        self._end(drawing, by_token, count >= rows.limit[start:])
+        self._end(drawing, by_token, count >= rows.limit[start:], tops)
 
     def _next_uniform(self, drawing: IntArray) -> npt.NDArray[np.float64]:
         rows = self._rows
@@ -277,15 +270,16 @@ class Batch:
         uniform: npt.NDArray[np.float64] = rows.uniform[drawing, count % DRAWS]
         return uniform
 
-    def _end(self, drawing: IntArray, by_token: BoolArray, at_limit: BoolArray) -> None:
-        """Hand finished samples to their jobs."""
+    def _end(self, drawing: IntArray, by_token: BoolArray, at_limit: BoolArray, tops: Mapping[int, TopTokens]) -> None:
+        """Hand new tokens to the samples that follow them, and finished samples to their jobs."""
         rows = self._rows
         texts: dict[int, str | None] = {}
-        if self._searching:
-            for row, ended in zip(drawing.tolist(), by_token.tolist(), strict=True):
-                search: StopSearch | None = rows.search[row]
-                if search is not None and not ended and (text := search.find(int(rows.last[row]))) is not None:
-                    texts[row] = text
+        for row in [row for row in drawing.tolist() if rows.growing[row] is not None]:
+            growing: GrowingSample = rows.growing[row]
+            logprob = float(rows.logprobs[row, rows.count[row] - 1])
+            text = growing.add(int(rows.last[row]), logprob, tops.get(row), ends=bool(by_token[row - drawing[0]]))
+            if text is not None:
+                texts[row] = text
         over = by_token | at_limit
         over[[row - int(drawing[0]) for row in texts]] = True
         if not over.any():
@@ -293,7 +287,8 @@ class Batch:
         for row, ended in zip(drawing[over].tolist(), by_token[over].tolist(), strict=True):
             count = rows.count[row]
             tokens, logprobs = rows.tokens[row, :count].copy(), rows.logprobs[row, :count].copy()
-            rows.job[row].end(int(rows.row[row]), tokens, logprobs, ended, texts.get(row))
+            top = rows.growing[row].top if rows.growing[row] is not None else None
+            rows.job[row].end(int(rows.row[row]), tokens, logprobs, ended, texts.get(row), top)
         kept = np.ones(len(rows), np.bool_)
         kept[drawing[over]] = False
         self._keep(kept)
@@ -311,8 +306,3 @@ class Batch:
             self._width = int((rows.length + rows.limit - rows.count).max()) + 1
         else:
             self._empty()
-
-
-def _widened(rows: _Rows, room: int) -> _Rows:
-    missing = ((0, 0), (0, room - rows.tokens.shape[1]))
-    return dataclasses.replace(rows, tokens=np.pad(rows.tokens, missing), logprobs=np.pad(rows.logprobs, missing))

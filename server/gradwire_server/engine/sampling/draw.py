@@ -12,29 +12,35 @@ from torch import Tensor
 from gradwire_server.engine.sampling.sampler import SamplingParams
 
 
-def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniform: Tensor, params: SamplingParams, chosen_by: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token from each distribution, given ``[R, V]`` logits over the temperature and ``[R]`` uniform numbers.
 
     Args:
         uniform: Numbers in [0, 1).
+        chosen_by: ``[R, V]`` other logits over the temperature to choose by, -inf for tokens that may not be chosen.
 
     Returns:
-        ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution, before top-k and top-p.
+        ``[R]`` tokens, and ``[R]`` their log-probabilities in the whole distribution of ``logits``.
     """
     normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    choices = logits if chosen_by is None else chosen_by
     if params.temperature == 0:
-        tokens = logits.argmax(dim=-1, keepdim=True)
+        tokens = choices.argmax(dim=-1, keepdim=True)
     else:
         order = None
-        kept = logits
+        kept = choices
         if 0 < params.top_k < logits.shape[-1]:
-            kept, order = logits.topk(params.top_k, dim=-1)
+            kept, order = choices.topk(params.top_k, dim=-1)
         elif params.top_p < 1:
-            kept, order = logits.sort(dim=-1, descending=True)
+            kept, order = choices.sort(dim=-1, descending=True)
         weights = (kept - kept.amax(dim=-1, keepdim=True)).exp()
         if params.top_p < 1:
             before = weights.cumsum(dim=-1, dtype=torch.float64) - weights
             weights = weights.masked_fill(before >= params.top_p * weights.sum(dim=-1, keepdim=True), 0.0)
+        if params.min_p > 0:
+            weights = weights.masked_fill(weights < params.min_p, 0.0)
         cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         targets = uniform[:, None].to(cumulative.dtype) * cumulative[:, -1:]
         places = torch.searchsorted(cumulative, targets, right=True)
@@ -42,6 +48,12 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
         places = places.minimum(last)
         tokens = places if order is None else order.gather(1, places)
     return tokens.squeeze(1), (logits.gather(1, tokens) - normalizer).squeeze(1)
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``[R, count]`` most probable tokens of ``[R, V]`` logits and their log-probabilities, most probable first."""
+    values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return ids, values - logits.logsumexp(dim=-1, keepdim=True)
 
 
 class Uniforms:

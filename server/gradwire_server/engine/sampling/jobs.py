@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from gradwire_proto.v1 import training_pb2
-from tokenizers.decoders import DecodeStream
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.tokenizers import TextTokenizer
-from gradwire_server.engine.sampling.sampler import Samples, SamplingParams, StopReason
+from gradwire_server.engine.sampling.growing_sample import GrowingSample, Handed
+from gradwire_server.engine.sampling.growing_text import StopString
+from gradwire_server.engine.sampling.json_grammar import JsonGrammar
+from gradwire_server.engine.sampling.sampler import Samples, SamplingParams, StopReason, TopTokens
 
 DECODED_ROWS = 64
 """Samples whose tokens become text at a time."""
@@ -25,6 +27,7 @@ class _Ended:
     logprobs: npt.NDArray[np.float32]
     by_token: bool
     text: str | None
+    top: TopTokens | None
 
 
 class LocalJob:
@@ -62,6 +65,14 @@ class LocalJob:
         self._eos = eos - params.stop_token_ids
         self._ended: list[_Ended | None] = [None] * len(self.limits)
         self._left = len(self._ended)
+        self._stops = [StopString(text) for text in params.stop]
+        self._grammar: JsonGrammar | None = None
+        if params.json_schema and tokenizer is not None:
+            self._grammar = JsonGrammar(params.json_schema, tokenizer, facts.vocab_size, tuple(sorted(eos)))
+        self._handed = [Handed(row) for row in range(len(self.limits))] if params.stream else []
+        if not params.max_tokens:
+            for row in range(len(self.limits)):
+                self.end(row, np.zeros(0, np.int32), np.zeros(0, np.float32), False, None)
 
     @property
     def done(self) -> bool:
@@ -79,11 +90,20 @@ class LocalJob:
         """Key of a row's random numbers, in addition to the seed."""
         return row // self.params.n << 32 | row % self.params.n
 
-    def search(self) -> StopSearch | None:
-        """Make a search for the stop strings in one sample; None if there are none."""
-        if not self.params.stop or self.tokenizer is None:
+    def begin(self, row: int) -> GrowingSample | None:
+        """Begin a row's sample; None if nothing is to be done for each of its tokens but to draw it."""
+        if not (self._stops or self._grammar or self._handed or self.params.top_logprobs):
             return None
-        return StopSearch(self.params.stop, self.tokenizer)
+        return GrowingSample(
+            self.tokenizer if self._stops or self._handed else None,
+            self._stops,
+            self._grammar.begin() if self._grammar else None,
+            self._handed[row] if self._handed else None,
+        )
+
+    def new_tokens(self) -> list[training_pb2.SampleDelta]:
+        """See :class:`.sampler.Job`."""
+        return [handed.take() for handed in self._handed if handed.waiting]
 
     def end(
         self,
@@ -92,15 +112,20 @@ class LocalJob:
         logprobs: npt.NDArray[np.float32],
         by_token: bool,
         text: str | None,
+        top: TopTokens | None = None,
     ) -> None:
         """Record a row's finished sample.
 
         Args:
             by_token: It ended with one of :attr:`ends`.
             text: The text before the stop string if it ended with one, else None.
+            top: ``[tokens, k]`` the most probable tokens in each place, if ``top_logprobs`` are wanted.
         """
         self._left -= self._ended[row] is None
-        self._ended[row] = _Ended(token_ids, logprobs, by_token, text)
+        ended = self._ended[row] = _Ended(token_ids, logprobs, by_token, text, top)
+        if self._handed:
+            (whole,) = self._texts([ended]) if self.tokenizer is not None else ("",)
+            self._handed[row].end(whole, self._reason(ended))
 
     def samples(self) -> Samples:
         """See :class:`.sampler.Job`."""
@@ -115,6 +140,7 @@ class LocalJob:
             logprobs=np.concatenate([row.logprobs for row in ended]),
             stop_reasons=[self._reason(row) for row in ended],
             texts=self._texts(ended) if self.tokenizer is not None else None,
+            top=_together([row.top for row in ended if row.top is not None]),
         )
 
     def _reason(self, row: _Ended) -> StopReason:
@@ -135,30 +161,10 @@ class LocalJob:
         return texts
 
 
-class StopSearch:
-    """Search for stop strings in a growing sample.
-
-    Args:
-        stop: The strings.
-        tokenizer: Decodes tokens to text.
-    """
-
-    def __init__(self, stop: Sequence[str], tokenizer: TextTokenizer) -> None:
-        self._stop = stop
-        self._longest = max(map(len, stop))
-        self._tokenizer = tokenizer.tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._text = ""
-
-    def find(self, token: int) -> str | None:
-        """Add the next token, and return the text before the first stop string once there is one, else None."""
-        piece = self._stream.step(self._tokenizer, token)
-        if not piece:
-            return None
-        start = max(0, len(self._text) - self._longest + 1)
-        self._text += piece
-        places = [place for stop in self._stop if (place := self._text.find(stop, start)) >= 0]
-        return self._text[: min(places)] if places else None
+def _together(parts: Sequence[TopTokens]) -> TopTokens | None:
+    if not parts:
+        return None
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
 
 
 def _check(
@@ -178,18 +184,35 @@ def _check(
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise refuse(row, "has no tokens; begin with the model's start token, say", "at least one token")
-        if len(prompt) >= facts.context_length:
+        if len(prompt) + min(params.max_tokens, 1) > facts.context_length:
             raise refuse(
                 row,
                 f"has {len(prompt)} tokens, and the model's context of {facts.context_length} leaves no room after it",
                 f"tokens < {facts.context_length}",
             )
         if min(prompt) < 0 or max(prompt) >= facts.vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < facts.vocab_size)
-            raise refuse(row, f"has the token id {wrong}", f"0 <= id < {facts.vocab_size}")
+            outside = next(token for token in prompt if not 0 <= token < facts.vocab_size)
+            raise refuse(row, f"has the token id {outside}", f"0 <= id < {facts.vocab_size}")
     if params.stop and tokenizer is None:
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,
             f"model {facts.name!r} has no tokenizer here, so stop strings cannot be found: use stop_token_ids",
             field="stop",
         )
+    if params.json_schema and tokenizer is None:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {facts.name!r} has no tokenizer here, so a json_schema cannot be followed",
+            field="json_schema",
+        )
+    for name, wrong in (
+        ("logit_bias", next((token for token, _ in params.logit_bias if not 0 <= token < facts.vocab_size), None)),
+        ("top_logprobs", params.top_logprobs if params.top_logprobs > facts.vocab_size else None),
+    ):
+        if wrong is not None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"sample: {name} has {wrong}, and the model {facts.name!r} has {facts.vocab_size} tokens",
+                field=name,
+                rule=f"{'0 <= id <' if name == 'logit_bias' else 'at most'} {facts.vocab_size}",
+            )

@@ -41,6 +41,8 @@ class LocalSampler:
     ) -> LocalJob:
         """See :class:`.sampler.Sampler`."""
         job = LocalJob(policy, prompts, params, tokenizer)
+        if job.done:
+            return job
         key = (policy.split_model, policy.adapter, job if alone else None)
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)

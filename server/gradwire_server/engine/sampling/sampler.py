@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gradwire_server.engine.model.tokenizers import TextTokenizer
 
 StopReason = Literal["eos", "stop", "length"]
+TopTokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Token ids and their log-probabilities, most probable first along the last axis."""
 MAX_SAMPLES = 1 << 16
 
 
@@ -36,6 +38,16 @@ class SamplingParams:
         stop: Stop strings; a sample ends with the token that completes one, and its text ends before it.
         stop_token_ids: Tokens that end a sample, in addition to the model's own end tokens.
         ignore_eos: Whether the model's end tokens do not end a sample.
+        min_p: Leave out tokens less probable than this share of the most probable one's probability, after top-k and
+            top-p; 0 is off (Nguyen et al. 2024).
+        repetition_penalty: Divides the positive logits, and multiplies the negative ones, of all tokens in the prompt
+            or the sample so far; 1 is off (Keskar et al. 2019).
+        presence_penalty: Subtracted from the logits of tokens in the sample so far.
+        frequency_penalty: Subtracted from a token's logit for each time it is in the sample so far.
+        logit_bias: Token ids and numbers added to their logits, before all penalties.
+        json_schema: JSON schema of the sample's text; empty for any text.
+        top_logprobs: Most probable tokens to return in each place.
+        stream: Whether new tokens are handed out while the sample grows.
     """
 
     max_tokens: int
@@ -47,9 +59,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str = ""
+    top_logprobs: int = 0
+    stream: bool = False
 
     @classmethod
-    def from_call(cls, call: training_pb2.SampleCall, seed: int) -> SamplingParams:
+    def from_call(cls, call: training_pb2.SampleCall, seed: int, *, stream: bool = False) -> SamplingParams:
         """Read and check the parameters of a request; ``seed`` is used if it has none.
 
         Raises:
@@ -65,13 +85,34 @@ class SamplingParams:
             stop=tuple(call.stop),
             stop_token_ids=frozenset(call.stop_token_ids),
             ignore_eos=call.ignore_eos,
+            min_p=call.min_p,
+            repetition_penalty=call.repetition_penalty or 1.0,
+            presence_penalty=call.presence_penalty,
+            frequency_penalty=call.frequency_penalty,
+            logit_bias=tuple((entry.token_id, entry.bias) for entry in call.logit_bias),
+            json_schema=call.json_schema,
+            top_logprobs=call.top_logprobs,
+            stream=stream,
         )
         rules = {
-            "max_tokens": (params.max_tokens >= 1, "max_tokens >= 1"),
+            "max_tokens": (
+                params.max_tokens >= 1 or (call.prompt_logprobs and call.HasField("max_tokens")),
+                "max_tokens >= 1, or 0 with prompt_logprobs",
+            ),
             "n": (params.n <= MAX_SAMPLES, f"1 <= n <= {MAX_SAMPLES}"),
             "temperature": (0 <= params.temperature < math.inf, "temperature >= 0"),
             "top_p": (0 < params.top_p <= 1, "0 < top_p <= 1"),
             "stop": (all(params.stop), "no empty string"),
+            "min_p": (0 <= params.min_p <= 1, "0 <= min_p <= 1"),
+            "repetition_penalty": (0.01 <= params.repetition_penalty <= 100, "0.01 <= repetition_penalty <= 100"),
+            "presence_penalty": (abs(params.presence_penalty) <= 100, "-100 <= presence_penalty <= 100"),
+            "frequency_penalty": (abs(params.frequency_penalty) <= 100, "-100 <= frequency_penalty <= 100"),
+            "logit_bias": (
+                all(abs(bias) <= 100 for _, bias in params.logit_bias)
+                and len(dict(params.logit_bias)) == len(params.logit_bias),
+                "each token once, -100 <= bias <= 100",
+            ),
+            "json_schema": (not (params.json_schema and params.ignore_eos), "not with ignore_eos"),
         }
         for name, (holds, rule) in rules.items():
             if not holds:
@@ -83,6 +124,11 @@ class SamplingParams:
                 )
         return params
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's own."""
+        return bool(self.logit_bias or self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -90,8 +136,9 @@ class Sample:
 
     Attributes:
         token_ids: The sampled tokens, including the one that ended it.
-        logprobs: Log-probability of each token (nats), under the whole distribution at the sampling temperature (1 if
-            that is 0): not renormalised after top-k and top-p, and thus equal to the result of ``compute_logprobs``.
+        logprobs: Log-probability of each token (nats), under the model's whole distribution at the sampling temperature
+            (1 if that is 0), and thus equal to the result of ``compute_logprobs``: top-k, top-p, min-p, penalties,
+            biases and schemas choose tokens, and have no effect on these.
         stop_reason: ``"eos"``, ``"stop"`` (a stop string or token) or ``"length"``.
         text: Text without special tokens, without the token that ended it and before the stop string; None if the model
             has no tokenizer.
@@ -116,6 +163,8 @@ class Samples:
         logprobs: ``[T]`` float32.
         stop_reasons: Stop reason of each sample.
         texts: Text of each sample, or None without a tokenizer.
+        top: ``[T, k]`` the most probable tokens in each token's place, int32, and their log-probabilities, float32,
+            most probable first; None if ``top_logprobs`` is 0.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -124,6 +173,7 @@ class Samples:
     logprobs: npt.NDArray[np.float32]
     stop_reasons: list[StopReason]
     texts: list[str] | None
+    top: TopTokens | None = None
 
     def by_prompt(self) -> list[list[Sample]]:
         """The samples of each prompt."""
@@ -142,6 +192,9 @@ class Job(Protocol):
 
     @property
     def done(self) -> bool: ...
+
+    def new_tokens(self) -> list[training_pb2.SampleDelta]:
+        """Take what the samples have grown by since the last call, if their parameters say ``stream``."""
 
     def samples(self) -> Samples:
         """The samples of a finished job.
@@ -176,7 +229,8 @@ class Sampler(Protocol[J]):
             alone: Compute without rows of other requests, so that results are bit-identical whatever else is requested.
 
         Raises:
-            OperationError: INVALID_BATCH for a prompt, UNSUPPORTED for stop strings without a tokenizer.
+            OperationError: INVALID_BATCH for a prompt, INVALID_ARGUMENT for a token id or a schema, UNSUPPORTED for
+                stop strings or a schema without a tokenizer.
         """
 
     def cancel(self, job: J) -> None:

@@ -3,7 +3,8 @@
 Each base model has one ``vllm.LLMEngine`` in this process. A LoRA run's adapter is pushed to it when a sample is
 requested and the weights have changed since the last push, through a folder in memory (``/dev/shm``). The local sampler
 takes what vLLM cannot do with the same meaning: runs that train all weights, ranks above ``max_rank``, requests to be
-computed alone, and top-k and top-p, for which vLLM returns log-probabilities of the truncated distribution.
+computed alone, streams, schemas, and whatever truncates or changes the distribution, for which vLLM returns
+log-probabilities of the changed one.
 
 This is written against the documented interface of vLLM >= 0.11 and tested with a stand-in for it. It has not run with
 the real vLLM, which needs a GPU. The random numbers are vLLM's own, so a seed gives other samples than the local
@@ -119,7 +120,9 @@ class VllmSampler:
         return next((served for served in self._served.values() if served.jobs), None)
 
     def _can(self, policy: Policy, params: SamplingParams) -> bool:
-        if params.top_k or params.top_p < 1:
+        if params.top_k or params.top_p < 1 or params.min_p or params.adjusts:
+            return False
+        if params.json_schema or params.top_logprobs or params.stream or not params.max_tokens:
             return False
         name = policy.facts.name
         shared = self._pool.is_loaded(name) and self._pool.get(name) is policy.split_model

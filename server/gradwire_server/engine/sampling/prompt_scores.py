@@ -1,0 +1,107 @@
+"""Log-probabilities of the tokens of prompts, and the most probable tokens in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gradwire_losses.batch import Batch, sent
+
+from gradwire_server.engine.failures import unless_out_of_memory
+from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.sampler import TopTokens
+from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
+from gradwire_server.engine.scoring.token_scores import token_logits
+from gradwire_server.engine.threads import suited_threads
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Scores of prompts.
+
+    Legend: ``P`` prompts, ``T`` tokens of all of them but their first.
+
+    Attributes:
+        lengths: ``[P]`` scored tokens of each prompt, uint32.
+        logprobs: ``[T]`` float32, in nats, given the tokens before.
+        top: ``[T, k]`` the most probable tokens in each place, most probable first; None if none were wanted.
+    """
+
+    lengths: npt.NDArray[np.uint32]
+    logprobs: npt.NDArray[np.float32]
+    top: TopTokens | None
+
+
+def score_prompts(
+    policy: Policy, prompts: Sequence[Sequence[int]], *, temperature: float = 1.0, top: int = 0, budget: Budget
+) -> PromptScores:
+    """Score prompts without gradients. If memory runs out, with half as many tokens at a time.
+
+    Args:
+        prompts: Token ids, at least one a prompt.
+        temperature: Divides the logits.
+        top: Most probable tokens to return in each place.
+        budget: Memory limits.
+
+    Raises:
+        OperationError: CANCELLED.
+        MemoryError: Also one prompt alone does not fit into memory.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.tensor([token for prompt in prompts for token in prompt])
+    scored = torch.ones(len(ids), dtype=torch.bool)
+    scored[lengths.cumsum(0) - lengths] = False
+    batch = Batch(ids, lengths, scored, torch.ones_like(lengths))
+    longest = int(lengths.max())
+
+    def attempt(budget: Budget) -> PromptScores:
+        return _scored(policy, batch, temperature, top, budget)
+
+    while True:
+        alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
+        found = unless_out_of_memory(partial(attempt, budget), alone=alone)
+        if found is not None:
+            return found
+        budget = replace(
+            budget,
+            microbatch_tokens=max(min(budget.microbatch_tokens, len(ids)) // 2, 1),
+            logits_elements=max(budget.logits_elements // 2, 1),
+        )
+
+
+def _scored(policy: Policy, batch: Batch, temperature: float, top: int, budget: Budget) -> PromptScores:
+    logprobs = torch.zeros(batch.num_scored)
+    top_ids = torch.zeros(batch.num_scored, top, dtype=torch.int32)
+    top_logprobs = torch.zeros(batch.num_scored, top)
+
+    def compute(micro: MicroBatch) -> None:
+        part = micro.batch
+        hidden = policy.hidden(part.input_ids, part.lengths, part.read_positions)
+        head, chunk = policy.output_head(), max(1, budget.logits_elements // policy.facts.vocab_size)
+        for start in range(0, len(hidden), chunk):
+            among = slice(start, start + chunk)
+            log_p = token_logits(hidden[among], head, temperature=temperature).log_softmax(dim=-1)
+            targets = sent(part.targets[among, None], log_p.device)
+            places = micro.tokens[among]
+            logprobs[places] = log_p.gather(1, targets)[:, 0].float().cpu()
+            if top:
+                values, ids = log_p.topk(top, dim=-1)
+                top_ids[places], top_logprobs[places] = ids.int().cpu(), values.float().cpu()
+
+    with torch.no_grad():
+        for micro in split(batch, budget.microbatch_tokens, policy.packing()):
+            between_micro_batches()
+            if not micro.batch.num_scored:
+                continue
+            with suited_threads(policy.device, len(micro.batch.input_ids), policy.facts.num_parameters):
+                policy.compute(partial(compute, micro))
+    return PromptScores(
+        lengths=(batch.lengths - 1).numpy().astype(np.uint32),
+        logprobs=logprobs.numpy(),
+        top=(top_ids.numpy(), top_logprobs.numpy()) if top else None,
+    )

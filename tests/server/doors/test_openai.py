@@ -1,0 +1,397 @@
+"""The OpenAI door, by the `openai` package as it is, and by bodies that no package would send."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradwire.sync
+import httpx
+import jsonschema
+import openai
+import pytest
+from gradwire_server.doors.http.openai.tools import read_answer
+from support.server import free_port
+from support.tinker import HttpServer
+from support.tiny import tiny_model
+
+TEXTS = [
+    "the cat sat on the mat; naïve café says the cat",
+    '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "assistant: user: ",
+]
+TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}{% if message.tool_calls %}
+{%- for call in message.tool_calls %}{"name": "{{ call.function.name }}", "parameters":
+{{- call.function.arguments | tojson }}}
+{%- endfor %}{% endif %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "add"},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2, 3]}, "b": {"enum": [4, 5]}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "parameters"],
+    "additionalProperties": False,
+}
+HELLO: list[Any] = [{"role": "user", "content": "hello cat"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    folder = tmp_path_factory.mktemp("openai")
+    model = tiny_model(folder / "model", texts=TEXTS, vocab_size=340, context_length=1024)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    running = HttpServer(model, folder / "state", free_port())
+    running.start()
+    yield running
+    assert running.end() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server: HttpServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(server: HttpServer) -> Iterator[gradwire.sync.ServiceClient]:
+    with gradwire.sync.connect(server.address, connect_timeout=120) as service:
+        yield service
+
+
+def test_models_are_base_models_runs_and_checkpoints(
+    client: openai.OpenAI, service: gradwire.sync.ServiceClient
+) -> None:
+    run = service.create_run("tiny", lora=4, seed=1)
+    run.forward_backward({"input_ids": [[1, 40, 41, 42]] * 2}, "causal_lm").result()
+    run.optim_step(learning_rate=0.05).result()
+    saved = run.save_checkpoint("one").result()
+    run.forward_backward({"input_ids": [[1, 40, 41, 42]] * 2}, "causal_lm").result()
+    run.optim_step(learning_rate=0.05).result()
+    names = [model.id for model in client.models.list()]
+    assert names[0] == "tiny" and run.run_id in names and saved.path in names
+    rows = [[1, 60, 61, 62, 63]]
+    for name, expected in (
+        ("tiny", service.sampling_client("tiny").compute_logprobs(rows)),
+        (saved.path, service.sampling_client(saved).compute_logprobs(rows)),
+        (run.run_id, run.compute_logprobs(rows)),
+    ):
+        assert client.models.retrieve(name).id == name
+        found = client.completions.create(model=name, prompt=rows, max_tokens=0, echo=True, logprobs=2)
+        logprobs = found.choices[0].logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+        (wanted,) = expected.result()
+        assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:] == pytest.approx(wanted.tolist(), abs=1e-5)
+        assert all(max(top.values()) >= own for top, own in zip(logprobs.top_logprobs[1:], wanted, strict=True))
+    for name in ("other", "run-x", f"{run.run_id}/none"):
+        with pytest.raises(openai.NotFoundError, match="there is no model") as caught:
+            client.completions.create(model=name, prompt="a")
+        assert caught.value.param == "model" and caught.value.code == "unknown_model"
+    service.delete_run(run.run_id)
+
+
+def test_completions_are_those_of_the_sampler(client: openai.OpenAI, service: gradwire.sync.ServiceClient) -> None:
+    options: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9, "seed": 5, "top_p": 0.95}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    found = client.completions.create(
+        model="tiny",
+        prompt=["the cat", "a mat"],
+        logprobs=3,
+        logit_bias={"40": 2},
+        extra_body={"min_p": 0.01},
+        **options,
+    )
+    expected = (
+        service.sampling_client("tiny")
+        .sample(["the cat", "a mat"], top_logprobs=3, logit_bias={40: 2.0}, min_p=0.01, **options)
+        .result()
+    )
+    samples = [sample for of_prompt in expected.samples for sample in of_prompt]
+    assert [choice.text for choice in found.choices] == [sample.text for sample in samples]
+    for choice, sample in zip(found.choices, samples, strict=True):
+        assert choice.logprobs is not None and choice.logprobs.tokens is not None
+        assert choice.logprobs.token_logprobs == pytest.approx(sample.logprobs.tolist(), abs=1e-5)
+        assert choice.finish_reason == ("length" if sample.stop_reason == "length" else "stop")
+        assert len(choice.logprobs.tokens) == len(sample.token_ids)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == expected.num_prompt_tokens
+    assert found.usage.completion_tokens == expected.num_sampled_tokens
+
+
+def test_a_stream_is_the_completion(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "the cat",
+        "n": 3,
+        "max_tokens": 20,
+        "seed": 4,
+        "stop": ["at", "zz"],
+    }
+    whole = client.completions.create(**options, logprobs=1)
+    texts, tokens, reasons = [""] * 3, [0] * 3, [None] * 3
+    usage = None
+    for part in client.completions.create(**options, logprobs=1, stream=True, stream_options={"include_usage": True}):
+        usage = part.usage or usage
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            assert choice.logprobs is not None and choice.logprobs.tokens is not None
+            tokens[choice.index] += len(choice.logprobs.tokens)
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]  # type: ignore[call-overload]
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage and usage is not None and sum(tokens) == usage.completion_tokens
+
+
+def test_chat_in_whole_and_in_parts(client: openai.OpenAI) -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": " cat"}]},
+    ]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 15, "seed": 2}
+    whole = client.chat.completions.create(**options, n=2, logprobs=True, top_logprobs=2)
+    assert len({choice.message.content for choice in whole.choices}) == 2 and whole.usage is not None
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    for place in logprobs.content:
+        assert len(place.top_logprobs) == 2 and place.top_logprobs[0].logprob >= place.logprob
+        assert place.bytes is None or bytes(place.bytes).decode() == place.token
+    text, reason, role = "", None, None
+    for part in client.chat.completions.create(**options, stream=True):
+        (choice,) = part.choices
+        text += choice.delta.content or ""
+        role, reason = role or choice.delta.role, choice.finish_reason or reason
+    assert (role, text, reason) == ("assistant", whole.choices[0].message.content, whole.choices[0].finish_reason)
+    with client.chat.completions.stream(**options) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+
+
+def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "call", "strict": True, "schema": CALL_SCHEMA}}
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        response_format=schema,
+        n=3,
+        seed=1,
+        temperature=2,  # type: ignore[arg-type]
+    )
+    for choice in found.choices:
+        assert choice.finish_reason == "stop" and choice.message.content is not None
+        jsonschema.validate(json.loads(choice.message.content), CALL_SCHEMA)
+    anything = client.chat.completions.create(
+        model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=30, seed=1
+    )
+    assert (anything.choices[0].message.content or "").startswith("{")
+
+
+def test_tools_are_called_and_answered(client: openai.OpenAI) -> None:
+    """The schema makes the untrained model write a call in the form that the template teaches."""
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL_SCHEMA}}
+    options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [ADD], "seed": 3, "response_format": schema}
+    choice = client.chat.completions.create(**options).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.function.name == "add"
+    assert json.loads(call.function.arguments)["a"] in (1, 2, 3)
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls" and streamed.message.tool_calls
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    plain = client.chat.completions.create(**{**options, "tool_choice": "none"}).choices[0]
+    assert plain.finish_reason == "stop" and plain.message.content and not plain.message.tool_calls
+    turn = choice.message.model_dump(exclude_none=True)
+    answered = [*HELLO, turn, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    last = client.chat.completions.create(model="tiny", messages=answered, tools=[ADD], max_tokens=5, seed=1)  # type: ignore[list-item]
+    assert last.usage is not None and last.usage.prompt_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "arguments"),
+    [
+        (
+            "<tool_call>",
+            'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+            "Well.",
+            ['{"a": 1}'],
+        ),
+        ("<tool_call>", '<tool_call>{"name":"add","arguments":{}}</tool_call>' * 2, None, ["{}", "{}"]),
+        ("<tool_call>", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', "same", []),
+        ("<tool_call>", '<tool_call>{"name": "add", "arguments": </tool_call>', "same", []),
+        ("<tool_call>", "no call", "same", []),
+        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]', None, ['{"a": 2}']),
+        ("[TOOL_CALLS]", '[{"name": "add", "arguments": {"a": 2}}, 3]', "same", []),
+        ("llama", '{"name": "add", "parameters": {"a": 3}}', None, ['{"a": 3}']),
+        ("llama", '{"name": ["add"]}', "same", []),
+        ("llama", "[" * 10_000, "same", []),
+    ],
+)
+def test_calls_are_read_in_the_forms_of_templates(
+    template: str, text: str, content: str | None, arguments: list[str]
+) -> None:
+    found, calls = read_answer(text, template, [ADD])
+    assert found == (text if content == "same" else content)
+    assert [call["function"]["arguments"] for call in calls] == arguments
+
+
+BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
+    ("completions", {"prompt": []}, "prompt", "empty"),
+    ("completions", {"prompt": [[1, 100_000]]}, None, "100000"),
+    ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+    ("completions", {"prompt": "a", "temperature": -1}, "temperature", "greater"),
+    ("completions", {"prompt": "a", "temperature": "hot"}, "temperature", "number"),
+    ("completions", {"prompt": "a", "best_of": 3}, "best_of", "not served"),
+    ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not served"),
+    ("completions", {"prompt": "a", "wrong": 1}, "wrong", "not a parameter"),
+    ("completions", {"prompt": "a", "stop": [""]}, "stop", "empty"),
+    ("completions", {"prompt": "a", "logprobs": 1000}, "top_logprobs", "max_top_logprobs"),
+    ("completions", {"prompt": "a", "logit_bias": {"cat": 1}}, "logit_bias", "ids"),
+    ("completions", {"prompt": "a", "n": 0}, "n", "greater"),
+    ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
+    ("completions", {"prompt": [1] * 2000}, "prompts", "context"),
+    ("chat/completions", {"messages": []}, "messages", "at least 1"),
+    ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0", "role"),
+    ("chat/completions", {"messages": [{"role": "user", "content": 7}]}, "messages.0", "not text"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "read text"),
+    ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    ("chat/completions", {"messages": HELLO, "tool_choice": "required", "tools": [ADD]}, "tool_choice", "forced"),
+    ("chat/completions", {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "functions"),
+    ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    (
+        "chat/completions",
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        "json_schema",
+        "Invalid type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "words"), BAD, ids=[f"{path} {param}" for path, _, param, _ in BAD])
+def test_mistakes_are_explained(
+    server: HttpServer, path: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    content = json.dumps({"model": "tiny"} | body)
+    for stream in (False, True):
+        if stream:
+            content = json.dumps({"model": "tiny", "stream": True} | body)
+        answer = httpx.post(f"{server.url}/v1/{path}", content=content, timeout=300)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, answer.text
+        assert words in error["message"] and error["type"] == "invalid_request_error"
+        if param is not None:
+            assert error["param"] == param
+
+
+def test_requests_share_a_batch_and_change_nothing_for_each_other(client: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        options: dict[str, Any] = {"temperature": 0.5 + number / 10, "presence_penalty": number % 2}
+        answer = client.completions.create(model="tiny", prompt=f"cat {number}", max_tokens=25, seed=number, **options)
+        return answer.choices[0].text
+
+    alone = [ask(number) for number in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ask, range(8))) == alone
+
+
+def test_a_client_who_leaves_ends_the_generation(
+    client: openai.OpenAI, server: HttpServer, service: gradwire.sync.ServiceClient
+) -> None:
+    """A run's next operation waits for the samples of its weights; these would be sixteen times a thousand tokens."""
+    run = service.create_run("tiny", lora=2)
+    body = {"model": run.run_id, "prompt": "a", "n": 16, "max_tokens": 1000, "ignore_eos": True}
+    with client.completions.create(
+        model=run.run_id, prompt="a", n=16, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    before = service.server_info()
+    run.compute_logprobs([[1, 2, 3]]).result()
+    assert before.engine_ready
+    service.delete_run(run.run_id)
+
+
+def _mutated(rng: random.Random, value: Any) -> Any:
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        1.5,
+        1e308,
+        10**30,
+        "",
+        "x" * 3000,
+        "\u0000",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        [None],
+        "\ud83d\ude00",
+    ]
+    if rng.random() < 0.25:
+        return rng.choice(junk)
+    if isinstance(value, dict):
+        found = {key: _mutated(rng, part) if rng.random() < 0.4 else part for key, part in value.items()}
+        if rng.random() < 0.2 and found:
+            del found[rng.choice(list(found))]
+        return found
+    if isinstance(value, list):
+        return [_mutated(rng, part) for part in value] * rng.choice([1, 1, 1, 40])
+    return value
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.faults)])
+def test_hostile_bodies_are_refused_and_cost_no_memory(server: HttpServer, count: int) -> None:
+    rng = random.Random(7)
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("completions", {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 2, "logprobs": 2, "echo": True,
+                         "stop": ["x"], "logit_bias": {"4": 1}, "n": 1, "stream": False, "seed": 3,
+                         "stream_options": {}}),
+        ("chat/completions", {"model": "tiny", "messages": [*HELLO, {"role": "assistant", "tool_calls": [
+                              {"id": "1", "function": {"name": "add", "arguments": "{}"}}]}], "tools": [ADD],
+                              "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "response_format": {"type": "text"},
+                              "stream": True, "chat_template_kwargs": {"a": 1}, "temperature": 0.5}),
+    ]  # fmt: skip
+    seen = set()
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=300) as http:
+
+        def memory() -> int:
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            return int(status.split("VmRSS:")[1].split()[0])
+
+        for number in range(count):
+            path, body = rng.choice(bodies)
+            hostile = _mutated(rng, body)
+            if isinstance(hostile, dict):
+                hostile.setdefault("max_tokens", 2)
+            content = json.dumps(hostile)
+            if rng.random() < 0.05:
+                content = content[: rng.randrange(len(content) + 1)]
+            answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code < 500, (content[:500], answer.text)
+            assert '"server_error"' not in answer.text, (content[:500], answer.text)
+            seen.add(answer.status_code)
+            if number == count // 3:
+                before = memory()
+        assert {200, 400} <= seen and memory() - before < 64 << 10

@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup demo feedback-demo notebook test test-slow test-vllm test-faults parity bench lint docs proto site
+.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench lint docs proto site
 
 setup: .venv/.installed
 
@@ -69,6 +69,15 @@ tinker: setup .venv-tinker/.installed
 	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/tinker/requirements.txt
 	.venv-tinker/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	touch $@
+
+# Programs that speak OpenAI's API (lm-eval, Pydantic AI) against a server, from PyPI in a separate environment.
+openai: setup .venv-openai/.installed
+	$(BIN)/python -m pytest tests/openai_clients -m slow
+
+.venv-openai/.installed: tests/openai_clients/requirements.txt
+	test -x .venv-openai/bin/python || $(PYTHON) -m venv .venv-openai
+	.venv-openai/bin/python -m pip install --quiet --constraint constraints.txt --requirement tests/openai_clients/requirements.txt
 	touch $@
 
 # The environment of the router's benchmark against stable-baselines3.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,12 @@ class FakeEngine:
         self.generation += 1
         self.runs.clear()
 
-    def request(self, request: engine_pb2.EngineRequest, payload: Sequence[bytes] = ()) -> asyncio.Future[EngineAnswer]:
+    def request(
+        self,
+        request: engine_pb2.EngineRequest,
+        payload: Sequence[bytes] = (),
+        on_frame: Callable[[pb.SampleFrame], None] | None = None,
+    ) -> asyncio.Future[EngineAnswer]:
         answer = asyncio.get_running_loop().create_future()
         self._unanswered[answer] = asyncio.create_task(self._answer(answer, request, payload, self.generation))
         self.most_in_pipe = max(self.most_in_pipe, len(self._unanswered))

@@ -73,6 +73,8 @@ def serve(
     logs.configure(settings.log_level, settings.log_format, "front")
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
+    # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     with asyncio.Runner(loop_factory=_loop_factory(settings)) as runner:
         raise typer.Exit(runner.run(_serve(settings, ready_file, parent, own_key)))
 

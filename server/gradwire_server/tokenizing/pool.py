@@ -84,6 +84,10 @@ class _Process:
             return kind, await self._replies.readexactly(size)
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             raise _ProcessEnded from error
+        except RuntimeError as error:  # of uvloop, where asyncio has a ConnectionError
+            if not self._requests.is_closing():
+                raise
+            raise _ProcessEnded from error
 
     @property
     def alive(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from gradwire_server.doors.http.openai.tools import read_answer
+from gradwire_server.doors.http.openai.tools import forced_schema, read_answer
+from gradwire_server.errors import ServiceError
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
@@ -35,7 +37,7 @@ ADD: dict[str, Any] = {
     "function": {
         "name": "add",
         "description": "Adds two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "integer"}}},
     },
 }
 CALL_SCHEMA = {
@@ -52,6 +54,7 @@ CALL_SCHEMA = {
     "required": ["name", "parameters"],
     "additionalProperties": False,
 }
+DOCUMENTED = "Qwen/Qwen3-0.6B"
 HELLO: list[Any] = [{"role": "user", "content": "hello cat"}]
 
 
@@ -60,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("openai")
     model = tiny_model(folder / "model", texts=TEXTS, vocab_size=340, context_length=1024)
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    running = HttpServer(model, folder / "state", free_port())
+    running = HttpServer(model, folder / "state", free_port(), "--model", f"{DOCUMENTED}={model}")
     running.start()
     yield running
     assert running.end() == 0
@@ -181,8 +184,6 @@ def test_chat_in_whole_and_in_parts(client: openai.OpenAI) -> None:
         text += choice.delta.content or ""
         role, reason = role or choice.delta.role, choice.finish_reason or reason
     assert (role, text, reason) == ("assistant", whole.choices[0].message.content, whole.choices[0].finish_reason)
-    with client.chat.completions.stream(**options) as stream:
-        assert stream.get_final_completion().choices[0].message.content == text
 
 
 def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
@@ -205,24 +206,41 @@ def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
 
 
 def test_tools_are_called_and_answered(client: openai.OpenAI) -> None:
-    """The schema makes the untrained model write a call in the form that the template teaches."""
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL_SCHEMA}}
-    options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [ADD], "seed": 3, "response_format": schema}
-    choice = client.chat.completions.create(**options).choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
-    (call,) = choice.message.tool_calls
-    assert call.type == "function" and call.function.name == "add"
-    assert json.loads(call.function.arguments)["a"] in (1, 2, 3)
-    with client.chat.completions.stream(**options) as stream:
+    options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [ADD], "seed": 3}
+    for choice_of_tool in ("required", {"type": "function", "function": {"name": "add"}}):
+        choice = client.chat.completions.create(**options, tool_choice=choice_of_tool).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "add"
+        jsonschema.validate(json.loads(call.function.arguments), ADD["function"]["parameters"])
+    with client.chat.completions.stream(**options, tool_choice="required") as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == "tool_calls" and streamed.message.tool_calls
     assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
-    plain = client.chat.completions.create(**{**options, "tool_choice": "none"}).choices[0]
+    # An untrained model, held to the form that its template teaches, calls of its own accord.
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "call", "schema": CALL_SCHEMA}}
+    choice = client.chat.completions.create(**options, response_format=schema).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    plain = client.chat.completions.create(**options, response_format=schema, tool_choice="none").choices[0]
     assert plain.finish_reason == "stop" and plain.message.content and not plain.message.tool_calls
     turn = choice.message.model_dump(exclude_none=True)
-    answered = [*HELLO, turn, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
-    last = client.chat.completions.create(model="tiny", messages=answered, tools=[ADD], max_tokens=5, seed=1)  # type: ignore[list-item]
+    answered = [*HELLO, turn, {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "5"}]
+    last = client.chat.completions.create(model="tiny", messages=answered, tools=[ADD], max_tokens=5, seed=1)
     assert last.usage is not None and last.usage.prompt_tokens > 100
+
+
+def test_schemas_of_forced_calls_share_their_definitions() -> None:
+    place = {"enum": ["here", "there"]}
+    parameters = {"type": "object", "properties": {"place": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    tools = [{"function": {"name": name, "parameters": parameters}} for name in ("go", "look")]
+    schema = json.loads(forced_schema(tools, "<tool_call>"))
+    jsonschema.validate({"name": "go", "arguments": {"place": "here"}}, schema)
+    for wrong in ({"name": "go", "arguments": {"place": "away"}}, {"name": "run", "arguments": {}}, {"name": "go"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    tools[1]["function"]["parameters"] = parameters | {"$defs": {"Place": {"type": "string"}}}
+    with pytest.raises(ServiceError, match="Place"):
+        forced_schema(tools, "")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +291,13 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": 7}]}, "messages.0", "not text"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "read text"),
     ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-    ("chat/completions", {"messages": HELLO, "tool_choice": "required", "tools": [ADD]}, "tool_choice", "forced"),
+    ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be given"),
+    (
+        "chat/completions",
+        {"messages": HELLO, "tool_choice": {"function": {}}, "tools": [ADD]},
+        "tool_choice",
+        "function",
+    ),
     ("chat/completions", {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "functions"),
     ("chat/completions", {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
     (
@@ -293,7 +317,8 @@ def test_mistakes_are_explained(
     for stream in (False, True):
         if stream:
             content = json.dumps({"model": "tiny", "stream": True} | body)
-        answer = httpx.post(f"{server.url}/v1/{path}", content=content, timeout=300)
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers, timeout=300)
         error = answer.json()["error"]
         assert answer.status_code == 400, answer.text
         assert words in error["message"] and error["type"] == "invalid_request_error"
@@ -328,6 +353,20 @@ def test_a_client_who_leaves_ends_the_generation(
     run.compute_logprobs([[1, 2, 3]]).result()
     assert before.engine_ready
     service.delete_run(run.run_id)
+
+
+def test_the_code_of_the_documentation_runs(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = gradwire.sync.connect
+    monkeypatch.setattr(gradwire.sync, "connect", lambda *_: connect(server.address))
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    page = Path(__file__).parents[3] / "docs" / "openai.md"
+    session: dict[str, Any] = {"__name__": "page"}
+    for source in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(source, str(page), "exec"), session)
+    session["client"].close()
+    assert 1 <= json.loads(session["rated"].choices[0].message.content)["rating"] <= 5
+    assert len(session["scored"].choices[0].logprobs.token_logprobs) > 1
 
 
 def _mutated(rng: random.Random, value: Any) -> Any:

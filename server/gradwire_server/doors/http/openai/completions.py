@@ -1,0 +1,172 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.access.keys import Caller
+from gradwire_server.core.core import Core
+from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, TokenTexts, sampled, streamed, tokens_of
+from gradwire_server.doors.http.openai.events import event_stream
+from gradwire_server.doors.http.openai.names import base_model
+from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, unsupported
+from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
+
+MAX_TOKENS = 16
+"""Tokens of a completion that does not say how many."""
+
+
+def routes(core: Core, error_body: ErrorBody) -> APIRouter:
+    """The route."""
+    router = APIRouter()
+
+    @router.post("/completions", response_model=None)
+    async def create_completion(asked: CompletionRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
+        completion = Completion(core, caller, asked)
+        call = await completion.request()
+        if asked.stream:
+            return await event_stream(completion.events(call), error_body, http.url.path)
+        return await completion.answer(call, http)
+
+    return router
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Counts of tokens in OpenAI's form."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+class Completion:
+    """One request."""
+
+    def __init__(self, core: Core, caller: Caller, asked: CompletionRequest) -> None:
+        self._core, self._caller, self._asked = core, caller, asked
+        self._base = base_model(core, caller, asked.model)
+        self._texts = TokenTexts(core, caller, self._base)
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+
+    async def request(self) -> pb.SampleRequest:
+        """What the sampler is asked.
+
+        Raises:
+            ServiceError: The request is invalid.
+        """
+        asked = self._asked
+        if asked.suffix:
+            raise unsupported("suffix is not served: models here continue a text, and fill in nothing", "suffix")
+        if asked.best_of is not None and asked.best_of != (asked.n or 1):
+            raise unsupported("best_of is not served: sample n, and choose by their logprobs", "best_of")
+        if asked.echo and asked.stream:
+            raise unsupported("echo is not served in a stream", "echo")
+        max_tokens = MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        if not max_tokens and not asked.echo:
+            raise invalid("max_tokens is 0, which leaves nothing to do without echo", "max_tokens")
+        call = asked.call(max_tokens)
+        call.prompt_logprobs = bool(asked.echo and (asked.logprobs is not None or not max_tokens))
+        if asked.logprobs is not None:
+            call.top_logprobs = asked.logprobs
+            call.top_prompt_logprobs = asked.logprobs if call.prompt_logprobs else 0
+        prompts = await self._prompts()
+        return pb.SampleRequest(model=asked.model, call=call, prompt_ids=[pb.TokenIds(ids=ids) for ids in prompts])
+
+    async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
+        """The whole completion."""
+        asked = self._asked
+        answers = await sampled(self._core, self._caller, call, http)
+        rows = [(row.prompt + row.tokens) if row.prompt is not None else row.tokens for row in answers.rows]
+        text_of = await self._texts.read(rows if asked.logprobs is not None else [])
+        echoed = await self._echoed(call)
+        choices = []
+        for index, (answer, tokens) in enumerate(zip(answers.rows, rows, strict=True)):
+            choices.append(
+                {
+                    "index": index,
+                    "text": echoed[index // call.call.n] + answer.text,
+                    "finish_reason": answer.finish_reason,
+                    "logprobs": _logprobs(tokens, text_of, 0) if asked.logprobs is not None else None,
+                }
+            )
+        counts = usage(answers.num_prompt_tokens, answers.num_sampled_tokens)
+        return {**self._head, "choices": choices, "usage": counts}
+
+    async def events(self, call: pb.SampleRequest) -> AsyncGenerator[Mapping[str, Any]]:
+        """The completion's parts."""
+        asked = self._asked
+        offsets: dict[int, int] = {}
+        async for frame in streamed(self._core, self._caller, call):
+            deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
+            text_of = await self._texts.read([tokens for _, tokens in deltas] if asked.logprobs is not None else [])
+            for delta, tokens in deltas:
+                logprobs = None
+                if asked.logprobs is not None:
+                    logprobs = _logprobs(tokens, text_of, offsets.get(delta.row, 0))
+                    offsets[delta.row] = offsets.get(delta.row, 0) + sum(map(len, logprobs["tokens"]))
+                choice = {
+                    "index": delta.row,
+                    "text": "".join(delta.texts),
+                    "finish_reason": FINISH_REASONS[delta.stop_reason] if delta.stop_reason else None,
+                    "logprobs": logprobs,
+                }
+                yield {**self._head, "choices": [choice]}
+            if frame.HasField("result") and asked.stream_options is not None and asked.stream_options.include_usage:
+                result = frame.result.sample
+                counts = usage(result.num_prompt_tokens, result.num_sampled_tokens)
+                yield {**self._head, "choices": [], "usage": counts}
+
+    async def _prompts(self) -> list[list[int]]:
+        prompt = self._asked.prompt
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if not prompt:
+            raise invalid("prompt is empty", "prompt")
+        texts = [part for part in prompt if isinstance(part, str)]
+        if texts:
+            for text in texts:
+                check_encodable(text, "prompt")
+            return await self._core.texts.encode(self._caller, self._base, texts)
+        rows = [part for part in prompt if isinstance(part, list)]
+        return rows or [[part for part in prompt if isinstance(part, int)]]
+
+    async def _echoed(self, call: pb.SampleRequest) -> list[str]:
+        """The text of each prompt, if it is to be repeated."""
+        if not self._asked.echo:
+            return [""] * len(call.prompt_ids)
+        ids = [list(prompt.ids) for prompt in call.prompt_ids]
+        return await self._core.texts.decode(self._caller, self._base, ids, skip_special_tokens=True)
+
+
+def _logprobs(tokens: Tokens, text_of: Callable[[int], str], offset: int) -> dict[str, Any]:
+    """Log-probabilities in the form of completions.
+
+    A place's ``top_logprobs`` have its own token too. Tokens whose texts are equal have one entry, the most probable's.
+    """
+    texts = [text_of(token) for token in tokens.ids]
+    offsets = [offset]
+    for text in texts[:-1]:
+        offsets.append(offsets[-1] + len(text))
+    tops: list[dict[str, float] | None] = []
+    for text, logprob, top in zip(texts, tokens.logprobs, tokens.tops, strict=True):
+        place: dict[str, float] = {}
+        for token, value in top:
+            place.setdefault(text_of(token), value)
+        if logprob is not None:
+            place.setdefault(text, logprob)
+        tops.append(place if logprob is not None else None)
+    return {
+        "tokens": texts,
+        "token_logprobs": tokens.logprobs,
+        "top_logprobs": tops,
+        "text_offset": offsets[: len(texts)],
+    }

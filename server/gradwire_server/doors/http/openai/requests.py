@@ -1,0 +1,182 @@
+"""Requests for completions as OpenAI's clients send them, and what they ask of the sampler.
+
+Beside OpenAI's own fields: ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids`` and ``ignore_eos``, as
+other servers name them (``extra_body`` of the ``openai`` package). A field that is not known is refused. Fields that
+say something about the caller, or how to bill or cache, are taken and have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel, ConfigDict, Field
+
+from gradwire_server.errors import ServiceError
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one take the most probable token, instead of dividing logits by almost nothing."""
+MAX_TOKENS = 2**31
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class SamplingRequest(BaseModel):
+    """What completions and chat completions share."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    n: int | None = Field(default=None, ge=1, le=1 << 16)
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    # Without effect.
+    user: str | None = None
+    metadata: Any = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    def call(self, max_tokens: int | None, json_schema: str = "") -> pb.SampleCall:
+        """What the sampler is asked.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT.
+        """
+        temperature = 1.0 if self.temperature is None else self.temperature
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        call = pb.SampleCall(
+            n=self.n or 1,
+            max_tokens=max_tokens,
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else max(self.top_p, 1e-9),  # 0 leaves the most probable token
+            stop=_encodable(stop, "stop"),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=[_bias(token, bias) for token, bias in (self.logit_bias or {}).items()],
+            json_schema=json_schema,
+        )
+        if self.seed is not None:
+            call.seed = self.seed % 2**64
+        return call
+
+
+class CompletionRequest(SamplingRequest):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: int | None = Field(default=None, ge=0, lt=MAX_TOKENS)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class JsonSchemaFormat(BaseModel):
+    """A schema with its name."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = ""
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def json_schema_text(self) -> str:
+        """The schema as JSON; empty for any text.
+
+        Raises:
+            ServiceError: INVALID_ARGUMENT.
+        """
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        if self.json_schema is None:
+            raise invalid("response_format of type json_schema needs a json_schema", "response_format")
+        return _encodable([json.dumps(self.json_schema.schema_)], "response_format")[0]
+
+
+class ChatRequest(SamplingRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=MAX_TOKENS)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=MAX_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, lt=2**31)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+
+
+def invalid(message: str, field: str) -> ServiceError:
+    """INVALID_ARGUMENT for a field."""
+    return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+
+
+def unsupported(message: str, field: str) -> ServiceError:
+    """UNSUPPORTED for a field."""
+    return ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field=field)
+
+
+def check_encodable(text: str, field: str) -> None:
+    """Check that a text has UTF-8 bytes, which lone surrogates have not.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise invalid(f"{field} has half of a surrogate pair, which is no character", field) from None
+
+
+def _encodable(texts: list[str], field: str) -> list[str]:
+    for text in texts:
+        check_encodable(text, field)
+    return texts
+
+
+def _bias(token: str, bias: float) -> pb.LogitBias:
+    if not (token.isascii() and token.isdigit() and len(token) < 12):
+        raise invalid(f"logit_bias names tokens by their ids, not {token[:50]!r}", "logit_bias")
+    return pb.LogitBias(token_id=int(token), bias=bias)

@@ -1,0 +1,177 @@
+"""Tools in conversations: what a model's template is given, and calls that are read from its answer.
+
+A model writes a call in the form that its chat template teaches it. Read are three forms, told apart by the template:
+
+* Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, any number, with text before them;
+* Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``;
+* Mistral: the answer is, or has after ``[TOOL_CALLS]``, a list ``[{"name": …, "arguments": {…}}, …]``.
+
+An answer of any other form, or one that names no tool of the request, stays text. A forced call has no such form: the
+answer is held to the JSON schema of one call, and read as that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
+
+_HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def read_answer(
+    text: str, template: str, tools: Sequence[Mapping[str, Any]]
+) -> tuple[str | None, list[dict[str, Any]]]:
+    """The content of an answer and its tool calls in OpenAI's form; the content is None where nothing is left of it."""
+    names = {str(tool["function"]["name"]) for tool in tools}
+    if "<tool_call>" in template:
+        found = [_call(part, names) for part in _HERMES.findall(text)]
+        rest = text[: text.index("<tool_call>")] if found else text
+    elif "[TOOL_CALLS]" in template:
+        rest, _, listed = text.rpartition("[TOOL_CALLS]")
+        calls = _json(listed.strip())
+        found = [_call(call, names) for call in calls] if isinstance(calls, list) else []
+    else:
+        found, rest = [_call(text.strip(), names)], ""
+    calls_of_tools = [call for call in found if call is not None]
+    if not calls_of_tools or len(calls_of_tools) < len(found):
+        return text, []
+    return rest.strip() or None, calls_of_tools
+
+
+def read_forced(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The call that :func:`forced_schema` held an answer to; none in an answer that was cut off."""
+    call = _call(text, {str(tool["function"]["name"]) for tool in tools})
+    return [call] if call is not None else []
+
+
+def forced(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The tools of which one must be called; empty if none must.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT for a choice that is none, or a tool that is not there.
+    """
+    if choice in (None, "auto", "none"):
+        return []
+    if choice == "required" and tools:
+        return list(tools)
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        message = 'tool_choice is "auto", "none", "required" or a function, and a tool of its name must be given'
+        raise invalid(message, "tool_choice")
+    return found
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
+    """JSON schema of a call of one of these tools, with the keys that the template teaches.
+
+    Raises:
+        ServiceError: UNSUPPORTED for tools whose schemas define a name differently.
+    """
+    key = "arguments" if "<tool_call>" in template or "[TOOL_CALLS]" in template else "parameters"
+    calls, definitions = [], dict[str, Any]()
+    for tool in tools:
+        schema = dict(tool["function"].get("parameters") or {"type": "object"})
+        for name, definition in dict(schema.pop("$defs", None) or {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise unsupported(f"two tools define {name[:100]!r} differently in their $defs", "tools")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool["function"]["name"]}, key: schema},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    whole = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return json.dumps(whole | ({"$defs": definitions} if definitions else {}))
+
+
+def messages_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: text for parts of text, objects for the arguments of calls.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT; UNSUPPORTED for images, sound and files.
+    """
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tools of a request.
+
+    Raises:
+        ServiceError: INVALID_ARGUMENT for a tool without a name; UNSUPPORTED for one that is no function.
+    """
+    found = []
+    for number, tool in enumerate(tools or []):
+        if tool.get("type", "function") != "function":
+            raise unsupported(f"tool {number} is of type {str(tool['type'])[:50]!r}; there are functions", "tools")
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid(f"tool {number} has no function with a name", "tools")
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"messages.{number}"
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise invalid(f"message {number} has no role", where)
+    found = dict(message) | {"role": "system" if role == "developer" else role}
+    content = message.get("content")
+    if isinstance(content, list):
+        found["content"] = "".join(_part(number, part) for part in content)
+    elif content is None:
+        found["content"] = ""
+    elif not isinstance(content, str):
+        raise invalid(f"the content of message {number} is a {type(content).__name__}, not text", where)
+    check_encodable(json.dumps(found, ensure_ascii=False), where)
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_known_call(number, call) for call in message["tool_calls"]]
+    elif "tool_calls" in found:
+        del found["tool_calls"]
+    return found
+
+
+def _part(number: int, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise unsupported(f"message {number} has a part of type {str(kind)[:50]!r}; models here read text", "messages")
+
+
+def _known_call(number: int, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"message {number} has a tool call without a function's name", "messages")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise invalid(f"message {number} has a tool call whose arguments are no JSON object", "messages")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _call(written: Any, names: set[str]) -> dict[str, Any] | None:
+    call = _json(written) if isinstance(written, str) else written
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call["name"], "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -173,6 +173,7 @@ class RunRecords:
     def __init__(self, store: Database, state_dir: Path, max_runs: int) -> None:
         self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
         self._records: dict[str, RunRecord] = {}
+        self._describing: dict[str, asyncio.Lock] = {}
 
     async def load(self) -> list[RunRecord]:
         """Load the runs; delete those whose creation did not finish, and skip those whose row is damaged."""
@@ -214,6 +215,12 @@ class RunRecords:
         if not (keep and (folder / RUN_FILE).exists()):
             write_description(folder, record.description())
 
+    async def _describe_again(self, record: RunRecord) -> None:
+        """Write the file that describes a run, after those that are being written; not of a run deleted meanwhile."""
+        async with self._describing.setdefault(record.run_id, asyncio.Lock()):
+            if record.run_id in self._records:
+                await asyncio.to_thread(self._describe, record)
+
     def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
         """Return a run that a caller may read, or with ``write``, change.
 
@@ -249,7 +256,7 @@ class RunRecords:
         values = (record.run_id, reader)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         (record.readers.discard if revoke else record.readers.add)(reader)
-        await asyncio.to_thread(self._describe, record)
+        await self._describe_again(record)
 
     @property
     def count(self) -> int:
@@ -308,7 +315,7 @@ class RunRecords:
         query = "UPDATE runs SET ready = 1, config = ?, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
         values = (record.config.SerializeToString(), num_trainable_parameters, step, record.run_id)
         record.num_trainable_parameters, record.step = num_trainable_parameters, step
-        await asyncio.to_thread(self._describe, record)
+        await self._describe_again(record)
         await self._store.write(lambda connection: connection.execute(query, values).close())
         record.ready = True
 
@@ -341,7 +348,9 @@ class RunRecords:
         """Delete a run with its operations, results, checkpoints and files."""
         self._records.pop(record.run_id, None)
         # A description without a row would look like a database from before the run.
-        await asyncio.to_thread((self._folder / record.run_id / RUN_FILE).unlink, missing_ok=True)
+        async with self._describing.setdefault(record.run_id, asyncio.Lock()):
+            await asyncio.to_thread((self._folder / record.run_id / RUN_FILE).unlink, missing_ok=True)
+        self._describing.pop(record.run_id, None)
 
         def work(connection: sqlite3.Connection) -> None:
             for table in ("operations", "results", "uses", "readers", "checkpoints", "computed_with", "runs"):

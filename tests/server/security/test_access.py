@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -145,6 +146,14 @@ async def test_sharing_ends_for_a_reader_of_results_too(keyed: Any) -> None:
         await ada.fb(3)
         with pytest.raises(Exception, match="there is no run"):
             await reading.read()
+
+
+async def test_a_run_is_shared_many_times_at_once(keyed: Any) -> None:
+    async with keyed() as door:
+        ada = await door.shared_run()
+        shares = [pb.ShareRunRequest(run_id=ada.run_id, reader="carl", revoke=bool(place % 2)) for place in range(40)]
+        answers = await asyncio.gather(*(outcome(ada.stub, "ShareRun", share) for share in shares))
+        assert {code_of(answer) for answer in answers} == {"yes"}
 
 
 async def test_a_run_is_shared_only_with_a_key_that_exists(keyed: Any) -> None:

@@ -63,7 +63,7 @@ async def journal(size: Size) -> Figure:
         config = ServerConfig(state_dir=Path(folder) / "state", models={"m": str(model)}, device="cpu", threads=1)
         async with Core(config) as core:
             caller = Caller("bench")
-            run = await core.create_run(caller, pb.RunConfig(base_model="m", seed=1))
+            run = await core.runs.create(caller, pb.RunConfig(base_model="m", seed=1))
             session = await core.open_session(caller, run.run_id)
             batch = {"input_ids": Column.from_rows([rng.integers(4, 60, TOKENS).astype(np.int32)])}
             await step(session, batch)

@@ -97,7 +97,7 @@ def at_once(real: Callable[..., asyncio.Future[Any]]) -> Callable[..., asyncio.F
 def newest_epoch(real: Callable[..., Any]) -> Callable[..., Any]:
     async def open_run(core: Core, caller: Any, run_id: str, *args: Any, **options: Any) -> pb.Run:
         run = await real(core, caller, run_id, *args, **options)
-        run.epoch = core.runs.get(run_id, caller).epoch
+        run.epoch = core.storage.records.get(run_id, caller).epoch
         return run
 
     return open_run
@@ -105,7 +105,7 @@ def newest_epoch(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def anybody_releases(real: Callable[..., Any]) -> Callable[..., Any]:
     async def release(core: Core, caller: Any, run_id: str, up_to_seq: int, epoch: int) -> None:
-        await real(core, caller, run_id, up_to_seq, core.runs.get(run_id, caller).epoch)
+        await real(core, caller, run_id, up_to_seq, core.storage.records.get(run_id, caller).epoch)
 
     return release
 

@@ -53,12 +53,12 @@ class LineDoor:
         writer.close()
 
     async def create(self, model: str, rank: int) -> Answer:
-        run = await self._core.create_run(ANN, pb.RunConfig(base_model=model, lora=pb.LoraSettings(rank=rank), seed=1))
+        run = await self._core.runs.create(ANN, pb.RunConfig(base_model=model, lora=pb.LoraSettings(rank=rank), seed=1))
         return await self.open(run.run_id)
 
     async def open(self, run_id: str) -> Answer:
         self._sessions[run_id] = await self._core.open_session(ANN, run_id, takeover=True, keep_results=True)
-        return {"run_id": run_id, "step": self._core.get_run(ANN, run_id).step}
+        return {"run_id": run_id, "step": self._core.runs.get(ANN, run_id).step}
 
     async def train(self, run_id: str, rows: list[list[int]]) -> Answer:
         session = self._sessions[run_id]
@@ -72,7 +72,7 @@ class LineDoor:
         futures = session.submit(_forward_backward(), _batch(rows)), session.submit(pb.Operation(optim_step=_STEP))
         for future in futures:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        while self._core.get_run(ANN, run_id).accepted_seq < session.next_seq - 1:  # noqa: ASYNC110  nobody is told
+        while self._core.runs.get(ANN, run_id).accepted_seq < session.next_seq - 1:  # noqa: ASYNC110  nobody is told
             await asyncio.sleep(0.01)
         return {"seq": session.next_seq - 1}
 

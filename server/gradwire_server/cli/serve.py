@@ -150,9 +150,9 @@ def _announce(server: Server, ready_file: Path | None) -> None:
             "yes" if model.has_tokenizer else "no",
         )  # fmt: skip
     console.print(table)
-    config = server.config
+    config, core = server.config, server.core
     console.print(
-        f"{len(server.core.engine.hello.losses)} losses, {server.core.runs.count} runs in {config.state_dir}",
+        f"{len(core.engine.hello.losses)} losses, {core.storage.records.count} runs in {config.state_dir}",
         markup=False,
     )
     if server.core.keys.required and not config.loopback and config.tls_cert is None:

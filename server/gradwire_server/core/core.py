@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
@@ -24,22 +21,17 @@ from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import CHUNK_BYTES, ServerConfig
 from gradwire_server.core.incoming import Incoming
-from gradwire_server.core.run_creation import RunCreation
+from gradwire_server.core.runs import Runs
 from gradwire_server.core.sampling import Sampling
 from gradwire_server.core.session import Session
 from gradwire_server.core.startable import Startable
+from gradwire_server.core.storage import Storage
 from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.durable_files import make_folder
 from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
-from gradwire_server.journal import state_folder
-from gradwire_server.journal.checkpoint_records import CheckpointRecords
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded
 from gradwire_server.journal.entries import StoredResult
-from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.mirror import reconcile
-from gradwire_server.journal.run_records import RunRecord, RunRecords
-from gradwire_server.journal.state_folder import StateFolderError
+from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import check_rows
@@ -50,8 +42,6 @@ log = logging.getLogger(__name__)
 PROTOCOL = 1
 """Version of the protocol, reported to clients."""
 ENGINE_GRACE_S = 5.0
-SLICE_RUNS = 20
-"""Runs of a page that are listed before others are served."""
 
 
 class Core(Startable):
@@ -69,7 +59,9 @@ class Core(Startable):
         keys: The API keys.
         metrics: The server's metrics.
         calls: Turns of the keys' calls; a door takes one before it reads a call's body.
+        storage: The state folder: the journal, the rows of runs and checkpoints.
         texts: Conversions between text and token ids.
+        runs: Creation, listing and deletion of runs, and their checkpoints; available after :meth:`start`.
         uploads: Uploaded weights that runs can start from; available after :meth:`start`.
         left: Number of operations without a result, by run id; set by :meth:`drain`.
     """
@@ -93,8 +85,7 @@ class Core(Startable):
         self._given_engine, self._on_engine_ready, self._on_parked = engine, on_engine_ready, on_parked
         self._own_engine: EngineProcess | None = None
         self._given_tracing, self._tracing = tracing, Tracing()
-        self._journal: Journal | None = None
-        self._locks: list[int] = []
+        self.storage = Storage(config)
         self._running = False
         self._began = time.monotonic()
 
@@ -108,43 +99,20 @@ class Core(Startable):
             SystemExit: The state folder is in use or cannot be read, or OpenTelemetry is not installed; with a message.
         """
         config = self.config
-        make_folder(config.state_dir, 0o700)
-        try:
-            self._locks.append(state_folder.lock(config.state_dir))
-            if config.mirror is not None:
-                make_folder(config.mirror, 0o700)
-                self._locks.append(state_folder.lock(config.mirror))
-                await asyncio.to_thread(reconcile, config.state_dir, config.mirror)
-            await asyncio.to_thread(state_folder.check, config.state_dir)
-            self._journal = journal = Journal(
-                config.state_dir,
-                keep_payloads=config.durability == "journal",
-                history_points=config.limits.max_history_points,
-                mirror=config.mirror,
-                accept_changes=config.accept_changes,
-            )
-            self.runs = RunRecords(journal.store, config.state_dir, config.limits.max_runs)
-            self.checkpoints = CheckpointRecords(self.runs, journal.store, config.state_dir)
-            records = await self.runs.load()
-        except StateFolderError as error:
-            raise SystemExit(f"gradwire: {error}") from error
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
-            raise SystemExit(
-                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); restore a backup, or build it"
-                f" again from what the folder holds: gradwire repair --state-dir {config.state_dir}"
-            ) from error
+        storage = self.storage
+        loaded = await storage.open()
         if self._given_engine is None:
             self._own_engine = EngineProcess(config, self._on_engine_ready)
             await self._own_engine.start()
         engine = self.engine
         self.metrics.know(engine.hello.losses)
-        journal.store.on_commit = self.metrics.committed
+        storage.journal.store.on_commit = self.metrics.committed
         self._start_tracing()
         self.scheduler = Scheduler(
             engine,
-            journal,
-            self.runs,
-            self.checkpoints,
+            storage.journal,
+            storage.records,
+            storage.checkpoints,
             config,
             self.keys.quota,
             self.metrics,
@@ -153,11 +121,18 @@ class Core(Startable):
         )
         self.uploads = Uploads(config, self._models, self.keys.quota, self.scheduler.ask)
         await asyncio.to_thread(self.uploads.load)
-        self._creation = RunCreation(
-            self.scheduler, self.runs, self.checkpoints, config.limits, self._models, self.uploads
+        self.runs = Runs(
+            self.scheduler,
+            storage.records,
+            storage.checkpoints,
+            self.keys,
+            self.calls,
+            self._models,
+            self.uploads,
+            config.limits,
         )
-        self._sampling = Sampling(config, self.runs, self.checkpoints, self._models, self.scheduler)
-        await self.scheduler.start(records)
+        self._sampling = Sampling(config, storage.records, storage.checkpoints, self._models, self.scheduler)
+        await self.scheduler.start(loaded)
         self._running = True
 
     async def drain(self) -> None:
@@ -174,16 +149,12 @@ class Core(Startable):
         await self.drain()
         await self.texts.close()
         engine, self._own_engine = self._own_engine, None
-        journal, self._journal = self._journal, None
         if engine is not None:
             await engine.stop(ENGINE_GRACE_S)
-        if journal is not None:
-            await journal.close()
         tracing, self._tracing = self._tracing, Tracing()
         if tracing is not self._given_tracing:
             await asyncio.to_thread(tracing.close)
-        while self._locks:
-            os.close(self._locks.pop())
+        await self.storage.close()
 
     @property
     def engine(self) -> EngineClient:
@@ -224,79 +195,6 @@ class Core(Startable):
         """The available losses, with their fields, arguments and metrics."""
         return self.engine.hello.losses
 
-    # ---- runs ----
-
-    async def create_run(self, caller: Caller, config: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
-        """Create a run, or return the one that this idempotency key has already created.
-
-        Raises:
-            ServiceError: The settings are invalid; ALREADY_EXISTS if the key created a run with other settings.
-        """
-        return (await self._creation.create(caller, config, idempotency_key)).to_proto()
-
-    async def fork_run(self, caller: Caller, request: pb.ForkRunRequest) -> pb.Run:
-        """Create a run from a checkpoint of a run that the caller may read.
-
-        Raises:
-            ServiceError: As for :meth:`create_run`; UNKNOWN_CHECKPOINT.
-        """
-        return (await self._creation.fork(caller, request)).to_proto()
-
-    def get_run(self, caller: Caller, run_id: str) -> pb.Run:
-        """Return a run.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN, also for a run that the caller may not read.
-        """
-        return self._described(self.runs.get(run_id, caller))
-
-    async def list_runs(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
-        """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
-        page, token = self.runs.page(caller, page_size, page_token)
-        found: list[pb.Run] = []
-        for start in range(0, len(page), SLICE_RUNS):
-            found += [self._described(record) for record in page[start : start + SLICE_RUNS]]
-            await asyncio.sleep(0)
-        return found, token
-
-    async def delete_run(self, caller: Caller, run_id: str) -> None:
-        """Delete a run with its operations, results, checkpoints and files.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; UNSUPPORTED while another run needs a checkpoint of it.
-        """
-        await self.scheduler.delete(self._own(caller, run_id))
-
-    async def share_run(self, caller: Caller, run_id: str, reader: str, *, revoke: bool = False) -> pb.Run:
-        """Allow another key to read a run, or revoke that.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for a name without a key.
-        """
-        record = self._own(caller, run_id)
-        if not revoke and (not self.keys.has(reader) or reader == record.owner):
-            message = f"{reader[:100]!r} is not the name of another key of this server"
-            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="reader")
-        await self.runs.share(record, reader, revoke)
-        return record.to_proto()
-
-    async def history(self, caller: Caller, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
-        """Yield the points of a run's record in order, in lists of at least one.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN.
-        """
-        pages = self.scheduler.history(self.runs.get(run_id, caller))
-        while True:
-            async with self.calls.slice(caller.name):
-                points = await anext(pages, None)
-            if points is None:
-                return
-            yield points
-
-    def _own(self, caller: Caller, run_id: str) -> RunRecord:
-        return self.runs.get(run_id, caller, write=True)
-
     # ---- operations ----
 
     async def open_run(self, caller: Caller, run_id: str, writer: str = "", *, takeover: bool = False) -> pb.Run:
@@ -306,10 +204,10 @@ class Core(Startable):
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; RUN_BUSY if another writer holds the run and ``takeover`` is
                 not set.
         """
-        record = self._own(caller, run_id)
+        record = self._writable(caller, run_id)
         check_length(writer, "max_name_chars", self.config.limits.max_name_chars, "writer")
         epoch = await self.scheduler.open(record, takeover, writer)
-        run = self._described(record)
+        run = self.runs.described(record)
         run.epoch = epoch  # another writer may have opened the run meanwhile: this one is told at its first operation
         return run
 
@@ -339,7 +237,7 @@ class Core(Startable):
         header.ClearField("refusal")  # the server's own
         incoming = Incoming(header)
         try:
-            record = self._own(caller, header.run_id)
+            record = self._writable(caller, header.run_id)
             incoming.refusal = self.scheduler.admission.refusal(record, header)
             if incoming.refusal is None:
                 incoming.occupy(self.scheduler.usage(record.owner))
@@ -356,7 +254,7 @@ class Core(Startable):
         incoming.end()
         if incoming.rejection is not None:
             raise incoming.rejection
-        self._own(caller, incoming.header.run_id)  # the run may have been deleted meanwhile
+        self._writable(caller, incoming.header.run_id)  # the run may have been deleted meanwhile
         incoming.check_digest()
         refusal = incoming.refusal or check_rows(incoming.header, incoming.chunks, self.config.limits)
         return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal)
@@ -367,7 +265,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED.
         """
-        return seq in self.scheduler.queue(self._own(caller, run_id)).window
+        return seq in self.scheduler.queue(self._writable(caller, run_id)).window
 
     def epoch_of(self, caller: Caller, run_id: str, writer: str) -> int:
         """The run's epoch if its present writer has this name; else 0, with which operations are refused.
@@ -375,7 +273,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED.
         """
-        record = self._own(caller, run_id)
+        record = self._writable(caller, run_id)
         return record.epoch if record.writer == writer else 0
 
     async def results(self, caller: Caller, run_id: str, from_seq: int = 0) -> AsyncIterator[list[StoredResult]]:
@@ -388,10 +286,10 @@ class Core(Startable):
             ServiceError: UNKNOWN_RUN, RESULT_RELEASED; REWOUND, UNKNOWN_RUN or SHUTTING_DOWN if the run is rewound or
                 closed, or no longer shared with the caller, while it is read.
         """
-        queue = self.scheduler.queue(self.runs.get(run_id, caller))
+        queue = self.scheduler.queue(self.storage.records.get(run_id, caller))
         turn = partial(self.calls.slice, caller.name)
         async for results in self.scheduler.results.results(queue, from_seq, turn):
-            self.runs.get(run_id, caller)  # fails if the run is no longer shared with the caller
+            self.storage.records.get(run_id, caller)  # fails if the run is no longer shared with the caller
             yield results
 
     async def release_results(self, caller: Caller, run_id: str, up_to_seq: int, epoch: int) -> None:
@@ -402,7 +300,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, STALE_EPOCH.
         """
-        queue = self.scheduler.queue(self._own(caller, run_id))
+        queue = self.scheduler.queue(self._writable(caller, run_id))
         queue.check_epoch(epoch)
         await self.scheduler.results.release(queue, up_to_seq)
 
@@ -417,7 +315,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, UNKNOWN_OPERATION, STALE_EPOCH.
         """
-        queue = self.scheduler.queue(self._own(caller, run_id))
+        queue = self.scheduler.queue(self._writable(caller, run_id))
         if if_expired:
             return self.scheduler.admission.expire(queue, seq, epoch)
         return await self.scheduler.admission.cancel(queue, seq, epoch)
@@ -428,7 +326,7 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED, STALE_EPOCH; UNSUPPORTED for a run that is not parked.
         """
-        queue = self.scheduler.queue(self._own(caller, run_id))
+        queue = self.scheduler.queue(self._writable(caller, run_id))
         return await self.scheduler.admission.discard(queue, epoch)
 
     # ---- sampling outside a run ----
@@ -476,49 +374,10 @@ class Core(Startable):
         if model in self.config.all_models or "/" not in model:
             name = self._models.find(model, "model")
             return name, name
-        return model, self.checkpoints.get(model, caller)[0].config.base_model
+        return model, self.storage.checkpoints.get(model, caller)[0].config.base_model
 
-    # ---- checkpoints and exports ----
-
-    def list_checkpoints(self, caller: Caller, run_id: str) -> list[pb.Checkpoint]:
-        """A run's checkpoints, ordered by the number of the last operation that each contains."""
-        checkpoints = self.runs.get(run_id, caller).checkpoints.values()
-        return sorted(checkpoints, key=lambda saved: (saved.seq, saved.name))
-
-    async def delete_checkpoint(self, caller: Caller, path: str) -> None:
-        """Delete the checkpoint ``"RUN_ID/NAME"``.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, PERMISSION_DENIED; UNSUPPORTED while a recovery could need it.
-        """
-        record, checkpoint = self.checkpoints.get(path, caller, write=True)
-        await self.scheduler.delete_checkpoint(record, checkpoint.name)
-
-    async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
-        """Return the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
-
-        Raises:
-            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none.
-        """
-        if export:
-            run_id, _, name = export.partition("/")
-            folder = self.checkpoints.folder(self.runs.get(run_id, caller).run_id, "exports", name)
-        else:
-            record, found = self.checkpoints.get(checkpoint, caller)
-            folder = self.checkpoints.folder(record.run_id, "checkpoints", found.name)
-        if not await asyncio.to_thread(folder.is_dir):
-            raise unknown_checkpoint(export or checkpoint)
-        return folder
-
-    # ---- internals ----
-
-    def _described(self, record: RunRecord) -> pb.Run:
-        run = record.to_proto()
-        reason = self.scheduler.parked(record.run_id)
-        if reason is not None:
-            run.parked.CopyFrom(reason)
-        run.recovery_s = self.scheduler.recovery_s(record.run_id)
-        return run
+    def _writable(self, caller: Caller, run_id: str) -> RunRecord:
+        return self.storage.records.get(run_id, caller, write=True)
 
     def _start_tracing(self) -> None:
         try:

@@ -13,10 +13,8 @@ import grpc.aio
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
-from gradwire_server.access.model_names import ModelNames
-from gradwire_server.config import Limits, ServerConfig, parse_model
+from gradwire_server.config import ServerConfig, parse_model
 from gradwire_server.core.core import PROTOCOL
-from gradwire_server.core.run_creation import RunCreation
 from gradwire_server.doors.grpc.door import SERVICE
 from gradwire_server.doors.grpc.errors import GRPC_STATUS
 from gradwire_server.engine_client.process import EngineProcess
@@ -191,11 +189,9 @@ async def test_one_key_makes_one_run(door: Door) -> None:
 
 
 async def test_two_with_one_key_in_one_turn_of_the_loop_make_one_run(door: Door) -> None:
-    core, models = door.server.core, ModelNames({"tiny": "/models/tiny"})
-    creator = RunCreation(core.scheduler, core.runs, core.checkpoints, Limits(), models, core.uploads)
-    config, caller = pb.RunConfig(base_model="tiny"), Caller("")
-    one, other = await asyncio.gather(creator.create(caller, config, "k"), creator.create(caller, config, "k"))
-    assert one is other and one.ready and door.server.core.runs.count == 1
+    runs, config, caller = door.server.core.runs, pb.RunConfig(base_model="tiny"), Caller("")
+    one, other = await asyncio.gather(runs.create(caller, config, "k"), runs.create(caller, config, "k"))
+    assert one == other and door.server.core.storage.records.count == 1
 
 
 async def test_runs_are_listed_in_pages_and_their_number_is_bounded(start: Start) -> None:

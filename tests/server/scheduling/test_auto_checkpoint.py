@@ -40,8 +40,7 @@ async def saved(client: Client, *names: str) -> None:
 
 async def journal_of(server: Server, run_id: str) -> list[tuple[int, bool]]:
     """(number, whether its payload is kept) of every operation that is still known."""
-    journal = server.core._journal
-    assert journal is not None
+    journal = server.core.storage.journal
     return [(entry.header.seq, entry.location is not None) for entry in await journal.entries(run_id, 0, 10**6)]
 
 
@@ -235,7 +234,7 @@ async def test_a_checkpoint_that_a_recovery_would_repeat_with_is_not_deleted(sta
         await client.results(2, 4)
         await saved(client, "best", "two", "three")
         async with asyncio.timeout(60):
-            while await door.server.core.checkpoints.user_of(client.run_id, "best") is not None:  # noqa: ASYNC110
+            while await door.server.core.storage.checkpoints.user_of(client.run_id, "best") is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await client.stub.DeleteCheckpoint(delete)
         await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/two"))
@@ -312,7 +311,7 @@ async def test_results_that_nobody_fetches_are_forgotten_after_a_while(
         client = await (await door.client()).begin()
         await client.fb(1)
         await client.results(1)
-        record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
+        record = door.server.core.storage.records.get(client.run_id, Caller("", "admin"))
         later = 2000.0
         await until(lambda: record.released_seq == 1)
         later = 0.0

@@ -88,8 +88,7 @@ async def test_what_the_engine_made_of_operations_that_could_not_be_written_is_u
     client = await (await door.client()).begin()
     await client.fb(1, "a")
     await client.results(1)
-    assert door.server.core._journal is not None
-    store = door.server.core._journal.store
+    store = door.server.core.storage.journal.store
     meanwhile = set[int]()
 
     def full() -> None:

@@ -69,7 +69,7 @@ async def test_a_run_that_cannot_be_restored_waits_and_goes_on_by_itself(
         assert refused.error.code == pb.ERROR_CODE_RUN_PARKED and "the model does not fit" in refused.error.message
         assert (await run_of(again)).accepted_seq == 4
         assert (await client_again_acknowledged(again)).duplicate
-        await until(lambda: scheduler.queue(door.server.core.runs._records[run.run_id]).parked.attempts > 3)
+        await until(lambda: scheduler.queue(door.server.core.storage.records._records[run.run_id]).parked.attempts > 3)
         door.engine.restore_error = None
         await until(lambda: not scheduler.num_parked)
         assert await again.statuses(4) == ["ok"] * 4
@@ -146,7 +146,7 @@ async def test_a_run_that_others_park_drops_what_the_engine_has_of_it_and_repeat
         await client.fb(seq, f"{seq}")
     await other.fb(1, "other")
     scheduler = door.server.core.scheduler
-    queue = scheduler.queue(door.server.core.runs._records[client.run_id])
+    queue = scheduler.queue(door.server.core.storage.records._records[client.run_id])
     await until(lambda: len(queue.sent) == 4)
     reason = pb.Error(code=pb.ERROR_CODE_UNSUPPORTED, message="other versions")
     scheduler.dispatcher.parking.park(queue, reason, again=False)

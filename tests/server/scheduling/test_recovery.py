@@ -208,7 +208,7 @@ async def test_without_payloads_a_run_goes_back_to_its_checkpoint_and_says_so(st
         if how == "engine":
             door.engine.die()
             await client.fb(4, "void")
-            record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
+            record = door.server.core.storage.records.get(client.run_id, Caller("", "admin"))
             await until(lambda: record.epoch > client.epoch)
             await went_back(door, client)
     if how == "server":
@@ -286,7 +286,7 @@ async def test_an_engine_that_dies_before_a_slow_disk_has_stored_its_result(
         await client.fb(1, "a")
         await (client.fb(2, "b") if behind == "fb" else save(client, 2))
         disk = threading.Event()
-        held = door.server.core.runs._store.write(lambda connection: disk.wait(client.patience_s))
+        held = door.server.core.storage.records._store.write(lambda connection: disk.wait(client.patience_s))
         door.engine.dies_behind = {1}
         door.engine.gate.set()
         await until(lambda: not door.engine.dies_behind)
@@ -294,7 +294,7 @@ async def test_an_engine_that_dies_before_a_slow_disk_has_stored_its_result(
         disk.set()
         await held
         if durability == "checkpoint":
-            record = door.server.core.runs.get(client.run_id, Caller("", "admin"))
+            record = door.server.core.storage.records.get(client.run_id, Caller("", "admin"))
             await until(lambda: record.epoch > client.epoch)
             assert (record.accepted_seq, record.rewound_to_seq) == (0, 0)
             return
@@ -310,7 +310,7 @@ async def test_an_engine_that_dies_while_a_save_waits_for_a_slow_disk(door: Door
     await client.fb(1, "a")
     await save(client, 2, "one")
     disk = threading.Event()
-    held = door.server.core.runs._store.write(lambda connection: disk.wait(client.patience_s))
+    held = door.server.core.storage.records._store.write(lambda connection: disk.wait(client.patience_s))
     door.engine.gate.set()
     await until(lambda: bool(door.engine.seen))
     await asyncio.sleep(0.1)

@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         """A new run."""
         self.model, self.acks = Model(), dict[int, "asyncio.Future[pb.SubmitAck]"]()
         self.in_doubt = set[int]()
-        self.run_id = (await self.core.create_run(ADA, pb.RunConfig(base_model="tiny"))).run_id
+        self.run_id = (await self.core.runs.create(ADA, pb.RunConfig(base_model="tiny"))).run_id
         self.epoch = (await self.core.open_run(ADA, self.run_id, "ada")).epoch
 
     def send(self, seq: int) -> None:
@@ -279,9 +279,8 @@ class Machine(RuleBasedStateMachine):
 
         async def work() -> None:
             await self.send_again()
-            assert self.core._journal is not None
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(self.core._journal.store, "_before_commit", full)
+                patch.setattr(self.core.storage.journal.store, "_before_commit", full)
                 for kind in kinds:
                     self.send(self.model.add(kind, 0))
                 if cancel:
@@ -298,10 +297,9 @@ class Machine(RuleBasedStateMachine):
         async def work() -> None:
             old, folder = self.core, self.root / str(next(self.folders))
             acknowledged = {seq: ack for seq, ack in self.acks.items() if ack.done() and ack.exception() is None}
-            assert old._journal is not None
             state = old.config.state_dir
             ignored = shutil.ignore_patterns("lock", "*-shm")
-            await old._journal.store.write(lambda _: shutil.copytree(state, folder, ignore=ignored))
+            await old.storage.journal.store.write(lambda _: shutil.copytree(state, folder, ignore=ignored))
             await old.stop()
             await self.start(folder)
             self.acks = acknowledged
@@ -320,7 +318,7 @@ class Machine(RuleBasedStateMachine):
                 await self.pause(moments)
             if plan and cancel:
                 await self.cancel(max(self.model.plan))
-            deleting = asyncio.ensure_future(self.core.delete_run(ADA, self.run_id))
+            deleting = asyncio.ensure_future(self.core.runs.delete(ADA, self.run_id))
             await asyncio.sleep(0)
             self.engine.gate.set()
             await deleting

@@ -310,7 +310,7 @@ async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) ->
         door.engine.gate.set()
         assert sorted(map(code_of, await asyncio.gather(*sampling))) == ["shutting_down"] * 2 + ["yes"] * SMALL_AHEAD
         await stopping
-        assert door.door.server.core.runs.count == 0
+        assert door.door.server.core.storage.records.count == 0
 
 
 async def test_the_old_writer_is_told_who_took_its_run_over(keyed: Any) -> None:

@@ -196,7 +196,7 @@ async def test_the_checkpoints_of_a_run_are_bounded(start: Start) -> None:
         await client.submit(5, save_checkpoint=pb.SaveCheckpoint(name="c"), failure_seen=4)
         assert await client.statuses(1, 5) == ["ok"]
     async with start(limits={"max_checkpoint_bytes": 1}) as door:
-        run = door.server.core.runs._records[client.run_id]
+        run = door.server.core.storage.records._records[client.run_id]
         client = await (await door.client()).open(client.run_id, takeover=True)
         for checkpoint in run.checkpoints.values():
             checkpoint.size_bytes = 1

@@ -86,8 +86,8 @@ class SimulatedServer:
 
     def die(self) -> None:
         self.process.kill()
-        while self.core._locks:  # the kernel does this for a real process
-            os.close(self.core._locks.pop())
+        while self.core.storage._locks:  # the kernel does this for a real process
+            os.close(self.core.storage._locks.pop())
 
 
 class World:

@@ -63,20 +63,20 @@ class TrainingService(TrainingServiceServicer):
     # ---- runs ----
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Any) -> pb.Run:
-        return await self._core.create_run(CALLER.get(), request.config, request.idempotency_key)
+        return await self._core.runs.create(CALLER.get(), request.config, request.idempotency_key)
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: Any) -> pb.Run:
-        return await self._core.fork_run(CALLER.get(), request)
+        return await self._core.runs.fork(CALLER.get(), request)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.Run:
-        return self._core.get_run(CALLER.get(), request.run_id)
+        return self._core.runs.get(CALLER.get(), request.run_id)
 
     async def ListRuns(self, request: pb.ListRunsRequest, context: Any) -> pb.ListRunsResponse:
-        runs, token = await self._core.list_runs(CALLER.get(), request.page_size, request.page_token)
+        runs, token = await self._core.runs.page(CALLER.get(), request.page_size, request.page_token)
         return pb.ListRunsResponse(runs=runs, next_page_token=token)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Any) -> pb.DeleteRunResponse:
-        await self._core.delete_run(CALLER.get(), request.run_id)
+        await self._core.runs.delete(CALLER.get(), request.run_id)
         return pb.DeleteRunResponse()
 
     async def BeginUpload(self, request: pb.BeginUploadRequest, context: Any) -> pb.Upload:
@@ -99,10 +99,10 @@ class TrainingService(TrainingServiceServicer):
         return pb.DeleteUploadResponse()
 
     async def ShareRun(self, request: pb.ShareRunRequest, context: Any) -> pb.Run:
-        return await self._core.share_run(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
+        return await self._core.runs.share(CALLER.get(), request.run_id, request.reader, revoke=request.revoke)
 
     async def GetHistory(self, request: pb.GetHistoryRequest, context: Any) -> AsyncIterator[pb.HistoryPage]:
-        async for points in self._core.history(CALLER.get(), request.run_id):
+        async for points in self._core.runs.history(CALLER.get(), request.run_id):
             yield pb.HistoryPage(points=points)
 
     # ---- operations ----
@@ -149,15 +149,15 @@ class TrainingService(TrainingServiceServicer):
     # ---- checkpoints ----
 
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsResponse:
-        return pb.ListCheckpointsResponse(checkpoints=self._core.list_checkpoints(CALLER.get(), request.run_id))
+        return pb.ListCheckpointsResponse(checkpoints=self._core.runs.list_checkpoints(CALLER.get(), request.run_id))
 
     async def DeleteCheckpoint(self, request: pb.DeleteCheckpointRequest, context: Any) -> pb.DeleteCheckpointResponse:
-        await self._core.delete_checkpoint(CALLER.get(), request.checkpoint)
+        await self._core.runs.delete_checkpoint(CALLER.get(), request.checkpoint)
         return pb.DeleteCheckpointResponse()
 
     async def Download(self, request: pb.DownloadRequest, context: Any) -> AsyncIterator[pb.DownloadFrame]:
         source = request.WhichOneof("source") or "checkpoint"
-        folder = await self._core.folder(CALLER.get(), **{source: getattr(request, source)})
+        folder = await self._core.runs.folder(CALLER.get(), **{source: getattr(request, source)})
         async for frame in files.frames(folder, partial(self._core.calls.slice, CALLER.get().name)):
             yield frame
 

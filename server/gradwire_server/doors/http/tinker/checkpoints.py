@@ -70,7 +70,7 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     async def delete_checkpoint(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Delete a checkpoint."""
         _, path = _named(caller, model_id, kind, name)
-        await core.delete_checkpoint(caller, models.checkpoint(caller, str(path)))
+        await core.runs.delete_checkpoint(caller, models.checkpoint(caller, str(path)))
         await store.delete(store.saved, str(path))
         return {}
 
@@ -146,7 +146,7 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     def _checkpoints(caller: Caller, of: Iterable[ModelRecord]) -> list[dict[str, Any]]:
         found: list[tuple[float, dict[str, Any]]] = []
         for model in of:
-            for saved in core.list_checkpoints(caller, model.run_id):
+            for saved in core.runs.list_checkpoints(caller, model.run_id):
                 path = TinkerPath.stored(model.model_id, saved.name)
                 if path is not None:
                     found.append((saved.created_at, _checkpoint(path, saved, store.saved.get(str(path)))))

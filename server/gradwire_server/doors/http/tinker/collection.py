@@ -76,7 +76,7 @@ class TinkerCollection:
 
     async def _drop_snapshot(self, sampler: SamplerRecord) -> None:
         try:
-            await self._core.delete_checkpoint(Caller(sampler.owner), sampler.source)
+            await self._core.runs.delete_checkpoint(Caller(sampler.owner), sampler.source)
         except ServiceError as error:
             log.info("the snapshot %s: %s", sampler.source, error)
         self._samplers.used_at.pop(sampler.sampler_id, None)
@@ -84,7 +84,7 @@ class TinkerCollection:
 
     async def _expire(self, owner: str, path: str) -> None:
         try:
-            await self._core.delete_checkpoint(Caller(owner), self._models.checkpoint(Caller(owner), path))
+            await self._core.runs.delete_checkpoint(Caller(owner), self._models.checkpoint(Caller(owner), path))
         except ServiceError as error:
             log.info("the expired checkpoint %s: %s", path, error)
         await self._store.delete(self._store.saved, path)

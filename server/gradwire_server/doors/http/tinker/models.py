@@ -149,10 +149,10 @@ class Models:
                 with_optimizer=model.optimizer,
                 idempotency_key=key,
             )
-            return await self._core.fork_run(caller, fork)
+            return await self._core.runs.fork(caller, fork)
         lora = pb.LoraSettings(rank=model.rank, alpha=model.alpha, target_modules=_modules(model))
         config = pb.RunConfig(base_model=model.base_model, lora=lora, seed=model.seed, name=model.model_id)
-        return await self._core.create_run(caller, config, key)
+        return await self._core.runs.create(caller, config, key)
 
     # ---- operations ----
 
@@ -260,7 +260,7 @@ class Models:
                 del self._delivered[model_id]
                 continue
             owner = Caller(model.owner)
-            run = self._core.get_run(owner, model.run_id)
+            run = self._core.runs.get(owner, model.run_id)
             seq = run.released_seq
             while sent.get(seq + 1, before) < before:
                 seq += 1
@@ -285,7 +285,7 @@ class Models:
         saved, model = self._store.saved.get(path), self._store.models.get(TinkerPath.read(path).model_id)
         if saved is None or model is None or not saved.public or caller.name == model.owner:
             return
-        await self._core.share_run(Caller(model.owner), model.run_id, caller.name)
+        await self._core.runs.share(Caller(model.owner), model.run_id, caller.name)
 
     def checkpoint(self, caller: Caller, path: str) -> str:
         """The core's path, ``RUN_ID/NAME``, of a checkpoint that the caller may read.
@@ -300,7 +300,7 @@ class Models:
         if saved_as is not None and saved_as.expires_at is not None and saved_as.expires_at <= time.time():
             raise unknown_checkpoint(path)
         try:
-            saved = self._core.list_checkpoints(caller, model.run_id)
+            saved = self._core.runs.list_checkpoints(caller, model.run_id)
         except ServiceError:
             raise unknown_checkpoint(path) from None
         if named.stored_name not in {checkpoint.name for checkpoint in saved}:

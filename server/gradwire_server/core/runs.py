@@ -1,28 +1,34 @@
-"""Creation of runs from a model or a checkpoint, once per idempotency key."""
+"""Runs as callers see them: creation, listing, sharing, deletion, their record, their checkpoints and exports."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.keys import Caller
+from gradwire_server.access.calls import Calls
+from gradwire_server.access.keys import Caller, Keys
 from gradwire_server.access.model_names import ModelNames
 from gradwire_server.config import Limits
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
 from gradwire_server.journal.run_records import RunRecord, RunRecords, new_record
 from gradwire_server.scheduling.scheduler import Scheduler
 
+SLICE_RUNS = 20
+"""Runs of a page that are listed before others are served."""
 HEADS = ("", "value", "reward", "classification")
 
 
-class RunCreation:
-    """Creation of runs in tasks of the server, so that a client that disconnects midway leaves no incomplete run.
+class Runs:
+    """The runs of a server.
+
+    A run is created in a task of the server, so that a client that disconnects midway leaves no incomplete one.
 
     Args:
         models: The models that a run may be created from.
@@ -32,18 +38,21 @@ class RunCreation:
     def __init__(
         self,
         scheduler: Scheduler,
-        runs: RunRecords,
+        records: RunRecords,
         checkpoints: CheckpointRecords,
-        limits: Limits,
+        keys: Keys,
+        calls: Calls,
         models: ModelNames,
         uploads: Uploads,
+        limits: Limits,
     ) -> None:
-        self._scheduler, self._runs, self._checkpoints, self._limits = scheduler, runs, checkpoints, limits
-        self._models, self._uploads = models, uploads
+        self._scheduler, self._records, self._checkpoints = scheduler, records, checkpoints
+        self._keys, self._calls, self._models, self._uploads = keys, calls, models, uploads
+        self._limits = limits
         self._creating: dict[str, tuple[RunRecord, asyncio.Task[None]]] = {}
 
-    async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str) -> RunRecord:
-        """Create a run from a model, or from an upload.
+    async def create(self, caller: Caller, given: pb.RunConfig, idempotency_key: str = "") -> pb.Run:
+        """Create a run from a model or an upload, or return the one that this idempotency key has already created.
 
         Raises:
             ServiceError: The settings are invalid, or differ from the upload's; UNKNOWN_CHECKPOINT for the upload;
@@ -65,8 +74,8 @@ class RunCreation:
         record.origin.weights_only = record.origin.fresh_head = True
         return await self._once(record, self._uploads.checkpoint(upload))
 
-    async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> RunRecord:
-        """Create a run from a checkpoint.
+    async def fork(self, caller: Caller, request: pb.ForkRunRequest) -> pb.Run:
+        """Create a run from a checkpoint of a run that the caller may read.
 
         Raises:
             ServiceError: As for :meth:`create`; UNKNOWN_CHECKPOINT.
@@ -90,7 +99,98 @@ class RunCreation:
         record.forked_from = checkpoint.path
         return await self._once(record, self._checkpoints.folder(source.run_id, "checkpoints", checkpoint.name))
 
-    async def _once(self, record: RunRecord, origin: Path | None = None) -> RunRecord:
+    def get(self, caller: Caller, run_id: str) -> pb.Run:
+        """Return a run.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, also for a run that the caller may not read.
+        """
+        return self.described(self._records.get(run_id, caller))
+
+    async def page(self, caller: Caller, page_size: int = 0, page_token: str = "") -> tuple[list[pb.Run], str]:
+        """List a page of the runs that the caller may read, oldest first, and the next page's token, "" at the end."""
+        page, token = self._records.page(caller, page_size, page_token)
+        found: list[pb.Run] = []
+        for start in range(0, len(page), SLICE_RUNS):
+            found += [self.described(record) for record in page[start : start + SLICE_RUNS]]
+            await asyncio.sleep(0)
+        return found, token
+
+    async def delete(self, caller: Caller, run_id: str) -> None:
+        """Delete a run with its operations, results, checkpoints and files.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; UNSUPPORTED while another run needs a checkpoint of it.
+        """
+        await self._scheduler.delete(self._records.get(run_id, caller, write=True))
+
+    async def share(self, caller: Caller, run_id: str, reader: str, *, revoke: bool = False) -> pb.Run:
+        """Allow another key to read a run, or revoke that.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for a name without a key.
+        """
+        record = self._records.get(run_id, caller, write=True)
+        if not revoke and (not self._keys.has(reader) or reader == record.owner):
+            message = f"{reader[:100]!r} is not the name of another key of this server"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="reader")
+        await self._records.share(record, reader, revoke)
+        return record.to_proto()
+
+    async def history(self, caller: Caller, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
+        """Yield the points of a run's record in order, in lists of at least one.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN.
+        """
+        pages = self._scheduler.history(self._records.get(run_id, caller))
+        while True:
+            async with self._calls.slice(caller.name):
+                points = await anext(pages, None)
+            if points is None:
+                return
+            yield points
+
+    def list_checkpoints(self, caller: Caller, run_id: str) -> list[pb.Checkpoint]:
+        """A run's checkpoints, ordered by the number of the last operation that each contains."""
+        checkpoints = self._records.get(run_id, caller).checkpoints.values()
+        return sorted(checkpoints, key=lambda saved: (saved.seq, saved.name))
+
+    async def delete_checkpoint(self, caller: Caller, path: str) -> None:
+        """Delete the checkpoint ``"RUN_ID/NAME"``.
+
+        Raises:
+            ServiceError: UNKNOWN_CHECKPOINT, PERMISSION_DENIED; UNSUPPORTED while a recovery could need it.
+        """
+        record, checkpoint = self._checkpoints.get(path, caller, write=True)
+        await self._scheduler.delete_checkpoint(record, checkpoint.name)
+
+    async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
+        """Return the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, UNKNOWN_CHECKPOINT; INVALID_ARGUMENT for a name that is none.
+        """
+        if export:
+            run_id, _, name = export.partition("/")
+            folder = self._checkpoints.folder(self._records.get(run_id, caller).run_id, "exports", name)
+        else:
+            record, found = self._checkpoints.get(checkpoint, caller)
+            folder = self._checkpoints.folder(record.run_id, "checkpoints", found.name)
+        if not await asyncio.to_thread(folder.is_dir):
+            raise unknown_checkpoint(export or checkpoint)
+        return folder
+
+    def described(self, record: RunRecord) -> pb.Run:
+        """A run with what only its queue knows: why it is parked, how long a recovery would take."""
+        run = record.to_proto()
+        reason = self._scheduler.parked(record.run_id)
+        if reason is not None:
+            run.parked.CopyFrom(reason)
+        run.recovery_s = self._scheduler.recovery_s(record.run_id)
+        return run
+
+    async def _once(self, record: RunRecord, origin: Path | None = None) -> pb.Run:
         known = self._known(record)
         if known is None:
             known = record
@@ -99,7 +199,7 @@ class RunCreation:
             task.add_done_callback(lambda done: self._created(record.run_id, done))
         if known.run_id in self._creating:
             await asyncio.shield(self._creating[known.run_id][1])
-        return known
+        return known.to_proto()
 
     def _created(self, run_id: str, task: asyncio.Task[Any]) -> None:
         del self._creating[run_id]
@@ -107,7 +207,7 @@ class RunCreation:
             task.exception()  # mark it as retrieved: a caller that still waits gets it, and asyncio logs no warning
 
     def _known(self, record: RunRecord) -> RunRecord | None:
-        known = self._runs.by_key(record.owner, record.idempotency_key)
+        known = self._records.by_key(record.owner, record.idempotency_key)
         if known is None and record.idempotency_key:  # its task may not have inserted the record yet
             sought = record.owner, record.idempotency_key
             making = (other for other, _ in self._creating.values())

@@ -1,0 +1,73 @@
+"""The state folder of a running server: locked, checked, and opened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Sequence
+
+from gradwire_server.config import ServerConfig
+from gradwire_server.durable_files import make_folder
+from gradwire_server.journal import state_folder
+from gradwire_server.journal.checkpoint_records import CheckpointRecords
+from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.mirror import reconcile
+from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.state_folder import StateFolderError
+
+
+class Storage:
+    """The state folder and its mirror. No other server may use them until :meth:`close`.
+
+    Attributes:
+        journal: The journal.
+        records: The rows of the runs.
+        checkpoints: The rows and folders of their checkpoints.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._locks: list[int] = []
+        self._opened: Journal | None = None
+
+    async def open(self) -> Sequence[RunRecord]:
+        """Open everything; return the runs.
+
+        Raises:
+            SystemExit: The folder is in use or cannot be read; with a message.
+        """
+        config = self._config
+        make_folder(config.state_dir, 0o700)
+        try:
+            self._locks.append(state_folder.lock(config.state_dir))
+            if config.mirror is not None:
+                make_folder(config.mirror, 0o700)
+                self._locks.append(state_folder.lock(config.mirror))
+                await asyncio.to_thread(reconcile, config.state_dir, config.mirror)
+            await asyncio.to_thread(state_folder.check, config.state_dir)
+            self.journal = self._opened = Journal(
+                config.state_dir,
+                keep_payloads=config.durability == "journal",
+                history_points=config.limits.max_history_points,
+                mirror=config.mirror,
+                accept_changes=config.accept_changes,
+            )
+            self.records = RunRecords(self.journal.store, config.state_dir, config.limits.max_runs)
+            self.checkpoints = CheckpointRecords(self.records, self.journal.store, config.state_dir)
+            return await self.records.load()
+        except StateFolderError as error:
+            raise SystemExit(f"gradwire: {error}") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 can fail to decode its own message
+            raise SystemExit(
+                f"gradwire: {config.state_dir / 'gradwire.db'} cannot be read ({error}); restore a backup, or build it"
+                f" again from what the folder holds: gradwire repair --state-dir {config.state_dir}"
+            ) from error
+
+    async def close(self) -> None:
+        """Finish the writes, close the files and unlock the folders. A second call does nothing."""
+        journal, self._opened = self._opened, None
+        if journal is not None:
+            await journal.close()
+        while self._locks:
+            os.close(self._locks.pop())

@@ -21,6 +21,7 @@ from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Segments
+from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.run_queue import RunQueue
 from hypothesis import HealthCheck, given, settings
@@ -231,7 +232,7 @@ def carried_out(
 
     def work() -> None:
         while (head := queue.head) is not None:
-            result = queue.verdict(head)
+            result = abort_rule.verdict(record, head)
             if result is None:
                 failed = plan[head.seq - 1][0].startswith("fail")
                 result = pb.OperationResult(seq=head.seq, status=pb.STATUS_FAILED if failed else pb.STATUS_SUCCEEDED)
@@ -267,7 +268,7 @@ def carried_out(
         if data.draw(st.booleans()):
             work()
     work()
-    assert (usage.operations, queue.queued_bytes) == (0, 0)
+    assert (usage.operations, queue.held.bytes) == (0, 0)
     return [results[seq] for seq in range(1, len(plan) + 1)]
 
 

@@ -20,6 +20,7 @@ from gradwire_server.errors import shutting_down
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
+from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.executor import Executor
 from gradwire_server.scheduling.fairness import PIPE_TOKENS, FairQueue
@@ -89,7 +90,7 @@ class Dispatcher:
         while (head := queue.head) is not None:
             if not self._may_go(queue, head):
                 return  # wake() is called again when it is journaled and when earlier operations get their results
-            verdict = None if queue.sent else queue.verdict(head)
+            verdict = None if queue.sent else abort_rule.verdict(queue.record, head)
             if verdict is None:
                 if queue not in self.fair_queue:
                     self.fair_queue.put(queue.record.owner, queue)

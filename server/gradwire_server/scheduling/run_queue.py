@@ -1,12 +1,10 @@
-"""The operations of one run in order of number: which is next, which wait, and which a failure aborts.
+"""The operations of one run in order of number: which is next, and which wait.
 
 Rules
   * Numbers are contiguous from 1. An operation that arrives early waits in a bounded window, in memory and
     unacknowledged, until the numbers before it have arrived; then it is journaled and acknowledged. So every
     acknowledged operation gets a result, and a writer that leaves a gap leaves nothing for the next writer to repair.
-  * After a failure, the operations up to and including the next optim_step are aborted, except one whose writer
-    had already seen the failure: it and those after it run. An aborted optim_step ends the failure; an optim_step that
-    fails by itself starts a new one.
+  * What a failure aborts: :mod:`.abort_rule`.
   * An optim_step or a zero_grad ends its accumulation whatever its result. If it did not succeed, the requests of
     later operations tell the engine so.
 """
@@ -21,15 +19,16 @@ from dataclasses import dataclass, field, replace
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.quotas import Usage, tokens_of
+from gradwire_server.access.quotas import Usage
 from gradwire_server.config import Limits
 from gradwire_server.engine_client.process import EngineAnswer
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Location
-from gradwire_server.scheduling.operation import QueuedOperation, failed
-from gradwire_server.scheduling.queue_limits import check_distance, check_queue, check_window
+from gradwire_server.scheduling import abort_rule
+from gradwire_server.scheduling.held_operations import HeldOperations
+from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.recent_results import RecentResults
 from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
 from gradwire_server.scheduling.states import OperationState
@@ -64,6 +63,7 @@ class RunQueue:
         record: The run's row.
         limits: The server's limits.
         usage: What the run's key holds; shared by its runs.
+        held: What the operations without a result hold of the limits.
         window: Operations that wait for a missing number, by number.
         pending: Admitted operations without a result, by number.
         sent: Operations that were sent to the engine or are about to be, in order.
@@ -94,7 +94,7 @@ class RunQueue:
 
     def __post_init__(self) -> None:
         self.next_seq = self.record.accepted_seq + 1
-        self.queued_bytes = 0
+        self.held = HeldOperations(self.limits, self.usage)
         self._last_sent = 0
         self._gap = False
         self._results = RecentResults(self.record)
@@ -134,7 +134,7 @@ class RunQueue:
         Raises:
             ServiceError: SEQ_REUSED, SEQ_GAP, LIMIT_EXCEEDED, RUN_PARKED. The number is not consumed.
         """
-        seq, limits = operation.seq, self.limits
+        seq = operation.seq
         known = self.window.get(seq) or self.pending.get(seq)
         if known is not None:
             if known.content != operation.content:
@@ -142,26 +142,17 @@ class RunQueue:
             return known.ack
         if self.parked is not None:
             raise parked_error(self.record.run_id, self.parked.error)
-        size = operation.header.payload_bytes
-        check_distance(seq, self.next_seq, limits)
-        closes_gap = seq == self.next_seq and bool(self.window)
-        if not closes_gap:
-            check_queue(len(self.window) + len(self.pending), self.queued_bytes, size, limits)
-        if seq > self.next_seq:
-            waiting = sum(each.header.payload_bytes for each in self.window.values())
-            check_window(self.next_seq, waiting, size, limits)
-        if not closes_gap:
-            self.usage.check(size, tokens_of(operation.header.operation, operation.header.tensors))
+        self.held.check(operation, self.next_seq, self.window.values())
         operation.enter(OperationState.WAITING)
         self.window[seq] = operation
-        self._hold(operation)
+        self.held.add(operation)
         return None
 
     def load(self, operation: QueuedOperation) -> None:
         """Queue an operation that the journal holds from before the server started."""
         operation.enter(OperationState.QUEUED)
         self.pending[operation.seq] = operation
-        self._hold(operation)
+        self.held.add(operation)
 
     def find(self, seq: int) -> QueuedOperation | None:
         """The operation with this number that has no result; None if there is none."""
@@ -171,17 +162,6 @@ class RunQueue:
     def unfinished(self) -> list[QueuedOperation]:
         """Every operation without a result."""
         return [*self.pending.values(), *self.window.values()]
-
-    def _hold(self, operation: QueuedOperation) -> None:
-        """Count an operation without a result against the run's and the key's limits."""
-        self.queued_bytes += operation.header.payload_bytes
-        self.usage.operations += 1
-        self.usage.bytes += operation.header.payload_bytes
-
-    def _release(self, operation: QueuedOperation) -> None:
-        self.queued_bytes -= operation.header.payload_bytes
-        self.usage.operations -= 1
-        self.usage.bytes -= operation.header.payload_bytes
 
     def admit(self) -> list[QueuedOperation]:
         """Move the operations whose turn has come from the window to ``pending``, and return them for the journal."""
@@ -223,7 +203,7 @@ class RunQueue:
         waiting, self.window = self.window, {}
         for operation in waiting.values():
             operation.enter(OperationState.DROPPED)
-            self._release(operation)
+            self.held.remove(operation)
             if not operation.ack.done():
                 try:
                     self.check_epoch(operation.header.epoch)
@@ -287,34 +267,13 @@ class RunQueue:
     def is_next(self, operation: QueuedOperation) -> bool:
         """Whether a sent operation may be handed to the engine, given that every earlier one was."""
         there = operation.state in (OperationState.SENT, OperationState.EARLY)
-        if self.record.failure_seq and (self._aborts(operation) or not self.is_first(operation)):
+        if self.record.failure_seq and (abort_rule.aborts(self.record, operation) or not self.is_first(operation)):
             return False  # also if its writer has seen the failure: those before it get their results first
         return there and not self._gap
-
-    def _aborts(self, operation: QueuedOperation) -> bool:
-        """Whether a failure that the operation's writer had not seen aborts it."""
-        failure, header = self.record.failure_seq, operation.header
-        return failure > header.failure_seen and failure not in header.expired_seen
 
     def is_first(self, operation: QueuedOperation) -> bool:
         """Whether every operation before this one has a result."""
         return next(iter(self.pending.values()), None) is operation
-
-    def verdict(self, operation: QueuedOperation) -> pb.OperationResult | None:
-        """The result of an operation that must not be executed, aborted or refused; None if it must be executed."""
-        record = self.record
-        if self._aborts(operation):
-            result = failed(
-                operation.seq,
-                pb.ERROR_CODE_ABORTED_PREDECESSOR,
-                f"operation {operation.seq} ({operation.kind}) was not carried out, because operation"
-                f" {record.failure_seq} before it failed: {record.failure}",
-            )
-            result.error.cause_seq = record.failure_seq
-            return result
-        if operation.refusal is not None:
-            return pb.OperationResult(seq=operation.seq, status=pb.STATUS_FAILED, error=operation.refusal)
-        return None
 
     def finish(self, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
         """Apply a result to the run; return the values for the run's row."""
@@ -322,13 +281,7 @@ class RunQueue:
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
         record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
-        if result.status != pb.STATUS_CANCELLED and not self._aborts(operation):
-            record.failure_seq, record.failure = 0, ""
-        if result.status == pb.STATUS_FAILED:
-            if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
-                record.failure_seq, record.failure = operation.seq, result.error.message
-            elif operation.kind == "optim_step":
-                record.failure_seq, record.failure = 0, ""
+        abort_rule.follow(record, operation, result)
         self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
         if result.status == pb.STATUS_SUCCEEDED:
             if operation.kind == "save_checkpoint" and not result.checkpoint.weights_only:
@@ -385,7 +338,7 @@ class RunQueue:
         if self.pending.get(operation.seq) is not operation:
             return False
         del self.pending[operation.seq]
-        self._release(operation)
+        self.held.remove(operation)
         return True
 
     # ---- parking ----
@@ -475,7 +428,7 @@ class RunQueue:
         """Remove every queued operation."""
         for operation in self.unfinished:
             operation.enter(OperationState.DROPPED)
-            self._release(operation)
+            self.held.remove(operation)
         self.pending.clear()
         self.window.clear()
 

@@ -271,7 +271,7 @@ class Scheduler:
         return Backlog(
             runs=len(queues),
             operations=sum(len(queue.pending) for queue in queues),
-            bytes=sum(queue.queued_bytes for queue in queues),
+            bytes=sum(queue.held.bytes for queue in queues),
             parked=self.num_parked,
             recovery_s=sum(queue.since_checkpoint.recovery_s for queue in queues),
             early=sum(len(queue.window) for queue in queues),

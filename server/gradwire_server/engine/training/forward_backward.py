@@ -26,15 +26,16 @@ from gradwire_server.engine.training.accumulation import GradientAccumulator, Gr
 from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, training_micros
 from gradwire_server.engine.training.loss_call import (
     LossOnPart,
+    LossView,
     Reference,
     loss_on_part,
     loss_teacher,
     loss_temperature,
     needed_scores,
+    part_of,
     reference_logprobs,
 )
 from gradwire_server.engine.training.loss_report import LossEvaluation, LossSums, reported
-from gradwire_server.engine.training.loss_view import LossView, part_of
 
 
 class Training:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from gradwire_losses.batch import Batch, BatchError, Scores, segment_ids
+from gradwire_losses.batch import Batch, BatchError, Scores, beside, segment_ids
 from gradwire_losses.outputs import LossOutput
 from gradwire_losses.registry import DivergenceConfig, LossConfig, LossSpec, TemperatureConfig
 from gradwire_proto.v1 import training_pb2
@@ -18,12 +18,61 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
-from gradwire_server.engine.scoring.score_types import HEAD_OF_SCORE, SEQUENCE_SCORES, Teacher
+from gradwire_server.engine.scoring.planner import MicroBatch
+from gradwire_server.engine.scoring.score_types import HEAD_OF_SCORE, SEQUENCE_SCORES, Teacher, entries_of
 from gradwire_server.engine.training.accumulation import Key
-from gradwire_server.engine.training.loss_view import LossView
 
 Reference = Callable[[Batch, float], Tensor]
 """``(batch, temperature) -> [T]`` log-probabilities of the scored tokens under the loss's reference."""
+
+
+@dataclass(frozen=True)
+class LossView:
+    """Some or all examples of a batch.
+
+    Attributes:
+        batch: The examples as a batch.
+        micros: Micro-batches that go through the model, with indices into ``batch``.
+        whole: The part as a micro-batch with indices into the whole batch; None if it is the whole batch.
+    """
+
+    batch: Batch
+    micros: list[MicroBatch]
+    whole: MicroBatch | None = None
+
+    @property
+    def examples(self) -> Tensor | None:
+        """``[b]`` rows in the whole batch; None if this is the whole batch."""
+        return None if self.whole is None else self.whole.examples
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """``[t]`` scored tokens in the whole batch; None if this is the whole batch."""
+        return None if self.whole is None else self.whole.tokens
+
+    @property
+    def rows(self) -> Tensor:
+        """``[b]`` rows in the whole batch."""
+        return torch.arange(self.batch.num_examples) if self.whole is None else self.whole.examples
+
+    def place(self, whole: Batch, name: str, values: Tensor, into: dict[str, Tensor]) -> None:
+        """Write this part's scores to their places among those of the whole batch."""
+        if self.whole is None:
+            into[name] = values
+        else:
+            if name not in into:
+                count = whole.num_sequences if name in SEQUENCE_SCORES else whole.num_scored
+                into[name] = values.new_zeros(count, *values.shape[1:])
+            into[name][beside(entries_of(self.whole, name), values)] = values
+
+
+def part_of(batch: Batch, micro: MicroBatch) -> LossView:
+    """Make the view of one micro-batch of a batch, which may be the whole batch."""
+    if micro.batch is batch:
+        return LossView(batch, [micro])
+    examples, sequences, tokens = (torch.arange(len(each)) for each in (micro.examples, micro.sequences, micro.tokens))
+    own = replace(micro, examples=examples, sequences=sequences, tokens=tokens)
+    return LossView(micro.batch, [own], micro)
 
 
 def needed_scores(loss: LossSpec, config: LossConfig, batch: Batch, policy: Policy) -> frozenset[str]:

@@ -16,8 +16,8 @@ import numpy as np
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError
-from gradwire.queue import Request
 from gradwire.results import Columns, LossResult, Timings
 
 Framework = Literal["torch", "numpy"]

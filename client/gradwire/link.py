@@ -1,9 +1,8 @@
 """The link of one run to the server: opens the run, sends and resends operations, receives results.
 
 One task keeps a stream of operations open and, after a broken connection, resends exactly the unacknowledged
-operations. A second task keeps a stream of results open and resumes it by number. A third tells the server which
-results it may delete. Sender and receiver back off after consecutive failures and give up after the transport's
-patience.
+operations. Two others receive the results and tell the server which it may delete (:mod:`.result_stream`). Sender and
+receiver back off after consecutive failures and give up after the transport's patience.
 
 The kind of an error decides what ends. A transient error (the server is away or at fault, its disk or the run's queue
 is full) ends nothing: the request is repeated. An error about one operation ends that operation. An error about the
@@ -16,17 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import logging
-import os
-import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
+from gradwire.entries import Entry, Request
 from gradwire.errors import (
     ConnectionLostError,
     GradwireError,
@@ -35,7 +31,6 @@ from gradwire.errors import (
     LimitExceededError,
     ResultReleasedError,
     RewoundError,
-    RunBusyError,
     RunParkedError,
     SequenceGapError,
     ServerError,
@@ -44,11 +39,11 @@ from gradwire.errors import (
     StorageFullError,
 )
 from gradwire.futures import Future
-from gradwire.queue import Decode, Entry, OperationQueue, Request
+from gradwire.lease import Lease
+from gradwire.queue import Decode, OperationQueue
+from gradwire.result_stream import PASSING, ResultStream
 from gradwire.transport import SubmitStream, Transport
 
-ACK_INTERVAL_S = 0.1
-MAX_ACK_INTERVAL_S = 5.0
 FULL_INTERVAL_S = 0.5
 CLOSE_PATIENCE_S = 10.0
 OPERATION_TRIES = 3
@@ -57,8 +52,6 @@ MOST_CANCELS = 8
 
 AWAY = (*errors.RETRYABLE, StorageFullError, RunParkedError)
 """Errors of a server that cannot answer now; transient."""
-PASSING = (ConnectionLostError, ServerError, LimitExceededError)
-"""Errors that a stream may meet at one time and not at the next."""
 WRITER = (errors.WriterError, errors.AccessError, errors.UnknownRunError)
 """Errors that refuse the writer: every later operation would meet them as well."""
 
@@ -87,24 +80,19 @@ class RunLink:
     ) -> None:
         self._queue = queue
         self._transport = transport
-        self._takeover = takeover
         self._window = window
         self._max_in_flight = max_in_flight
-        self._writer = _writer()
-        self._epoch = 0
-        self._released = 0
+        self._lease = Lease(queue, transport, takeover)
+        self._results = ResultStream(queue, transport, self._lease, self._wake_sender, self._broken)
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
         self._may_reopen = False
         self._parked = ""
         self._fence: GradwireError | None = None
-        self._next_result = 1
         self._send_work = asyncio.Event()
         self._out_of_turn: list[Entry] = []
         self._cancels = asyncio.Semaphore(MOST_CANCELS)
-        self._outstanding = asyncio.Event()
-        self._results_to_ack = asyncio.Event()
         queue.on_submitted = self._submitted
         queue.on_filled = self._filled
         queue.on_cancel = self._cancel
@@ -115,7 +103,7 @@ class RunLink:
         if self._queue.dead is not None:
             raise self._queue.dead
         if self._opening is None:
-            self._opening = asyncio.create_task(self._open())
+            self._opening = asyncio.create_task(self._lease.open())
         try:
             await asyncio.shield(self._opening)
         except GradwireError as error:
@@ -137,8 +125,9 @@ class RunLink:
             raise InvalidArgumentError(
                 "call earlier_operations() before the first operation: each result received releases the earlier ones"
             )
-        self._next_result = self._released - self._queue.base + 1
-        first, last = self._released + 1, self._queue.base
+        released = self._lease.released
+        self._results.next_index = released - self._queue.base + 1
+        first, last = released + 1, self._queue.base
         futures = {seq: self._queue.adopt(seq, decode_result) for seq in range(first, last + 1)}
         if futures:
             self._submitted()
@@ -147,7 +136,7 @@ class RunLink:
     async def discard(self) -> int:
         """Cancel every operation of the parked run that has no result; return their number."""
         await self.open()
-        request = pb.DiscardPendingRequest(run_id=self._queue.run_id, epoch=self._epoch)
+        request = pb.DiscardPendingRequest(run_id=self._queue.run_id, epoch=self._lease.epoch)
         answer = await self._transport.unary(lambda stub: stub.DiscardPending, request)
         return int(answer.num_discarded)
 
@@ -167,13 +156,13 @@ class RunLink:
     # ---- called by the queue, on the event loop
 
     def _submitted(self) -> None:
-        self._send_work.set()
-        self._outstanding.set()
+        self._wake_sender()
+        self._results.expect()
         if not self._started and self._queue.dead is None:
             self._started = True
             self._spawn(self._guarded(self._send, self._writes_no_more))
-            self._spawn(self._guarded(self._receive, self._die))
-            self._spawn(self._guarded(self._acknowledge_results, self._die))
+            self._spawn(self._guarded(self._results.receive, self._die))
+            self._spawn(self._guarded(self._results.acknowledge, self._die))
 
     def _filled(self, entry: Entry) -> None:
         self._out_of_turn.append(entry)
@@ -197,7 +186,10 @@ class RunLink:
 
     async def _ask_to_cancel(self, entry: Entry, *, if_expired: bool = False) -> None:
         request = pb.CancelRequest(
-            run_id=self._queue.run_id, seq=self._queue.base + entry.index, epoch=self._epoch, if_expired=if_expired
+            run_id=self._queue.run_id,
+            seq=self._queue.base + entry.index,
+            epoch=self._lease.epoch,
+            if_expired=if_expired,
         )
         with contextlib.suppress(GradwireError):  # Too late, or deleted: the operation's own result reports it.
             async with self._cancels:
@@ -241,42 +233,10 @@ class RunLink:
             if task is not asyncio.current_task():
                 task.cancel()
 
-    # ---- the lease
-
-    async def _open(self) -> None:
-        response = await self._lease(takeover=self._takeover)
-        self._epoch = response.epoch
-        self._queue.base = response.run.accepted_seq
-        self._released = response.run.released_seq
-
-    async def _reopen(self, stale: StaleEpochError) -> None:
-        """Reopen the run after a broken connection: the server may have restarted, or another writer may hold the
-        run."""
-        try:
-            response = await self._lease(takeover=False)
-        except RunBusyError as busy:
-            raise stale from busy
-        base, accepted = self._queue.base, response.run.accepted_seq
-        if accepted > base + self._queue.last_index:
-            raise stale
-        acknowledged = (self._queue.first_unacknowledged or self._queue.last_index + 1) - 1
-        if accepted < base + acknowledged:
-            raise RewoundError(
-                f"the server went back to operation {accepted} of {self._queue.run_id}: the "
-                f"{base + acknowledged - accepted} after it were discarded; open the run again to continue from there"
-            )
-        self._epoch = response.epoch
-
-    async def _lease(self, *, takeover: bool) -> pb.OpenRunResponse:
-        request = pb.OpenRunRequest(run_id=self._queue.run_id, takeover=takeover, writer=self._writer)
-        backoff = self._transport.backoff()
-        while True:
-            try:
-                return await self._transport.unary(lambda stub: stub.OpenRun, request)
-            except StorageFullError as error:
-                await backoff.pause(error)
-
     # ---- operations
+
+    def _wake_sender(self) -> None:
+        self._send_work.set()
 
     async def _send(self) -> None:
         backoff = self._transport.backoff()
@@ -290,7 +250,7 @@ class RunLink:
                 if not self._may_reopen:
                     raise
                 self._may_reopen = False
-                await self._reopen(stale)
+                await self._lease.reopen(stale)
             except LimitExceededError as error:  # the run's queue on the server is full; it drains as the server works
                 logger.debug("%s: %s", self._queue.run_id, error)
                 await asyncio.sleep(FULL_INTERVAL_S)
@@ -345,7 +305,7 @@ class RunLink:
             while len(ready) < SENT_TOGETHER and index <= min(
                 self._queue.last_index,
                 min(missing, default=index) + self._window,
-                self._next_result + self._max_in_flight - 1,
+                self._results.next_index + self._max_in_flight - 1,
             ):
                 pending = self._queue.unacknowledged(index)
                 if pending is not None and not self._add_ready(pending, ready):
@@ -361,7 +321,7 @@ class RunLink:
         request = entry.request
         if request is None:
             return False
-        ready.append((self._queue.header(entry, request, self._epoch), request.payload))
+        ready.append((self._queue.header(entry, request, self._lease.epoch), request.payload))
         return True
 
     async def _read_acknowledgements(self, stream: SubmitStream, progress: Callable[[], None]) -> None:
@@ -409,67 +369,3 @@ class RunLink:
     def _stop_writing(self, error: GradwireError) -> None:
         self._fence = self._fence or error
         self._send_work.set()
-
-    # ---- results
-
-    async def _receive(self) -> None:
-        backoff = self._transport.backoff()
-        while True:
-            while not self._queue.unfinished:
-                self._outstanding.clear()
-                await self._outstanding.wait()
-            try:
-                await self._read_results(backoff.progress)
-            except PASSING as error:
-                await self._broken(error, self._queue.unfinished, backoff.pause)
-
-    async def _read_results(self, progress: Callable[[], None]) -> None:
-        """Read one stream until it breaks or reaches results that were released."""
-        from_seq = self._queue.base + self._next_result
-        try:
-            async with contextlib.aclosing(self._transport.results(self._queue.run_id, from_seq)) as results:
-                async for result, payload in results:
-                    progress()
-                    self._next_result = max(self._next_result, result.seq - self._queue.base + 1)
-                    self._queue.deliver(result, payload)
-                    self._results_to_ack.set()
-                    self._send_work.set()
-        except ResultReleasedError as error:
-            run = await self._transport.unary(lambda stub: stub.GetRun, pb.GetRunRequest(run_id=self._queue.run_id))
-            if run.released_seq < self._queue.base + self._next_result:
-                raise InternalServerError(
-                    f"the server reports released results that were not acknowledged: {error}"
-                ) from error
-            self._queue.released(run.released_seq)
-            self._next_result = run.released_seq - self._queue.base + 1
-            self._send_work.set()
-            return
-        raise ConnectionLostError(f"{self._transport.address} ended the stream of results")
-
-    async def _acknowledge_results(self) -> None:
-        """Let the server delete received results. Nothing waits for this call, so its errors end nothing."""
-        interval_s = ACK_INTERVAL_S
-        while True:
-            await self._results_to_ack.wait()
-            await asyncio.sleep(interval_s)
-            self._results_to_ack.clear()
-            up_to = self._queue.base + self._next_result - 1
-            request = pb.AckResultsRequest(run_id=self._queue.run_id, up_to_seq=up_to, epoch=self._epoch)
-            try:
-                await self._transport.unary(lambda stub: stub.AckResults, request, patience_s=0.0)
-                interval_s = ACK_INTERVAL_S
-            except PASSING as error:
-                logger.debug("%s: %s", self._queue.run_id, error)
-                interval_s = min(2 * interval_s, MAX_ACK_INTERVAL_S)
-                self._results_to_ack.set()
-            except GradwireError as error:  # Fenced (another client acknowledges now), or the run is gone.
-                logger.debug("%s: %s", self._queue.run_id, error)
-
-
-def _writer() -> str:
-    """Name this writer for another writer's error message; unique per client."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # the uid has no name, as in some containers
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}:{os.getpid()}-{secrets.token_hex(4)}"

@@ -13,12 +13,13 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import requests
 from gradwire.custom import CustomCall, CustomLoss, Framework, framework_in_use
+from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError
 from gradwire.files import check_folder, download
 from gradwire.futures import Future
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
-from gradwire.queue import OperationQueue, Request
+from gradwire.queue import OperationQueue
 from gradwire.requests import Batch, OnNonFinite, Output, message
 from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult
 from gradwire.sampling import NO_BIAS, Prompts, sample_call

@@ -12,17 +12,17 @@ operations before it.
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gradwire_proto.codec import CodecError, Column, decode, digest, encode
+from gradwire_proto.codec import CodecError, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors, tracing
+from gradwire.entries import Entry, Request, check_timeout
 from gradwire.errors import (
     AbortedPredecessorError,
     DeadlineExceededError,
@@ -42,27 +42,6 @@ Decode = Callable[[pb.OperationResult, Columns], T]
 KEPT_FAILURES = 256
 
 
-@dataclass(frozen=True)
-class Request:
-    """The message of one operation, and its tensors as bytes."""
-
-    operation: pb.Operation
-    specs: tuple[pb.TensorSpec, ...] = ()
-    payload: bytes = b""
-    digest: bytes = b""
-
-    @staticmethod
-    def of(operation: pb.Operation, columns: Mapping[str, Column] | None = None) -> Request:
-        """Build a request; tensors are copied, so that later changes to the caller's arrays have no effect."""
-        specs, buffers = encode(columns or {})
-        return Request(operation, tuple(specs), b"".join(buffers), digest(buffers))
-
-    @staticmethod
-    def abandoned(forward_seq: int, why: str) -> Request:
-        """Build the request of an operation that takes a number and fails."""
-        return Request.of(pb.Operation(backward=pb.Backward(forward_seq=forward_seq, abandoned=why[:1000])))
-
-
 @dataclass
 class LocalFailure:
     """The failure of an operation that was never sent."""
@@ -72,53 +51,6 @@ class LocalFailure:
 
     def mark_seen(self) -> None:
         self.seen = True
-
-
-@dataclass(eq=False)
-class Entry:
-    """An operation from its call until its result.
-
-    Attributes:
-        index: Position among this client's operations, from 1. The number in the run is the index plus the base.
-        label: The operation's name, for messages.
-        request: None while it is being built from an earlier operation's result, and once the server has it.
-        failure_seen: Number of the newest failure that had been raised to the user at the call; 0 if none.
-        expired_seen: Numbers of the failures that had been raised before their turn.
-        on_result: Called with the result, on the event loop.
-        on_error: Called with the error, on the event loop.
-        cause: The client's reason for the failure, reported in place of the server's.
-        acknowledged: True once the server has it.
-        tries: How often the server refused it.
-        traceparent: Trace context of the operation's span.
-        timeout_s: Seconds after its acceptance from which on it fails; 0 for never.
-        deadline: When they are over, on the event loop's clock; None before it is acknowledged, and for no limit.
-    """
-
-    index: int
-    label: str
-    request: Request | None
-    failure_seen: int
-    on_result: Callable[[pb.OperationResult, Columns], None]
-    on_error: Callable[[BaseException], None]
-    cause: BaseException | None = None
-    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
-    tries: int = 0
-    traceparent: str = ""
-    timeout_s: float = 0.0
-    deadline: float | None = None
-    expired_seen: tuple[int, ...] = ()
-
-
-def check_timeout(timeout: float | None) -> None:
-    """Check the ``timeout=`` of an operation.
-
-    Raises:
-        InvalidArgumentError: It is not a number of seconds.
-    """
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise errors.InvalidArgumentError(
-            f"timeout is {timeout}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
-        )
 
 
 class OperationQueue:

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.batches import SCORING_FIELDS, maybe_padded, to_columns
+from gradwire.entries import Request
 from gradwire.errors import InvalidArgumentError
 from gradwire.losses import LossCatalogue, kwargs_json, model_path
-from gradwire.queue import Request
 from gradwire.results import Checkpoint
 
 M = TypeVar("M")

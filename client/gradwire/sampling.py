@@ -14,10 +14,10 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
 from gradwire.columns import token_rows
+from gradwire.entries import check_timeout
 from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError
 from gradwire.futures import Future, failed, running_loop, start
 from gradwire.losses import model_path
-from gradwire.queue import check_timeout
 from gradwire.requests import message
 from gradwire.results import Array, Checkpoint, Columns, SampledToken, SampleResult
 from gradwire.transport import Transport

@@ -172,7 +172,7 @@ async def test_a_result_that_was_released_is_told_on_its_own_future_only(
     new = await services[1].get_training_client(old.run_id)
     await reached(services[1], new.run_id, applied_seq=6)
     # As the server does by itself with results that have waited for as long as it keeps them.
-    request = pb.AckResultsRequest(run_id=new.run_id, up_to_seq=4, epoch=new._link._epoch)
+    request = pb.AckResultsRequest(run_id=new.run_id, up_to_seq=4, epoch=new._link._lease.epoch)
     await services[1]._transport.unary(lambda stub: stub.AckResults, request)
     earlier = await new.earlier_operations()
     for seq in (1, 2, 3, 4):
@@ -199,7 +199,7 @@ async def test_a_number_that_both_writers_used_is_answered_to_the_newer_one(
     new = await services[1].get_training_client(old.run_id)
     ours = old.forward_backward(BATCH, "causal_lm")  # its number is 2, and it has not arrived
     assert (await new.forward_backward(LONGER, "causal_lm")).num_loss_tokens == 5
-    await until(lambda: old._link._next_result == 3)  # the result of number 2 has come to both
+    await until(lambda: old._link._results.next_index == 3)  # the result of number 2 has come to both
     assert not ours.done()
     network.operations.set()
     with pytest.raises(gradwire.StaleEpochError, match="another"):

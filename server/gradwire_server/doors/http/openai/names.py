@@ -22,8 +22,8 @@ def base_model(core: Core, caller: Caller, name: str) -> str:
     run_id = name.partition("/")[0]
     try:
         if "/" in name and run_id.startswith("run-"):
-            core.checkpoints.get(name, caller)
-        return core.get_run(caller, run_id).config.base_model
+            core.storage.checkpoints.get(name, caller)
+        return core.runs.get(caller, run_id).config.base_model
     except ServiceError:
         known = ", ".join(sorted(core.config.all_models))
         message = (
@@ -43,7 +43,7 @@ async def listed(core: Core, caller: Caller) -> list[dict[str, Any]]:
     found = [described(model.name) for model in core.models()]
     token = ""
     while True:
-        runs, token = await core.list_runs(caller, 0, token)
+        runs, token = await core.runs.page(caller, 0, token)
         for run in runs:
             found.append(described(run.run_id, run.created_at, run.owner))
             if run.latest_checkpoint:

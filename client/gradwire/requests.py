@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.batches import SCORING_FIELDS, maybe_padded, to_columns
@@ -41,17 +42,7 @@ def forward_backward(
     on_nonfinite: OnNonFinite,
 ) -> Request:
     """Build the request for a loss and its gradients."""
-    loss = losses.get(loss_fn)
-    kwargs = kwargs_json(loss, loss_kwargs)
-    columns = to_columns(loss.name, loss.fields, batch)
-    call = message(
-        pb.LossCall,
-        loss_fn=loss.name,
-        loss_kwargs_json=kwargs,
-        outputs=_listed(outputs),
-        skip_nonfinite=skips(on_nonfinite),
-        maybe_padded=maybe_padded(loss.fields, batch, columns),
-    )
+    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, skip_nonfinite=skips(on_nonfinite))
     return Request.of(pb.Operation(forward_backward=call), columns)
 
 
@@ -64,18 +55,31 @@ def forward_loss(
     model: str | Checkpoint | None,
 ) -> Request:
     """Build the request for a loss without gradients."""
+    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, model=model_path(model))
+    return Request.of(pb.Operation(forward=call), columns)
+
+
+def _loss_call(
+    losses: LossCatalogue,
+    batch: Batch,
+    loss_fn: str,
+    loss_kwargs: Mapping[str, Any] | None,
+    outputs: Sequence[Output],
+    **others: Any,
+) -> tuple[pb.LossCall, dict[str, Column]]:
     loss = losses.get(loss_fn)
     kwargs = kwargs_json(loss, loss_kwargs)
     columns = to_columns(loss.name, loss.fields, batch)
+    padded = maybe_padded(loss.fields, batch, columns)
     call = message(
         pb.LossCall,
         loss_fn=loss.name,
         loss_kwargs_json=kwargs,
         outputs=_listed(outputs),
-        model=model_path(model),
-        maybe_padded=maybe_padded(loss.fields, batch, columns),
+        maybe_padded=padded,
+        **others,
     )
-    return Request.of(pb.Operation(forward=call), columns)
+    return call, columns
 
 
 def forward_scores(

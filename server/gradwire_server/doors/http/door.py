@@ -42,7 +42,6 @@ class HttpDoor:
         self._core = core
         self._stopping = asyncio.Event()
         self._tinker = tinker.Tinker(core, self._stopping)
-        self._protocols = (tinker.protocol(self._tinker), openai.protocol(core, self._stopping))
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -63,8 +62,11 @@ class HttpDoor:
         host, port = listener.getsockname()[:2]
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
         await self._tinker.start()
+        protocols = await asyncio.to_thread(
+            lambda: (tinker.protocol(self._tinker), openai.protocol(core, self._stopping))
+        )  # FastAPI takes a while
         settings = uvicorn.Config(
-            _root(self._core, self._protocols, self._stopping),
+            _root(self._core, protocols, self._stopping),
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
             **_tls(config),

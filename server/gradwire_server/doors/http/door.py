@@ -62,9 +62,7 @@ class HttpDoor:
         host, port = listener.getsockname()[:2]
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
         await self._tinker.start()
-        protocols = await asyncio.to_thread(
-            lambda: (tinker.protocol(self._tinker), openai.protocol(core, self._stopping))
-        )  # FastAPI takes a while
+        protocols = await asyncio.to_thread(self._protocols)
         settings = uvicorn.Config(
             _root(self._core, protocols, self._stopping),
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
@@ -84,6 +82,10 @@ class HttpDoor:
         if self._serving.done():
             listener.close()
             raise SystemExit(f"gradwire: HTTP cannot be served on {config.http}: {self._serving.exception()}")
+
+    def _protocols(self) -> tuple[Protocol, ...]:
+        """Build the routes, which takes FastAPI a few tenths of a second."""
+        return tinker.protocol(self._tinker), openai.protocol(self._core, self._stopping)
 
     def announce_end(self) -> None:
         """Answer health checks with 503, and end the requests that wait for a result."""

@@ -35,6 +35,7 @@ class _Callback:
         began: Monotonic time in seconds.
         collecting_s: Processor time of the garbage collections meanwhile.
         excused_s: Wall time within :meth:`BlockingDetector.excused`.
+        excused_cpu_s: Processor time within it.
         stack: Where it was last seen, formatted, from the callback inwards.
     """
 
@@ -42,6 +43,7 @@ class _Callback:
     began: float
     collecting_s: float = 0.0
     excused_s: float = 0.0
+    excused_cpu_s: float = 0.0
     stack: list[str] = field(default_factory=list)
 
 
@@ -90,19 +92,21 @@ class BlockingDetector:
     @contextmanager
     def excused(self) -> Iterator[None]:
         """Wait in a test for what users wait for outside a loop, as for a server's start."""
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         try:
             yield
         finally:
             callback = self._running.get(threading.get_ident())
             if callback is not None:
                 callback.excused_s += time.monotonic() - began
+                callback.excused_cpu_s += time.thread_time() - used
 
     def _judge(self, handle: asyncio.Handle, callback: _Callback, wall: float, waited: float, used: float) -> None:
         limit = (
             LIMIT_S if self._schedstat() is not None else LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         )
-        used, held = used - callback.collecting_s, wall - waited - callback.collecting_s - callback.excused_s
+        used -= callback.collecting_s + callback.excused_cpu_s
+        held = wall - waited - callback.collecting_s - callback.excused_s
         if used > LIMIT_S or held > limit:
             owner = getattr(handle._callback, "__self__", handle)  # type: ignore[attr-defined]
             where = "".join(callback.stack) or "  one call that held the interpreter\n"

@@ -30,8 +30,9 @@ async def hold(what: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("what", [sleep_at_once, compute])
 async def test_what_holds_the_loop_is_caught_and_named(
-    what: Callable[[], None], blocking_detector: BlockingDetector
+    what: Callable[[], None], blocking_detector: BlockingDetector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 0.5, 0.5))
     with blocking_detector.reports() as reports:
         await asyncio.create_task(hold(what))
     (report,) = reports

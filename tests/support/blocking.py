@@ -1,8 +1,8 @@
 """Find what holds an event loop: which callback, for how long, and where it was.
 
 A callback is measured by its thread's processor time, and by the wall time that the thread did not spend waiting for a
-processor, so that a busy machine adds nothing to either. Where the kernel does not tell that waiting time (it is in
-Linux's ``schedstat``), the load average scales the limit of the wall time instead. Two things do not count: garbage
+processor, where the kernel tells it (in Linux's ``schedstat``). A busy machine adds something all the same: caches are
+cold, and a virtual machine's processor is taken away. So its load scales the limit. Two things do not count: garbage
 collections, which go through the objects of all tests, and wall time in which the sampling thread did not run either.
 Then the whole process stood still, or another thread held the interpreter; a callback that holds the interpreter
 itself uses the processor, which is measured.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 LIMIT_S = 0.25
+"""On an idle machine."""
 _SAMPLE_S = 0.05
 
 
@@ -102,12 +103,10 @@ class BlockingDetector:
                 callback.excused_cpu_s += time.thread_time() - used
 
     def _judge(self, handle: asyncio.Handle, callback: _Callback, wall: float, waited: float, used: float) -> None:
-        limit = (
-            LIMIT_S if self._schedstat() is not None else LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        )
+        limit = LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         used -= callback.collecting_s + callback.excused_cpu_s
         held = wall - waited - callback.collecting_s - callback.excused_s
-        if used > LIMIT_S or held > limit:
+        if max(used, held) > limit:
             owner = getattr(handle._callback, "__self__", handle)  # type: ignore[attr-defined]
             where = "".join(callback.stack) or "  one call that held the interpreter\n"
             self._reports.append(f"{owner!r}\nheld the loop for {held:.2f} s ({used:.2f} s of processor), in\n{where}")

@@ -222,7 +222,7 @@ def larger_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_five_seconds_of_a_full_disk_are_waited_out(
-    larger_disk: Path, tiny_model_path: Path, caplog: pytest.LogCaptureFixture
+    larger_disk: Path, tiny_model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Thirty operations are in flight when the disk fills: each ends with its result, as if there had been room."""
     row = {"input_ids": [[5, 9, 23, 7] * 16 for _ in range(16)]}
@@ -236,14 +236,26 @@ async def test_five_seconds_of_a_full_disk_are_waited_out(
                 while True:
                     ballast.write(bytes(4096))
             in_flight = submitted(run, row)
+            saved = run.save_checkpoint("full")
             await asyncio.sleep(5.0)
             assert not all(each.done() for each in in_flight), "the disk was not full"
             ballast.truncate(0)
             ballast.close()
             results = await gradwire.gather(*in_flight)
+            assert (await saved).step == 10
             told = [record for record in caplog.records if "disk is full" in record.message]
             assert len(told) == 1, [record.message for record in told]
-            assert (await run.save_checkpoint("after")).step == 10
+            ballast = (larger_disk / "ballast").open("wb", buffering=0)
+            with DETECTOR.excused(), pytest.raises(OSError, match="No space left"):
+                while True:
+                    ballast.write(bytes(4096))
+            ballast.truncate((larger_disk / "ballast").stat().st_size - (64 << 10))  # for the journal, not for more
+            waiting = run.save_checkpoint("after"), run.export(tmp_path / "exported")
+            await asyncio.sleep(3.0)
+            assert not waiting[0].done(), "the disk was not full"
+            ballast.truncate(0)
+            ballast.close()
+            assert (await waiting[0]).step == 10 and (await waiting[1]).is_dir()
         values = [[each.loss if hasattr(each, "loss") else each.step for each in of] for of in (results, expected)]
         assert len(results) == 30 and values[0] == values[1]
     finally:

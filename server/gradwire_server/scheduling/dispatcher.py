@@ -8,6 +8,7 @@ operation before them has its own.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -98,6 +99,8 @@ class Dispatcher:
             self._results.finish(queue, head, verdict)
 
     def _may_go(self, queue: RunQueue, operation: QueuedOperation) -> bool:
+        if operation.refusal is None and time.monotonic() < operation.not_before:
+            return False
         if operation.state is OperationState.QUEUED and not queue.sent:
             return True
         held = queue.generation == self._engine.generation
@@ -144,6 +147,8 @@ class Dispatcher:
         finally:
             queue.back(operation)
             self.fair_queue.leave(record.owner, operation.tokens)
+        if (pause := operation.not_before - time.monotonic()) > 0:
+            asyncio.get_running_loop().call_later(pause, self.wake, queue)
         self.wake(queue)
 
     def withdraw(self, operation: QueuedOperation) -> bool:

@@ -16,6 +16,7 @@ from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.segments import Buffer, CorruptRecord
 from gradwire_server.observability.metrics import Metrics
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.auto_checkpoint import in_use
 from gradwire_server.scheduling.checks import check_room
 from gradwire_server.scheduling.operation import QueuedOperation, failed, is_replayed_with
@@ -29,6 +30,11 @@ _OF_THE_START = (pb.ERROR_CODE_UNKNOWN_LOSS, pb.ERROR_CODE_UNKNOWN_MODEL)
 """Errors of an operation accepted at an earlier start that another start may mend: its models and losses differ."""
 DEATHS = 2
 """Number of engine crashes before an operation is quarantined."""
+
+FULL_PAUSE_S = 1.0
+FULL_PATIENCE_S = 600.0
+"""How long a save or an export that finds the disk full is tried again: as long as a client of the default settings
+waits for a server that is away. An operation's own timeout ends it earlier."""
 
 Outcome = tuple[pb.OperationResult, Buffer]
 
@@ -131,7 +137,8 @@ class Executor:
             CannotRestore: The run must be parked.
         """
         try:
-            return await self._attempt(queue, operation)
+            outcome = await self._attempt(queue, operation)
+            return None if outcome is not None and _waits_for_room(queue, operation, outcome[0]) else outcome
         except EngineDied as error:
             return await self._after_death(queue, operation, error)
         except CannotRestore:
@@ -312,3 +319,18 @@ class Executor:
         queue.rewind(base, step)
         log.warning("run %s went back to operation %d: its journal keeps no payloads", record.run_id, base)
         return True
+
+
+def _waits_for_room(queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult) -> bool:
+    """Whether to try an operation again, after a pause, that found the disk full: it has changed nothing."""
+    if result.error.code != pb.ERROR_CODE_STORAGE_FULL or not kind_of(operation.header.operation).writes_files:
+        return False
+    now = time.monotonic()
+    if operation.full_since is None:
+        operation.full_since = now
+        log.warning(
+            "run %s: %s %d waits for room on the disk, for %.0f s at most: %s", queue.record.run_id, operation.kind,
+            operation.seq, FULL_PATIENCE_S, result.error.message,
+        )  # fmt: skip
+    operation.not_before = now + FULL_PAUSE_S
+    return now - operation.full_since < FULL_PATIENCE_S

@@ -58,6 +58,8 @@ class QueuedOperation:
         retried: Whether an earlier attempt may have started it.
         deaths: Number of engines that died while they executed it.
         answer: The pending answer of the engine to which it was sent.
+        full_since: Monotonic time at which it first found the disk full; None if it has not.
+        not_before: Monotonic time before which it is not sent to the engine again.
         trace: Its spans.
         state: Where it is between submission and result; changed by its queue only.
     """
@@ -75,6 +77,8 @@ class QueuedOperation:
     retried: bool = False
     deaths: int = 0
     answer: asyncio.Future[EngineAnswer] | None = None
+    full_since: float | None = None
+    not_before: float = 0.0
     trace: Trace = NO_TRACE
     state: OperationState = field(default=OperationState.NEW, init=False)
 

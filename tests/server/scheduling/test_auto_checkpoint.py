@@ -17,7 +17,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.journal import Journal
 from gradwire_server.observability.metrics import Present
-from gradwire_server.scheduling import auto_checkpoint
+from gradwire_server.scheduling import auto_checkpoint, executor
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 from support.front import Client, Door, Start, error_of
@@ -143,6 +143,42 @@ async def test_a_checkpoint_that_fails_or_is_deleted_leaves_the_cost_of_a_recove
         await client.results(6)
         await client.stub.DeleteCheckpoint(pb.DeleteCheckpointRequest(checkpoint=f"{client.run_id}/mine"))
         assert await recovery_s(client) == 125.0
+
+
+@pytest.mark.parametrize("ends", ["with room", "cancelled", "deadline", "patience"])
+async def test_a_save_waits_for_room_on_the_disk(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(executor, "FULL_PAUSE_S", 0.05)
+    if ends == "patience":
+        monkeypatch.setattr(executor, "FULL_PATIENCE_S", 0.2)
+    async with start() as door:
+        client, other = await (await door.client()).begin(), await (await door.client()).begin()
+        door.engine.disk_full = True
+        save = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name="mine"))
+        header = client.frames(1, save_checkpoint=save.save_checkpoint)[0]
+        header.header.timeout_s = 1.0 if ends == "deadline" else 0.0
+        await client.send(header)
+        await client.ack()
+        await client.fb(2, "behind")
+        await until(lambda: len(door.engine.overwrites) >= 3)
+        await other.fb(1, "meanwhile")
+        assert await other.statuses(1) == ["ok"]
+        expected = {"with room": ["ok", "ok"], "cancelled": ["cancelled", "ok"],
+                    "deadline": ["deadline_exceeded", "aborted_predecessor(1)"],
+                    "patience": ["storage_full", "aborted_predecessor(1)"]}[ends]  # fmt: skip
+        request = pb.CancelRequest(run_id=client.run_id, seq=1, epoch=client.epoch, if_expired=ends == "deadline")
+        if ends == "cancelled":
+            assert (await client.stub.Cancel(request)).cancelled
+        elif ends == "deadline":
+            while not (await client.stub.Cancel(request)).cancelled:  # noqa: ASYNC110  nobody is told
+                await asyncio.sleep(0.05)
+        elif ends == "with room":
+            door.engine.disk_full = False
+        assert await client.statuses(2) == expected
+        assert await checkpoints(client) == (["mine"] if ends == "with room" else [])
+    said = [record for record in caplog.records if "waits for room on the disk" in record.getMessage()]
+    assert len(said) == 1
 
 
 async def test_checkpoints_that_take_long_to_save_are_taken_less_often_which_is_said(

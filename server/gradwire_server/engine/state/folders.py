@@ -30,9 +30,9 @@ def replacing(place: Path) -> Iterator[Path]:
     for abandoned in place.parent.glob(".new-*"):
         shutil.rmtree(abandoned)
     new = place.parent / f".new-{secrets.token_hex(8)}"
-    new.mkdir()
     try:
         try:
+            new.mkdir()
             yield new
             sync_tree(new)
             crash_point("engine.before_rename")

@@ -183,7 +183,7 @@ class Admission:
         if known and known[0].identity == identity(header) and known[0].header.epoch <= header.epoch:
             ack.set_result(pb.SubmitAck(run_id=header.run_id, seq=header.seq, duplicate=True))
         else:
-            ack.set_exception(fenced)
+            ack.set_exception(_trimmed(queue.record, fenced) if not known else fenced)
 
     async def _acknowledge_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
         known = await self._journal.identity_of(queue.record.run_id, operation.seq)
@@ -312,6 +312,16 @@ class Admission:
         if operation.state is not OperationState.CANCELLING:
             queue.cancel(operation)
         return None
+
+
+def _trimmed(record: RunRecord, fenced: ServiceError) -> ServiceError:
+    """The error for an older writer that repeats a submission of which the journal knows nothing any more."""
+    return ServiceError(
+        fenced.code,
+        f"{fenced}. Whether this operation was accepted from here cannot be told any more: a checkpoint contains the"
+        f" operations up to {record.trimmed_seq}, and the other writer fetched their results. Compare what you"
+        " submitted with the run's info().step and history() before you submit anything again",
+    )
 
 
 def _discarded(seq: int) -> pb.OperationResult:

@@ -129,6 +129,23 @@ async def test_a_failure_that_is_not_seen_survives_a_restart(start: Start) -> No
         assert await client.statuses(3) == ["invalid_batch", "aborted_predecessor(1)", "ok"]
 
 
+async def test_a_writer_whose_operations_were_trimmed_meanwhile_is_told_what_to_do(start: Start) -> None:
+    async with start(checkpoint_every_steps=1) as door:
+        first, second = await (await door.client()).begin(), await door.client()
+        await first.fb(1)
+        await second.open(first.run_id, "other", takeover=True)
+        for seq in (2, 3, 4):
+            await second.step(seq)
+        await second.results(4)
+        await second.stub.AckResults(pb.AckResultsRequest(run_id=first.run_id, up_to_seq=4, epoch=second.epoch))
+        while await door.server.core._journal.entries(first.run_id, 0, 1):  # until checkpoints contain it
+            await second.step(seq := seq + 1)
+            await second.results(1, seq)
+        error = (await first.fb(1)).error
+        assert error.code == pb.ERROR_CODE_STALE_EPOCH and "another writer (other)" in error.message
+        assert "cannot be told any more" in error.message and "info().step" in error.message
+
+
 async def test_a_second_writer_must_take_over_and_the_first_is_told(door: Door) -> None:
     first, second = await (await door.client()).begin(), await door.client()
     await first.fb(1)

@@ -175,10 +175,23 @@ def test_a_rebuilt_database_knows_what_failed_and_who_may_read(
         step = run.optim_step(learning_rate=1e-2).result()
         later = run.forward(row, outputs=["logprobs"]).result()
         assert later.outputs["logprobs"][0].tolist() != scored.outputs["logprobs"][0].tolist()
+        measured = run.history()
+    assert server.end() == 0
+    said = gradwire_command("repair", "--state-dir", state)  # what only the database holds is taken over
+    assert said.returncode == 0 and "lost" not in said.stderr
+    with closing(sqlite3.connect(state / "gradwire.db")) as database:
+        assert database.execute("SELECT count(*) FROM computed_with WHERE run_id = ?", (run.run_id,)).fetchone() == (1,)
+    server.start()
+    with gradwire.sync.connect(server.address) as service:
+        again = service.get_training_client(run.run_id).history()
+        assert again.seq.tolist() == measured.seq.tolist() and again.time.tolist() == measured.time.tolist()
+        assert again.loss.tolist()[0] == measured.loss.tolist()[0]
     assert server.end() == 0
     for name in DATABASE:
         (state / name).unlink(missing_ok=True)
-    assert gradwire_command("repair", "--state-dir", state).returncode == 0
+    said = gradwire_command("repair", "--state-dir", state)
+    assert said.returncode == 0
+    assert f"{run.run_id}: what it was computed with was in the old database only, and is lost" in said.stderr
     server.start()
     with gradwire.sync.connect(server.address) as service:
         [info] = service.list_runs()

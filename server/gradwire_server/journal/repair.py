@@ -2,7 +2,8 @@
 
 The segments have every operation that a recovery needs and every result that waits to be fetched; the runs' folders
 have their descriptions and checkpoints. The rebuilt database leads to the same runs in the same state. Results that had
-been fetched are gone, as they were before; a run's record of what was measured begins with the results found.
+been fetched are gone, as they were before. What runs were computed with, and what was measured before the results that
+are found, is taken from the database that is replaced, as far as it can be read (:mod:`.salvage`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import NAME, ORIGIN, uses
 from gradwire_server.journal.entries import identity
 from gradwire_server.journal.run_files import read_description, write_description
+from gradwire_server.journal.salvage import Salvaged, salvage
 from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, locked
@@ -109,6 +111,7 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
                 f"{log.old} records of version 1 hold batches without their operations; the runs that they belong to go"
                 " on from their newest checkpoints"
             )
+        salvaged = salvage(state_dir / DATABASE)
         new = state_dir / f"{DATABASE}.new"
         _remove(new)
         repaired = []
@@ -118,7 +121,8 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
             for folder in sorted((state_dir / RUNS).glob("*")):
                 description = _description(folder, owner, say)
                 if description is not None:
-                    repaired.append(_enter(connection, folder, description, log, say))
+                    kept = salvaged.get(description.run_id, Salvaged())
+                    repaired.append(_enter(connection, folder, description, log, kept, say))
             connection.execute("UPDATE state SET commits = ?", (log.commits + 1,))
             connection.execute("COMMIT")
         _put_aside(state_dir / DATABASE, say)
@@ -189,9 +193,10 @@ def _enter(
     folder: Path,
     about: journal_pb2.RunDescription,
     log: _Log,
+    salvaged: Salvaged,
     say: Callable[[str], object],
 ) -> RepairedRun:
-    """Enter a run with its checkpoints, operations and results."""
+    """Enter a run with its checkpoints, operations and results, and what the old database still held."""
     run_id = about.run_id
     manifests = sorted(_manifests(folder, say), key=lambda manifest: manifest.seq)
     operations, results = log.operations.get(run_id, {}), log.results.get(run_id, {})
@@ -209,6 +214,7 @@ def _enter(
         done = pb.STATUS_SUCCEEDED if seq <= carried_out else pb.STATUS_UNSPECIFIED
         status = kept[seq].record.result.status if seq in kept else done
         _enter_operation(connection, run_id, seq, operations.get(seq), status, kept.get(seq), trimmed=seq <= base)
+    points = {(each.run_id, each.seq): each for each in salvaged.points if each.run_id != run_id or each.seq <= last}
     for seq, found in sorted(kept.items()):
         _enter_result(connection, run_id, seq, found)
         if seq in operations:
@@ -216,7 +222,8 @@ def _enter(
             point = history.history_point(run_id, operation, result, found.record.step)
             if point is not None:
                 point.time = found.record.at
-                history.add(connection, run_id, point, HISTORY_POINTS)
+                points.setdefault((run_id, seq), point)
+    _enter_salvaged(connection, run_id, last, list(points.values()), salvaged, say)
     for manifest in manifests:
         saved = manifest.to_proto()
         saved.path, saved.name = f"{run_id}/{manifest.name}", manifest.name
@@ -247,6 +254,31 @@ def _enter(
     if found_to > last:
         say(f"{run_id}: operations {last + 1} to {found_to} were left out, because one before them could not be read")
     return RepairedRun(run_id, about.owner, len(manifests), last, len(waiting), complete)
+
+
+def _enter_salvaged(
+    connection: sqlite3.Connection,
+    run_id: str,
+    last: int,
+    points: list[pb.HistoryPoint],
+    salvaged: Salvaged,
+    say: Callable[[str], object],
+) -> None:
+    """Enter what a run measured and what it was computed with; say what of that is lost."""
+    for point in sorted(points, key=lambda point: (point.run_id == run_id, point.seq if point.run_id == run_id else 0)):
+        history.add(connection, run_id, point, HISTORY_POINTS)
+    for seq, at, facts, note in salvaged.facts:
+        if seq <= last:
+            query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
+            connection.execute(query, (run_id, seq, at, facts, note))
+    first = min((point.seq for point in points if point.run_id == run_id), default=last + 1)
+    if not salvaged.points and first > 1:
+        say(f"{run_id}: what was measured up to operation {first - 1} was in the old database only, and is lost")
+    if not salvaged.facts:
+        say(
+            f"{run_id}: what it was computed with was in the old database only, and is lost: its next restore cannot"
+            " compare base model, versions and settings, so make sure that they are those of before"
+        )
 
 
 def _reach(

@@ -1,0 +1,81 @@
+"""What only a database holds, read from one that is damaged or outdated before it is replaced (:mod:`.repair`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire_server.journal.schema import connect
+
+Facts = tuple[int, float, str, str]
+"""A row of what a run was computed with: from which operation on, since when, the facts as JSON, what changed."""
+
+
+@dataclass
+class Salvaged:
+    """What a database holds of a run that neither segments nor the run's folder hold.
+
+    Attributes:
+        facts: What the run was computed with, oldest first.
+        points: What its operations measured, in order; points that were damaged are left out.
+    """
+
+    facts: list[Facts] = field(default_factory=list)
+    points: list[pb.HistoryPoint] = field(default_factory=list)
+
+
+def salvage(database: Path) -> dict[str, Salvaged]:
+    """Read what can be read of a database, by run; it may be missing, damaged, or of an earlier version."""
+    found: dict[str, Salvaged] = {}
+    if not database.exists():
+        return found
+    with tempfile.TemporaryDirectory(prefix="gradwire-repair-") as folder:  # opening a database changes its files
+        for suffix in ("", "-wal"):
+            part = database.with_name(database.name + suffix)
+            if part.exists():
+                shutil.copy(part, Path(folder) / part.name)
+        for read in (_read_facts, _read_points):
+            # What was read up to an error is kept; what is missing is said of each run.
+            with suppress(sqlite3.DatabaseError), closing(connect(Path(folder) / database.name)) as connection:
+                read(connection, found)
+    return found
+
+
+def _read_facts(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+    if not _has(connection, "computed_with"):
+        return
+    query = "SELECT run_id, seq, at, facts, note FROM computed_with ORDER BY position"
+    for run_id, seq, at, facts, note in connection.execute(query):
+        try:
+            readable = isinstance(json.loads(facts), dict)
+        except (TypeError, ValueError):
+            readable = False
+        if readable and isinstance(seq, int) and isinstance(at, float):
+            found.setdefault(str(run_id), Salvaged()).facts.append((seq, at, facts, str(note)))
+
+
+def _read_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+    if not _has(connection, "history"):
+        return
+    whole = "digest = digest(made_by, seq, operation, number, point)"
+    query = f"SELECT run_id, point, {whole} FROM history ORDER BY position"
+    for run_id, point, is_whole in connection.execute(query):
+        if not is_whole:
+            continue
+        try:
+            found.setdefault(str(run_id), Salvaged()).points.append(pb.HistoryPoint.FromString(point))
+        except DecodeError:
+            continue
+
+
+def _has(connection: sqlite3.Connection, table: str) -> bool:
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    return connection.execute(query, (table,)).fetchone() is not None

@@ -8,7 +8,16 @@ from importlib.metadata import version as _version
 
 from gradwire import sync
 from gradwire.connection import Connection, connect
-from gradwire.descriptions import EngineInfo, LossField, LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
+from gradwire.descriptions import (
+    EngineInfo,
+    LossField,
+    LossInfo,
+    ModelInfo,
+    RunChange,
+    RunInfo,
+    ServerInfo,
+    TokenizerInfo,
+)
 from gradwire.errors import (
     AbandonedError,
     AbortedPredecessorError,
@@ -102,6 +111,7 @@ __all__ = [
     "ResultReleasedError",
     "RewoundError",
     "RunBusyError",
+    "RunChange",
     "RunInfo",
     "RunParkedError",
     "Sample",

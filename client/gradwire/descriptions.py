@@ -11,6 +11,21 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 
 @dataclass(frozen=True)
+class RunChange:
+    """A change of what a run is computed with.
+
+    Attributes:
+        seq: The operation after whose state the run went on with it.
+        time: Unix time in seconds.
+        note: What changed, and who accepted it.
+    """
+
+    seq: int
+    time: float
+    note: str
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """A run as the server knows it.
 
@@ -40,6 +55,7 @@ class RunInfo:
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
         from_upload: Id of the upload that the run started from; empty if none.
+        changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
     """
 
     run_id: str
@@ -66,6 +82,7 @@ class RunInfo:
     parked: str = ""
     recovery_s: float = 0.0
     from_upload: str = ""
+    changes: tuple[RunChange, ...] = ()
 
     @staticmethod
     def from_message(run: pb.Run) -> RunInfo:
@@ -102,6 +119,7 @@ class RunInfo:
             parked=run.parked.message,
             recovery_s=run.recovery_s,
             from_upload=config.from_upload,
+            changes=tuple(RunChange(change.seq, change.time, change.note) for change in run.changes),
         )
 
 

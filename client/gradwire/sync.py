@@ -94,6 +94,7 @@ class TrainingClient(Operations):
     history = _blocking(training.TrainingClient.history)
     list_checkpoints = _blocking(training.TrainingClient.list_checkpoints)
     discard_pending = _blocking(training.TrainingClient.discard_pending)
+    accept_changes = _blocking(training.TrainingClient.accept_changes)
     share = _blocking(training.TrainingClient.share)
     unshare = _blocking(training.TrainingClient.unshare)
     delete_checkpoint = _blocking(training.TrainingClient.delete_checkpoint)

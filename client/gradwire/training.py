@@ -134,6 +134,21 @@ class TrainingClient(Operations):
         """
         return await self._link.discard()
 
+    async def accept_changes(self) -> RunInfo:
+        """Let this run go on although what it is computed with has changed.
+
+        A restored run is compared with what it was: the files of its base model, the dtype, the versions of torch,
+        transformers and gradwire, the code of its losses, and the results of repeated operations. A difference parks
+        it, and ``info().parked`` names the difference. With this call the run goes on with it; ``info().changes`` keeps
+        a note. Other runs are not affected, and another client that writes to this run may go on.
+
+        Raises:
+            UnsupportedError: The run is not parked, or for another reason.
+            PermissionDeniedError: The run belongs to another key.
+        """
+        request = pb.AcceptChangesRequest(run_id=self.run_id)
+        return RunInfo.from_message(await self._transport.unary(lambda stub: stub.AcceptChanges, request))
+
     async def share(self, reader: str) -> RunInfo:
         """Let another key of the server read this run: its results and checkpoints, sampling and forking from them.
 

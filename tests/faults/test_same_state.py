@@ -11,9 +11,11 @@ from pathlib import Path
 
 import gradwire
 import pytest
+from gradwire.cli.app import app
 from support.server import Server, free_port
 from support.stage import wait_for
 from support.tiny import tiny_model
+from typer.testing import CliRunner
 
 ROW = {"input_ids": [[5, 9, 23, 7, 40, 11]]}
 LOSS = """
@@ -113,6 +115,37 @@ def test_replaced_base_weights_park_the_run_until_they_are_back_or_accepted(
     restarted.start("--accept-changes")
     assert restarted.step(run_id) == 5
     assert "base model was" in restarted.notes(run_id)[-1]
+
+
+def test_the_owner_lets_a_run_go_on_with_what_changed_and_others_stay_parked(restarted: Restarted) -> None:
+    restarted.start()
+    run_id, other = restarted.train(), restarted.train()
+    restarted.kill()
+    weights = restarted.model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    restarted.start()
+    with (
+        gradwire.sync.connect(restarted.address) as service,
+        pytest.raises(gradwire.UnsupportedError, match="it is not parked"),
+    ):
+        service.get_training_client(run_id).accept_changes()
+    reason = restarted.parked(run_id)
+    assert "base model was" in reason and f"gradwire runs accept {run_id}" in reason
+    assert "base model was" in restarted.parked(other)
+    done = CliRunner().invoke(app, ["runs", "accept", run_id, "--address", restarted.address])
+    assert done.exit_code == 0 and run_id in done.output
+    assert restarted.step(run_id) == 4
+    with gradwire.sync.connect(restarted.address) as service:
+        changes = service.get_training_client(run_id).info().changes
+        assert "base model was" in changes[0].note and "(accepted by its owner)" in changes[0].note
+        other_info = service.get_training_client(other).info()
+        assert "base model was" in other_info.parked and other_info.changes == ()
+    restarted.start()  # killed: what was accepted stays accepted
+    assert restarted.step(run_id) == 5
+    with gradwire.sync.connect(restarted.address) as service:
+        assert service.get_training_client(run_id).info().changes == changes
 
 
 @pytest.mark.faults

@@ -40,6 +40,7 @@ PLACES = {
     "AckResults": "write",
     "Cancel": "write",
     "DiscardPending": "write",
+    "AcceptChanges": "write",
     "Sample": "read",
     "StreamSample": "read",
     "ListCheckpoints": "read",

@@ -1,4 +1,4 @@
-"""``gradwire runs``: list, fork and delete the runs of a server."""
+"""``gradwire runs``: list, fork and delete the runs of a server, and let parked ones go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
 from gradwire.cli.text import plain
 
-app = typer.Typer(help="List, fork and delete the runs of a server.", no_args_is_help=True)
+app = typer.Typer(help="List, fork and delete the runs of a server, and let parked ones go on.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -83,3 +83,18 @@ def delete(
         for run_id in run_ids:
             service.delete_run(run_id)
             print(f"deleted {run_id}")
+
+
+@app.command()
+def accept(
+    run_id: Annotated[str, typer.Argument(help="Id of a parked run, as `gradwire status` shows it.")],
+    address: AddressOption = ADDRESS,
+    api_key: ApiKey = "",
+    ca_cert: CaCert = None,
+    client_cert: ClientCert = None,
+    client_key: ClientKey = None,
+) -> None:
+    """Let a run go on that is parked because what it is computed with has changed."""
+    with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
+        service.get_training_client(run_id).accept_changes()
+        print(f"{run_id} goes on with what has changed")

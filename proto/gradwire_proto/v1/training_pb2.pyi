@@ -1190,6 +1190,7 @@ class Run(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
     RECOVERY_S_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     epoch: _builtins.int
     """epoch of the current writer; 0 before the first OpenRun"""
@@ -1231,6 +1232,10 @@ class Run(_message.Message):
         with ERROR_CODE_RUN_PARKED. It goes on by itself once the cause is gone, or after DiscardPending.
         """
 
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunChange]:
+        """what changed under it and was accepted, oldest first"""
+
     def __init__(
         self,
         *,
@@ -1251,14 +1256,45 @@ class Run(_message.Message):
         readers: _abc.Iterable[_builtins.str] | None = ...,
         parked: Global___Error | None = ...,
         recovery_s: _builtins.float = ...,
+        changes: _abc.Iterable[Global___RunChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "parked", b"parked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_seq", b"accepted_seq", "applied_seq", b"applied_seq", "changes", b"changes", "config", b"config", "created_at", b"created_at", "epoch", b"epoch", "forked_from", b"forked_from", "latest_checkpoint", b"latest_checkpoint", "num_tokens", b"num_tokens", "num_trainable_parameters", b"num_trainable_parameters", "owner", b"owner", "parked", b"parked", "readers", b"readers", "recovery_s", b"recovery_s", "released_seq", b"released_seq", "rewound_to_seq", b"rewound_to_seq", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class RunChange(_message.Message):
+    """A change of what a run is computed with, accepted by its owner or at a start of the server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """the operation after whose state the run went on with it"""
+    time: _builtins.float
+    """Unix time"""
+    note: _builtins.str
+    """what changed, and who accepted it"""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        time: _builtins.float = ...,
+        note: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["note", b"note", "seq", b"seq", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunChange: _TypeAlias = RunChange  # noqa: Y015
 
 @_typing.final
 class GetRunRequest(_message.Message):
@@ -3124,6 +3160,25 @@ class DiscardPendingResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DiscardPendingResponse: _TypeAlias = DiscardPendingResponse  # noqa: Y015
+
+@_typing.final
+class AcceptChangesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptChangesRequest: _TypeAlias = AcceptChangesRequest  # noqa: Y015
 
 @_typing.final
 class ListCheckpointsRequest(_message.Message):

@@ -159,6 +159,11 @@ class TrainingServiceStub(object):
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.SerializeToString,
                 response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.FromString,
                 _registered_method=True)
+        self.AcceptChanges = channel.unary_unary(
+                '/gradwire.v1.TrainingService/AcceptChanges',
+                request_serializer=gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.SerializeToString,
+                response_deserializer=gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
+                _registered_method=True)
         self.Sample = channel.unary_stream(
                 '/gradwire.v1.TrainingService/Sample',
                 request_serializer=gradwire__proto_dot_v1_dot_training__pb2.SampleRequest.SerializeToString,
@@ -364,6 +369,14 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AcceptChanges(self, request, context):
+        """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
+        versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sample(self, request, context):
         """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----
         """
@@ -525,6 +538,11 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.DiscardPending,
                     request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.FromString,
                     response_serializer=gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.SerializeToString,
+            ),
+            'AcceptChanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcceptChanges,
+                    request_deserializer=gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.FromString,
+                    response_serializer=gradwire__proto_dot_v1_dot_training__pb2.Run.SerializeToString,
             ),
             'Sample': grpc.unary_stream_rpc_method_handler(
                     servicer.Sample,
@@ -1227,6 +1245,33 @@ class TrainingService(object):
             '/gradwire.v1.TrainingService/DiscardPending',
             gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingRequest.SerializeToString,
             gradwire__proto_dot_v1_dot_training__pb2.DiscardPendingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradwire.v1.TrainingService/AcceptChanges',
+            gradwire__proto_dot_v1_dot_training__pb2.AcceptChangesRequest.SerializeToString,
+            gradwire__proto_dot_v1_dot_training__pb2.Run.FromString,
             options,
             channel_credentials,
             insecure,

@@ -109,6 +109,10 @@ class TrainingServiceStub:
     """
     DiscardPending: _grpc.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
+    AcceptChanges: _grpc.UnaryUnaryMultiCallable[_training_pb2.AcceptChangesRequest, _training_pb2.Run]
+    """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
+    versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
+    """
     Sample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]
     """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
     StreamSample: _grpc.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]
@@ -178,6 +182,10 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     """
     DiscardPending: _aio.UnaryUnaryMultiCallable[_training_pb2.DiscardPendingRequest, _training_pb2.DiscardPendingResponse]  # type: ignore[assignment]
     """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
+    AcceptChanges: _aio.UnaryUnaryMultiCallable[_training_pb2.AcceptChangesRequest, _training_pb2.Run]  # type: ignore[assignment]
+    """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
+    versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
+    """
     Sample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.ResultFrame]  # type: ignore[assignment]
     """---- Sampling outside a run's queue: from a model, a checkpoint, or a run's current weights ----"""
     StreamSample: _aio.UnaryStreamMultiCallable[_training_pb2.SampleRequest, _training_pb2.SampleFrame]  # type: ignore[assignment]
@@ -394,6 +402,16 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_training_pb2.DiscardPendingResponse, _abc.Awaitable[_training_pb2.DiscardPendingResponse]]:
         """Cancels every operation of a parked run that has no result, and lets the run go on without them."""
+
+    @_abc_1.abstractmethod
+    def AcceptChanges(
+        self,
+        request: _training_pb2.AcceptChangesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_training_pb2.Run, _abc.Awaitable[_training_pb2.Run]]:
+        """Lets a run go on that is parked because what it is computed with has changed: its base model's files, the dtype,
+        versions, a loss. Noted in Run.changes. Needs no epoch: the run's writer stays.
+        """
 
     @_abc_1.abstractmethod
     def Sample(

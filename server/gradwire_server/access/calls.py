@@ -85,6 +85,7 @@ RPCS: dict[str, CallKind] = {
     "AckResults": CallKind.WRITE,
     "Cancel": CallKind.WRITE,
     "DiscardPending": CallKind.WRITE,
+    "AcceptChanges": CallKind.WRITE,
     "Sample": CallKind.SAMPLE,
     "StreamSample": CallKind.SAMPLE,
     "ListCheckpoints": CallKind.READ,

@@ -329,6 +329,16 @@ class Core(Startable):
         queue = self.scheduler.queue(self._writable(caller, run_id))
         return await self.scheduler.admission.discard(queue, epoch)
 
+    def accept_changes(self, caller: Caller, run_id: str) -> pb.Run:
+        """Let a run go on that is parked because what it is computed with has changed.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; UNSUPPORTED for a run that is not parked for that.
+        """
+        record = self._own(caller, run_id)
+        self.scheduler.accept_changes(record, caller.name)
+        return self._described(record)
+
     # ---- sampling outside a run ----
 
     async def sample(self, caller: Caller, request: pb.SampleRequest) -> StoredResult:

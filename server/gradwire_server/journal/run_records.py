@@ -56,6 +56,7 @@ class RunRecord:
         num_tokens: Tokens processed since the server started; not stored.
         checkpoints: Its checkpoints by name.
         readers: Names of other keys that may read it.
+        changes: What changed under it and was accepted, oldest first.
     """
 
     run_id: str
@@ -82,6 +83,7 @@ class RunRecord:
     num_tokens: int = 0
     checkpoints: dict[str, pb.Checkpoint] = field(default_factory=dict)
     readers: set[str] = field(default_factory=set)
+    changes: list[pb.RunChange] = field(default_factory=list)
 
     def writable(self, caller: Caller) -> bool:
         """Whether a caller may change the run."""
@@ -152,6 +154,7 @@ class RunRecord:
             forked_from=self.forked_from,
             owner=self.owner,
             readers=sorted(self.readers),
+            changes=self.changes,
         )
 
 
@@ -205,6 +208,10 @@ class RunRecords:
         for run_id, reader in shared:
             if run_id in self._records:
                 self._records[run_id].readers.add(reader)
+        changes = "SELECT run_id, seq, at, note FROM computed_with WHERE note != '' ORDER BY position"
+        for run_id, seq, at, note in await self._store.read(lambda connection: connection.execute(changes).fetchall()):
+            if run_id in self._records:
+                self._records[run_id].changes.append(pb.RunChange(seq=seq, time=at, note=note))
         for record in self._records.values():
             await asyncio.to_thread(self._describe, record, keep=True)
         return list(self._records.values())

@@ -47,7 +47,20 @@ class RunFacts:
     """
 
     def __init__(self, store: Database, accept_changes: bool) -> None:
-        self._store, self.accept_changes = store, accept_changes
+        self._store, self._accept_changes = store, accept_changes
+        self._consents: dict[str, str] = {}
+
+    def consent(self, run_id: str, by: str) -> None:
+        """Let a run go on with whatever changed, until it is restored the next time; ``by`` is the owner's name."""
+        self._consents[run_id] = by or "its owner"
+
+    def accepted_by(self, run_id: str) -> str:
+        """Who lets a run go on with whatever changed; empty if nobody does."""
+        return self._consents.get(run_id) or ("--accept-changes" if self._accept_changes else "")
+
+    def restored(self, run_id: str) -> None:
+        """End the consent of a run's owner: the run is restored."""
+        self._consents.pop(run_id, None)
 
     async def of(self, run_id: str) -> list[tuple[int, float, dict[str, str], str]]:
         """What a run was computed with, oldest first: from which operation on, since when, the facts, what changed."""
@@ -55,12 +68,14 @@ class RunFacts:
         rows = await self._store.read(lambda connection: connection.execute(query, (run_id,)).fetchall())
         return [(seq, at, json.loads(facts), note) for seq, at, facts, note in rows]
 
-    def note(self, run_id: str, seq: int, facts: Mapping[str, str], note: str = "") -> asyncio.Future[None]:
-        """Store what a run is computed with after operation ``seq``."""
+    def note(self, run_id: str, seq: int, facts: Mapping[str, str], note: str = "") -> asyncio.Future[pb.RunChange]:
+        """Store what a run is computed with after operation ``seq``; the future's result is the note's entry."""
+        change = pb.RunChange(seq=seq, time=time.time(), note=note)
 
-        def work(connection: sqlite3.Connection) -> None:
+        def work(connection: sqlite3.Connection) -> pb.RunChange:
             query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
-            connection.execute(query, (run_id, seq, time.time(), json.dumps(dict(facts), sort_keys=True), note))
+            connection.execute(query, (run_id, seq, change.time, json.dumps(dict(facts), sort_keys=True), note))
+            return change
 
         return self._store.write(work)
 
@@ -69,11 +84,14 @@ class RunFacts:
         query = "UPDATE operations SET outcome = ? WHERE run_id = ? AND seq = ?"
         return self._store.write(lambda connection: connection.execute(query, (outcome, run_id, seq)).close())
 
-    async def check(self, run_id: str, seq: int, facts: Mapping[str, str]) -> None:
+    async def check(self, run_id: str, seq: int, facts: Mapping[str, str]) -> pb.RunChange | None:
         """Compare what a run was computed with with what it would be computed with now.
 
         Args:
             seq: The last operation of the state from which it would go on.
+
+        Returns:
+            An accepted change; None if nothing changed.
 
         Raises:
             RunChanged: They differ, and changes are not accepted.
@@ -81,15 +99,22 @@ class RunFacts:
         before = await self.of(run_id)
         changes = differences(before[-1][2], facts) if before else []
         if before and not changes:
-            return
-        if changes and not self.accept_changes:
-            raise RunChanged(
-                f"the run {run_id} would not go on as it was: {'; '.join(changes)}. Put back what changed, or start the"
-                " server once with --accept-changes"
-            )
+            return None
+        by = self.accepted_by(run_id)
+        if changes and not by:
+            raise RunChanged(f"the run {run_id} would not go on as it was: {'; '.join(changes)}. {way_out(run_id)}")
         for change in changes:
-            log.warning("run %s goes on after operation %d although its %s", run_id, seq, change)
-        await self.note(run_id, seq, facts, "; ".join(changes))
+            log.warning("run %s goes on after operation %d although its %s (%s)", run_id, seq, change, by)
+        noted = await self.note(run_id, seq, facts, f"{'; '.join(changes)} (accepted by {by})" if changes else "")
+        return noted if changes else None
+
+
+def way_out(run_id: str) -> str:
+    """What to do about a run that would not go on as it was, in a sentence."""
+    return (
+        f"Put back what changed; or let the run go on with it: its owner by `gradwire runs accept {run_id}` or"
+        " accept_changes(), or a start of the server with --accept-changes for all runs"
+    )
 
 
 def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb2.Outcome:

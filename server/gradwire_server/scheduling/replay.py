@@ -15,7 +15,15 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import JournalEntry
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_records import RunRecord
-from gradwire_server.journal.same_state import RunChanged, divergence, is_comparable, outcome, outcome_of, parse_outcome
+from gradwire_server.journal.same_state import (
+    RunChanged,
+    divergence,
+    is_comparable,
+    outcome,
+    outcome_of,
+    parse_outcome,
+    way_out,
+)
 from gradwire_server.journal.segments import CorruptRecord
 from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
 from gradwire_server.scheduling.parking import CannotRestore
@@ -68,21 +76,30 @@ async def _restore(engine: EngineClient, journal: Journal, record: RunRecord, pa
     began = time.monotonic()
     base, facts = await _begin(engine, record, passed)
     loading_s = time.monotonic() - began
+    change = None
     if facts:
         try:
-            await journal.facts.check(record.run_id, base, facts)
+            change = await journal.facts.check(record.run_id, base, facts)
         except RunChanged as error:
             raise changed(error) from error
+        if change is not None:
+            record.changes.append(change)
+    divergences: list[str] = []
     count = dropped_step = 0
     exact = facts.get("device") == "cpu"
     entries = [entry for entry in await behind(journal, record, base) if entry.status or entry.damaged]
     for entry in entries:
         lost = entry.damaged and entry.header.seq <= record.applied_seq
         if lost or is_replayed_with(entry.header.operation, entry.status):
-            exact = await _repeat(engine, journal, record, entry, dropped_step, exact)
+            exact = await _repeat(engine, journal, record, entry, dropped_step, exact, divergences)
             count += 1
         elif drops_accumulation(entry.header.operation, entry.status):
             dropped_step = entry.header.seq
+    if divergences and change is None:
+        by = journal.facts.accepted_by(record.run_id)
+        note = f"{divergences[0]}, and {len(divergences) - 1} more operations differ (accepted by {by})"
+        record.changes.append(await journal.facts.note(record.run_id, base, facts, note))
+    journal.facts.restored(record.run_id)
     log.info("run %s is restored from operation %d by repeating %d", record.run_id, base, count)
     return Restored(entries, loading_s)
 
@@ -136,12 +153,19 @@ async def _begin(engine: EngineClient, record: RunRecord, passed: list[ServiceEr
 
 
 async def _repeat(
-    engine: EngineClient, journal: Journal, record: RunRecord, entry: JournalEntry, dropped_step: int, exact: bool
+    engine: EngineClient,
+    journal: Journal,
+    record: RunRecord,
+    entry: JournalEntry,
+    dropped_step: int,
+    exact: bool,
+    divergences: list[str],
 ) -> bool:
     """Repeat an operation and compare its result with the stored one.
 
     Args:
         exact: Whether the bits must be the same; false once an operation before it was computed in other pieces.
+        divergences: Takes, in words, an accepted difference.
 
     Returns:
         Whether the bits of those after it must be the same.
@@ -177,21 +201,22 @@ async def _repeat(
     now = outcome(reply.result, [tensors])
     exact = exact and is_comparable(before, now)
     difference = divergence(before, now, exact=exact)
-    if difference and not journal.facts.accept_changes:
+    if difference and not journal.facts.accepted_by(record.run_id):
         raise changed(
             RunChanged(
                 f"the run {record.run_id} would not become what it was: its operation {header.seq} was repeated, and"
-                f" {difference}. Put back what changed since, or start the server once with --accept-changes"
+                f" {difference}. {way_out(record.run_id)}"
             )
         )
     if difference:
+        divergences.append(f"operation {header.seq} was repeated, and {difference}")
         log.warning("run %s goes on although operation %d was repeated and %s", record.run_id, header.seq, difference)
         await journal.facts.replace_outcome(record.run_id, header.seq, outcome_of(reply.result, [tensors]))
     return exact
 
 
 def changed(error: RunChanged) -> CannotRestore:
-    """The reason to park a run that would not go on as it was; only a start with other settings changes that."""
+    """The reason to park a run that would not go on as it was; neither time nor another attempt changes that."""
     return CannotRestore(pb.Error(code=pb.ERROR_CODE_RUN_PARKED, message=str(error)), again=False)
 
 

@@ -252,6 +252,23 @@ class Scheduler:
         queue = self._queues.get(run_id)
         return queue.parked.error if queue is not None and queue.parked is not None else None
 
+    def accept_changes(self, record: RunRecord, by: str) -> None:
+        """Let a run go on that is parked because it would not be the run that it was.
+
+        Args:
+            by: Name of the caller, for the run's history.
+
+        Raises:
+            ServiceError: UNSUPPORTED if it is not parked, or for another reason.
+        """
+        queue = self.queue(record)
+        if queue.parked is None or queue.parked.error.code != pb.ERROR_CODE_RUN_PARKED:
+            why = "it is not parked" if queue.parked is None else f"it is parked because {queue.parked.error.message}"
+            message = f"nothing that the run {record.run_id} is computed with has changed: {why}"
+            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message)
+        self._journal.facts.consent(record.run_id, by)
+        self.dispatcher.parking.release(queue)
+
     def usage(self, owner: str) -> Usage:
         """The resources that a key's runs hold at this moment."""
         return self._usages.setdefault(owner, Usage(owner, self._limits, self._quota_of))

@@ -42,6 +42,7 @@ def requests(rpc: str, run: Client, run_id: str) -> list[Any]:
             "AckResults": lambda: pb.AckResultsRequest(run_id=run_id, up_to_seq=1, epoch=run.epoch),
             "Cancel": lambda: pb.CancelRequest(run_id=run_id, seq=1, epoch=run.epoch),
             "DiscardPending": lambda: pb.DiscardPendingRequest(run_id=run_id, epoch=run.epoch),
+            "AcceptChanges": lambda: pb.AcceptChangesRequest(run_id=run_id),
             "Sample": lambda: pb.SampleRequest(model=checkpoint, call=pb.SampleCall(prompts=["x"], max_tokens=1)),
             "StreamSample": lambda: pb.SampleRequest(model=checkpoint, call=pb.SampleCall(prompts=["x"], max_tokens=1)),
             "DeleteCheckpoint": lambda: pb.DeleteCheckpointRequest(checkpoint=checkpoint),

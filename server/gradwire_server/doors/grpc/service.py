@@ -131,6 +131,9 @@ class TrainingService(TrainingServiceServicer):
             CALLER.get(), request.run_id, request.seq, request.epoch, if_expired=request.if_expired
         )
 
+    async def AcceptChanges(self, request: pb.AcceptChangesRequest, context: Any) -> pb.Run:
+        return self._core.accept_changes(CALLER.get(), request.run_id)
+
     async def DiscardPending(self, request: pb.DiscardPendingRequest, context: Any) -> pb.DiscardPendingResponse:
         count = await self._core.discard_pending(CALLER.get(), request.run_id, request.epoch)
         return pb.DiscardPendingResponse(num_discarded=count)

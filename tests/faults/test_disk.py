@@ -249,7 +249,7 @@ async def test_five_seconds_of_a_full_disk_are_waited_out(
             with DETECTOR.excused(), pytest.raises(OSError, match="No space left"):
                 while True:
                     ballast.write(bytes(4096))
-            ballast.truncate((larger_disk / "ballast").stat().st_size - (64 << 10))  # for the journal, not for more
+            ballast.truncate((larger_disk / "ballast").stat().st_size - (16 << 10))  # for the journal, not for more
             waiting = run.save_checkpoint("after"), run.export(tmp_path / "exported")
             await asyncio.sleep(3.0)
             assert not waiting[0].done(), "the disk was not full"

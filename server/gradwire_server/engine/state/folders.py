@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gradwire_proto.v1 import training_pb2
+from safetensors import SafetensorError
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.durable_files import sync, sync_tree
@@ -44,12 +45,20 @@ def replacing(place: Path) -> Iterator[Path]:
             sync(place.parent)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError) as error:
+        if _is_full(error):
             raise OperationError(
                 training_pb2.ERROR_CODE_STORAGE_FULL, f"the server's disk is full: {place.name!r} was not written"
             ) from error
         raise
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    """Whether the disk has no room; safetensors gives the system's error in its text only."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in numbers
+    return any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def folder_bytes(folder: Path) -> int:

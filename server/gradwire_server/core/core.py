@@ -335,9 +335,9 @@ class Core(Startable):
         Raises:
             ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; UNSUPPORTED for a run that is not parked for that.
         """
-        record = self._own(caller, run_id)
+        record = self._writable(caller, run_id)
         self.scheduler.accept_changes(record, caller.name)
-        return self._described(record)
+        return self.runs.described(record)
 
     # ---- sampling outside a run ----
 

@@ -138,7 +138,7 @@ async def test_a_writer_whose_operations_were_trimmed_meanwhile_is_told_what_to_
             await second.step(seq)
         await second.results(4)
         await second.stub.AckResults(pb.AckResultsRequest(run_id=first.run_id, up_to_seq=4, epoch=second.epoch))
-        while await door.server.core._journal.entries(first.run_id, 0, 1):  # until checkpoints contain it
+        while await door.server.core.storage.journal.entries(first.run_id, 0, 1):  # until checkpoints contain it
             await second.step(seq := seq + 1)
             await second.results(1, seq)
         error = (await first.fb(1)).error

@@ -107,7 +107,7 @@ def _run(server: HttpServer, folder: Path, *command: str) -> str:
 
 
 async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: Path) -> None:
-    program = Path(__file__).parents[1] / "support" / "tinker_program.py"
+    program = Path(__file__).parents[1] / "tinker" / "program.py"
     found = json.loads((await asyncio.to_thread(_run, server, folder, str(program), MODEL)).splitlines()[-1])
     tinker = found["sync"]
     async with gradwire.connect(server.address) as service:
@@ -121,6 +121,7 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
             losses.append((await loss).loss)
             await step
     assert tinker["losses"] == pytest.approx(losses, rel=1e-5)
+    assert tinker["custom_losses"] == pytest.approx(losses, rel=1e-5)
     assert tinker["losses"][-1] < tinker["losses"][0] and tinker["shape"] == [16]
     assert tinker["after"][0] == pytest.approx(tinker["after"][1], rel=1e-6)  # resumed, with the optimizer
     first, again = tinker["tokens"]
@@ -128,7 +129,8 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
     assert tinker["prompt_logprobs"][0] is None and all(value < 0 for value in tinker["prompt_logprobs"][1:])
     assert found["async"]["losses"][-1] < found["async"]["losses"][0]
     assert tinker["path"].split("/")[2] in found["async"]["runs"]
-    listed = json.loads(_run(server, folder, "-m", "tinker.cli", "-f", "json", "checkpoint", "list"))
+    arguments = ("-m", "tinker.cli", "-f", "json", "checkpoint", "list")
+    listed = json.loads(await asyncio.to_thread(_run, server, folder, *arguments))
     assert tinker["path"] in json.dumps(listed)
 
 

@@ -1,6 +1,6 @@
 """A program on the unmodified `tinker` SDK, run in an environment of its own; prints what it saw as JSON.
 
-``python tinker_program.py MODEL``, with TINKER_BASE_URL and TINKER_API_KEY set.
+``python program.py MODEL``, with TINKER_BASE_URL and TINKER_API_KEY set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def datum(seed: int) -> types.Datum:
 
 
 def custom(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-    loss = torch.stack([(row**2).sum() for row in logprobs]).sum()
+    """The cross entropy, as a loss of the caller's own."""
+    loss = -torch.stack([row.sum() for row in logprobs]).sum()
     return loss, {"custom": float(loss)}
 
 
@@ -45,8 +46,11 @@ def synchronous(service: tinker.ServiceClient, model: str) -> dict[str, object]:
         client.forward_backward(data, "cross_entropy").result()
         client.optim_step(adam).result()
         after.append(client.forward(data, "cross_entropy").result().metrics["loss:sum"])
-    tailored = training.forward_backward_custom(data, custom).result()
-    training.optim_step(adam).result()
+    tailored = service.create_lora_training_client(base_model=model, rank=8, seed=7).result()
+    custom_losses = []
+    for _ in range(STEPS):
+        custom_losses.append(tailored.forward_backward_custom(data, custom).result().metrics["custom"])
+        tailored.optim_step(adam).result()
     sampler = training.save_weights_and_get_sampling_client()
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
     prompt = types.ModelInput.from_ints([5, 6, 7])
@@ -59,7 +63,7 @@ def synchronous(service: tinker.ServiceClient, model: str) -> dict[str, object]:
         "losses": losses,
         "before": before.metrics["loss:sum"],
         "after": after,
-        "custom": tailored.metrics["custom"],
+        "custom_losses": custom_losses,
         "tokens": [[list(sequence.tokens) for sequence in each.sequences] for each in (samples, again)],
         "prompt_logprobs": list(sampler.compute_logprobs(prompt).result()),
         "shape": list(before.loss_fn_outputs[0]["logprobs"].shape),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say tokens, steps, memory and time, and train nothing")
     parser.add_argument("--example", choices=RECIPES, help="print a configuration and exit")
     given = parser.parse_args(arguments)
+    warnings = logging.StreamHandler(sys.stderr)  # skipped and cut rows, a server that cannot be reached
+    warnings.setFormatter(logging.Formatter("gradwire train: %(message)s"))
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger("gradwire").addHandler(warnings)
     try:
         if given.example:
             sys.stdout.write(example(_recipe(given.example)[0]))
@@ -44,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("gradwire train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        logging.getLogger("gradwire").removeHandler(warnings)
     print(estimate if given.dry_run else f"{settings.folder}/report.html")
 
 

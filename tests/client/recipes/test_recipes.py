@@ -218,6 +218,18 @@ def test_mistakes_are_one_sentence(
     assert ended.value.code == 2 and words in said and "Traceback" not in said
 
 
+def test_skipped_rows_are_said(
+    server: Server, sums: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, file = tmp_path / "talks.jsonl", tmp_path / "c.yaml"
+    data.write_text(Path(sums["talks"]).read_text() + '\n{"question": "and?"}\n')
+    common = {"model": "marked", "address": server.address, "data": str(data), "folder": str(tmp_path / "run")}
+    file.write_text(json.dumps({**common, "on_error": "skip", "max_steps": 2}))
+    command.main(["sft", str(file), "--dry-run"])
+    said = capsys.readouterr()
+    assert "gradwire train: 1 of 65 rows were skipped" in said.err and "line 65" in said.err and "steps" in said.out
+
+
 @pytest.mark.parametrize("recipe", command.RECIPES)
 def test_an_example_is_a_valid_configuration(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from gradwire.recipes.settings import load

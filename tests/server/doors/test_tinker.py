@@ -214,7 +214,9 @@ async def test_several_targets_at_each_position_dense_and_sparse(client: TinkerC
 
 
 async def test_a_killed_server_keeps_every_promise_but_samples(tmp_path: Path) -> None:
-    server = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1")
+    server = HttpServer(
+        await asyncio.to_thread(tiny_model, tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1"
+    )
     await asyncio.to_thread(server.start)
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:

@@ -43,7 +43,7 @@ class Tokens:
 
 
 @dataclass
-class Answer:
+class Choice:
     """One sample.
 
     Attributes:
@@ -63,7 +63,7 @@ class Answer:
 class Answers:
     """The samples of a request, prompt by prompt."""
 
-    rows: list[Answer]
+    rows: list[Choice]
     num_prompt_tokens: int
     num_sampled_tokens: int
 
@@ -82,7 +82,7 @@ async def sampled(core: Core, caller: Caller, asked: pb.SampleRequest, http: Req
         prompts = _prompts(asked, columns) if asked.call.prompt_logprobs else None
         texts = list(result.texts) or [""] * len(parts)
         rows = [
-            Answer(
+            Choice(
                 text,
                 FINISH_REASONS[reason],
                 Tokens(

@@ -90,6 +90,7 @@ openai: setup .venv-openai/.installed
 # Real faults, in short and long form; each test prints what it tried and what was lost.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
+	$(BIN)/python -m pytest tests/server -m faults -s
 
 # The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed

@@ -272,6 +272,12 @@ def test_calls_are_read_in_the_forms_of_templates(
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": 1.5}]},
+        "messages.0",
+        "tool_calls of message 0 is a float, not a list",
+    ),
     ("completions", {"prompt": []}, "prompt", "empty"),
     ("completions", {"prompt": [[1, 100_000]]}, None, "100000"),
     ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),

@@ -133,8 +133,11 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise invalid(f"the content of message {number} is a {type(content).__name__}, not text", where)
     check_encodable(json.dumps(found, ensure_ascii=False), where)
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_known_call(number, call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise invalid(f"tool_calls of message {number} is a {type(calls).__name__}, not a list", where)
+        found["tool_calls"] = [_known_call(number, call) for call in calls]
     elif "tool_calls" in found:
         del found["tool_calls"]
     return found

@@ -54,6 +54,12 @@ def run(command: list[Any], folder: Path) -> str:
     return done.stdout
 
 
+def encoded(service: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids as lm-eval makes them: without special tokens."""
+    rows: list[list[int]] = service.encode("tiny", texts, add_special_tokens=False)
+    return rows
+
+
 def test_lm_eval_scores_a_task_of_our_own(folder: Path, server: HttpServer) -> None:
     rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS * 3]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -73,7 +79,7 @@ def test_lm_eval_scores_a_task_of_our_own(folder: Path, server: HttpServer) -> N
     (folder / "tasks" / "cats.yaml").write_text(yaml.safe_dump(task))
     with gradwire.sync.connect(server.address, connect_timeout=120) as service:
         trained = service.create_run("tiny", lora=8, seed=1)
-        right = service.encode("tiny", [text + choices[answer] for text, choices, answer in QUESTIONS])
+        right = encoded(service, [text + choices[answer] for text, choices, answer in QUESTIONS])
         for _ in range(20):
             trained.forward_backward({"input_ids": right}, "causal_lm")
             trained.optim_step(learning_rate=2e-2)
@@ -92,7 +98,7 @@ def test_lm_eval_scores_a_task_of_our_own(folder: Path, server: HttpServer) -> N
             for line in samples.read_text().splitlines():
                 sample = json.loads(line)
                 for choice, ((told, _greedy),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
-                    ids = service.encode("tiny", [sample["doc"]["question"], sample["doc"]["question"] + choice])
+                    ids = encoded(service, [sample["doc"]["question"], sample["doc"]["question"] + choice])
                     (logprobs,) = client.compute_logprobs([ids[1]]).result()
                     assert float(told) == pytest.approx(float(logprobs[len(ids[0]) - 1 :].sum()), abs=1e-3)
     assert found[f"{trained.run_id}/cats"] == 1.0 >= found["tiny"]

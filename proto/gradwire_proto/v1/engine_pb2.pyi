@@ -42,7 +42,6 @@ class EngineRequest(_message.Message):
     SHUTDOWN_FIELD_NUMBER: _builtins.int
     CHECK_UPLOAD_FIELD_NUMBER: _builtins.int
     IMPORT_UPLOAD_FIELD_NUMBER: _builtins.int
-    SCORE_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     SAMPLED_RUN_FIELD_NUMBER: _builtins.int
     id: _builtins.int
@@ -66,8 +65,6 @@ class EngineRequest(_message.Message):
     def check_upload(self) -> Global___EngineCheckUpload: ...
     @_builtins.property
     def import_upload(self) -> Global___EngineImportUpload: ...
-    @_builtins.property
-    def score(self) -> Global___EngineScore: ...
     def __init__(
         self,
         *,
@@ -80,15 +77,14 @@ class EngineRequest(_message.Message):
         shutdown: Global___EngineShutdown | None = ...,
         check_upload: Global___EngineCheckUpload | None = ...,
         import_upload: Global___EngineImportUpload | None = ...,
-        score: Global___EngineScore | None = ...,
         streams: _builtins.bool = ...,
         sampled_run: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "score", b"score", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "shutdown", b"shutdown", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "sampled_run", b"sampled_run", "score", b"score", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_upload", b"check_upload", "create_run", b"create_run", "drop_run", b"drop_run", "id", b"id", "import_upload", b"import_upload", "kind", b"kind", "operation", b"operation", "sample", b"sample", "sampled_run", b"sampled_run", "shutdown", b"shutdown", "streams", b"streams", "verify_checkpoint", b"verify_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload", "score"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["create_run", "drop_run", "operation", "sample", "verify_checkpoint", "shutdown", "check_upload", "import_upload"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -283,33 +279,6 @@ class EngineImportUpload(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineImportUpload: _TypeAlias = EngineImportUpload  # noqa: Y015
-
-@_typing.final
-class EngineScore(_message.Message):
-    """The log-probabilities of rows under a model or a checkpoint, outside any run. The result's tensor "logprobs" has one of
-    each token but a row's first.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.TokenIds]: ...
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        rows: _abc.Iterable[_training_pb2.TokenIds] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EngineScore: _TypeAlias = EngineScore  # noqa: Y015
 
 @_typing.final
 class EngineReply(_message.Message):

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
-from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.calls import Calls
@@ -28,8 +27,8 @@ from gradwire_server.core.startable import Startable
 from gradwire_server.core.storage import Storage
 from gradwire_server.core.texts import Texts
 from gradwire_server.core.uploads import Uploads
-from gradwire_server.engine_client.process import EngineClient, EngineDied, EngineProcess
-from gradwire_server.errors import ServiceError, check_length, limit_exceeded
+from gradwire_server.engine_client.process import EngineClient, EngineProcess
+from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.observability.metrics import Metrics
@@ -352,39 +351,6 @@ class Core(Startable):
     def stream_sample(self, caller: Caller, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Sample token by token; see :meth:`.sampling.Sampling.stream`."""
         return self._sampling.stream(caller, request)
-
-    async def score(self, caller: Caller, model: str, rows: Sequence[Sequence[int]]) -> StoredResult:
-        """Log-probabilities of rows of token ids under a model, or under a checkpoint that the caller may read.
-
-        Returns:
-            A result with the tensor ``logprobs``: one of each token but a row's first.
-
-        Raises:
-            ServiceError: The request is invalid; ENGINE_UNAVAILABLE if the engine died meanwhile.
-        """
-        limits = self.config.limits
-        for value, name, limit in (
-            (len(rows), "max_rows", limits.max_rows),
-            (max(map(len, rows), default=0), "max_row_tokens", limits.max_row_tokens),
-            (sum(map(len, rows)), "max_batch_tokens", limits.max_batch_tokens),
-        ):
-            if value > limit:
-                raise limit_exceeded(f"{value} in a request for log-probabilities", name, limit, "rows")
-        source, _ = self._source(caller, model)
-        asked = engine_pb2.EngineScore(model=source, rows=[pb.TokenIds(ids=row) for row in rows])
-        try:
-            reply, payload = await self.scheduler.dispatcher.score(asked, self.scheduler.usage(caller.name))
-        except EngineDied as error:
-            message = "the engine ended while it computed this; it is being started again, try again"
-            raise ServiceError(pb.ERROR_CODE_ENGINE_UNAVAILABLE, message) from error
-        return StoredResult(reply.result, payload)
-
-    def _source(self, caller: Caller, model: str) -> tuple[str, str]:
-        """What the engine knows a model or a checkpoint by, and its base model's name."""
-        if model in self.config.all_models or "/" not in model:
-            name = self._models.find(model, "model")
-            return name, name
-        return model, self.storage.checkpoints.get(model, caller)[0].config.base_model
 
     def _writable(self, caller: Caller, run_id: str) -> RunRecord:
         return self.storage.records.get(run_id, caller, write=True)

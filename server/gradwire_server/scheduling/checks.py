@@ -150,6 +150,10 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     longest = max((len(prompt.ids) for prompt in request.prompt_ids), default=0)
     if longest > limits.max_row_tokens:
         return _limit(f"{longest} tokens in a prompt", "max_row_tokens", limits.max_row_tokens, "prompt_ids")
+    tokens = sum(len(prompt.ids) for prompt in request.prompt_ids)
+    if request.call.prompt_logprobs and tokens > limits.max_batch_tokens:
+        what = f"{tokens} tokens to score"
+        return _limit(what, "max_batch_tokens", limits.max_batch_tokens, "prompt_ids")
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
         return _limit(what, "max_string_chars", limits.max_string_chars, "model")

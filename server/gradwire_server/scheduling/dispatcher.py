@@ -221,17 +221,6 @@ class Dispatcher:
         self._metrics.finished("", pb.Operation(sample=asked.call), reply.result)
         return reply, payload
 
-    async def score(self, asked: engine_pb2.EngineScore, usage: Usage) -> EngineAnswer:
-        """Compute log-probabilities outside any run's queue, when it is the owner's turn.
-
-        Raises:
-            ServiceError, EngineDied: As for :meth:`sample`.
-        """
-        given = sum(len(row.ids) for row in asked.rows)
-        reply, payload = await self._outside(engine_pb2.EngineRequest(score=asked), usage, given, given)
-        self._metrics.finished("", pb.Operation(forward=pb.LossCall()), reply.result)
-        return reply, payload
-
     async def _outside(
         self,
         request: engine_pb2.EngineRequest,

@@ -19,7 +19,6 @@ from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.grouped_runs import GroupedRuns
 from gradwire_server.engine.operations.lifecycle import Answer, begins, failure, not_started, plain_answer
 from gradwire_server.engine.operations.request import Request
-from gradwire_server.engine.operations.scores import score_outside
 from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
 from gradwire_server.engine.sampling.choice import make_sampler
@@ -97,7 +96,6 @@ class Engine:
             "verify_checkpoint": self._verify_checkpoint,
             "check_upload": self._check_upload,
             "import_upload": self._import_upload,
-            "score": lambda request, budget: score_outside(self.context, request.message.score, budget),
             "shutdown": lambda request, budget: plain_answer(empty=training_pb2.Empty()),
         }
 

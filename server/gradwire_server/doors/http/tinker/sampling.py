@@ -183,8 +183,10 @@ async def _prompt_logprobs(core: Core, caller: Caller, asked: pb.SampleRequest, 
     ids = asked.prompt_ids[0].ids
     found = np.full(len(ids), np.nan, np.float32)
     if len(ids) > 1:
-        scored = await core.score(caller, asked.model, [ids])
-        found[1:] = codec.decode(list(scored.header.tensors), scored.payload)["logprobs"].values
+        call = pb.SampleCall(max_tokens=0, temperature=1.0, top_p=1.0, prompt_logprobs=True)
+        scoring = pb.SampleRequest(model=asked.model, call=call, prompt_ids=asked.prompt_ids)
+        scored = await core.sample(caller, scoring)
+        found[1:] = codec.decode(list(scored.header.tensors), scored.payload)["prompt_logprobs"].values
     if request.prompt_logprobs_last_n is not None:
         found[: -request.prompt_logprobs_last_n] = np.nan
     return found

@@ -217,6 +217,27 @@ def pending(loop: asyncio.AbstractEventLoop, seq: int, kind: str, seen: int, con
     return QueuedOperation(header, identity(header), (), 0.0, loop.create_future())
 
 
+async def test_behind_an_operation_that_could_not_be_written_nothing_goes_to_the_engine() -> None:
+    """Else it would wait for the result of a number that is free again, and keep that number from the engine."""
+    loop, limits = asyncio.get_running_loop(), Limits()
+    record = RunRecord("run-a", "", pb.RunConfig(), 0.0, engine_pb2.EngineCreateRun(), epoch=1)
+    queue = RunQueue(record, limits, Usage("", limits, lambda owner: Quota()))
+    first, second = pending(loop, 1, "fb", 0), pending(loop, 2, "fb", 0)
+    for each in (first, second):
+        queue.offer(each)
+    for each in queue.admit():
+        each.may_be_early = True
+        queue.send(each)
+    assert queue.is_next(first) and queue.is_next(second)
+    queue.refuse(first, OSError("full"))
+    assert queue.is_first(second) and not queue.is_next(second)
+    assert isinstance(first.ack.exception(), OSError)
+    again = pending(loop, 1, "fb", 0)
+    queue.offer(again)
+    queue.admit()
+    assert not queue.is_next(second)
+
+
 def carried_out(
     plan: Plan, arrivals: list[int], window: int, data: st.DataObject, loop: asyncio.AbstractEventLoop
 ) -> list[str]:

@@ -265,8 +265,11 @@ class RunQueue:
         self.apart = bool(self.sent) and (self.apart or self._gap)
 
     def is_next(self, operation: QueuedOperation) -> bool:
-        """Whether a sent operation may be handed to the engine, given that every earlier one was."""
-        there = operation.state in (OperationState.SENT, OperationState.EARLY)
+        """Whether a sent operation may be handed to the engine, given that every earlier one was.
+
+        If its number is not below ``next_seq``, an operation before it failed to be journaled, and so will this one.
+        """
+        there = operation.state in (OperationState.SENT, OperationState.EARLY) and operation.seq < self.next_seq
         if self.record.failure_seq and (abort_rule.aborts(self.record, operation) or not self.is_first(operation)):
             return False  # also if its writer has seen the failure: those before it get their results first
         return there and not self._gap

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from gradwire.cli.listing import minute, print_listing
 from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
-from gradwire.cli.text import plain
 
 app = typer.Typer(help="List, fork and delete the runs of a server, and let parked ones go on.", no_args_is_help=True)
 
@@ -27,17 +23,12 @@ def list_runs(
     """List the runs that your key may read, the newest first."""
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
         runs = service.list_runs()
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "name", "model", "step", "created", "owner", "checkpoint"):
-        table.add_column(column, overflow="fold", justify="right" if column == "step" else "left")
-    for run in sorted(runs, key=lambda run: -run.created_at):
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_at))
-        cells = (run.run_id, run.name, run.base_model, str(run.step), created, run.owner, run.latest_checkpoint)
-        table.add_row(*(Text(plain(cell)) for cell in cells))
-    if runs:
-        Console(soft_wrap=not Console().is_terminal).print(table)
-    else:
-        print(f"no runs on {address}")
+    columns = ("run", "name", "model", "step", "created", "owner", "checkpoint")
+    rows = [
+        (run.run_id, run.name, run.base_model, str(run.step), minute(run.created_at), run.owner, run.latest_checkpoint)
+        for run in sorted(runs, key=lambda run: -run.created_at)
+    ]
+    print_listing(columns, rows, empty=f"no runs on {address}", right="step")
 
 
 @app.command()

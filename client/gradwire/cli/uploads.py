@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from gradwire.cli.listing import minute, print_listing
 from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
-from gradwire.cli.text import plain, size
+from gradwire.cli.text import size
 
 app = typer.Typer(help="List and delete the uploaded weights of a server.", no_args_is_help=True)
 
@@ -27,18 +24,20 @@ def list_uploads(
     """List the uploads of your key, the oldest first."""
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
         uploads = service.list_uploads()
-    table = Table(box=None, pad_edge=False)
-    for column in ("upload", "kind", "model", "size", "arrived", "created", "owner"):
-        table.add_column(column, overflow="fold")
-    for upload in uploads:
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(upload.created_at))
-        arrived = "all" if upload.ready else size(upload.received_bytes)
-        cells = (upload.upload_id, upload.kind, upload.base_model, size(upload.size_bytes), arrived, created)
-        table.add_row(*(Text(plain(cell)) for cell in (*cells, upload.owner)))
-    if uploads:
-        Console(soft_wrap=not Console().is_terminal).print(table)
-    else:
-        print(f"no uploads on {address}")
+    columns = ("upload", "kind", "model", "size", "arrived", "created", "owner")
+    rows = [
+        (
+            upload.upload_id,
+            upload.kind,
+            upload.base_model,
+            size(upload.size_bytes),
+            "all" if upload.ready else size(upload.received_bytes),
+            minute(upload.created_at),
+            upload.owner,
+        )
+        for upload in uploads
+    ]
+    print_listing(columns, rows, empty=f"no uploads on {address}")
 
 
 @app.command()

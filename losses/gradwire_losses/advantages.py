@@ -149,9 +149,9 @@ def group_spread(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor, 
 
     The deviation of a group of one, or of a group of equal rewards, is exactly 0.
     """
+    mean, centred = _centred(rewards, group_sizes)
     groups = beside(segment_ids(group_sizes), rewards)
-    mean = segment_mean(rewards, group_sizes)
-    squares = segment_sum((rewards - mean[groups]).square(), group_sizes)
+    squares = segment_sum(centred.square(), group_sizes)
     highest, lowest = torch.zeros_like(mean), torch.zeros_like(mean)
     highest.scatter_reduce_(0, groups, rewards, "amax", include_self=False)
     lowest.scatter_reduce_(0, groups, rewards, "amin", include_self=False)
@@ -165,10 +165,26 @@ def group_advantages(rewards: Tensor, group_sizes: Tensor, *, scale: bool = True
 
     A group of one, or a group of equal rewards, gives zeros. Shao et al. 2024, arXiv 2402.03300; without ``scale``, Liu
     et al. 2025, arXiv 2503.20783."""
-    mean, std, differ = group_spread(rewards, group_sizes)
+    _, std, differ = group_spread(rewards, group_sizes)
     groups = beside(segment_ids(group_sizes), rewards)
-    centred = torch.where(differ[groups], rewards - mean[groups], 0.0)
+    centred = torch.where(differ[groups], _centred(rewards, group_sizes)[1], 0.0)
     return centred / (std[groups] + GROUP_STD_FLOOR) if scale else centred
+
+
+def _centred(rewards: Tensor, group_sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """``[S], [B] -> [B], [S]``: each group's mean, and each reward minus its group's mean.
+
+    Computed from each group's first reward: the mean of nearly equal rewards, rounded to float32, would be as far from
+    them as they are from each other.
+    """
+    groups = beside(segment_ids(group_sizes), rewards)
+    there = group_sizes > 0
+    first = torch.zeros(len(group_sizes), dtype=rewards.dtype, device=rewards.device)
+    starts = (group_sizes.cumsum(0) - group_sizes)[there]
+    first[beside(there.nonzero().squeeze(1), rewards)] = rewards[beside(starts, rewards)]
+    beyond = rewards - first[groups]
+    offset = segment_mean(beyond, group_sizes)
+    return first + offset, beyond - offset[groups]
 
 
 def whiten(values: Tensor, *, shift_mean: bool = True) -> Tensor:

@@ -295,3 +295,13 @@ def test_discounted_sums_of_long_rows_are_those_of_a_loop(factor: float, rng: np
         following = numbers[:, t] + factor * following
         expected[:, t] = following
     torch.testing.assert_close(discounted_sums(numbers, factor), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_advantages_of_rewards_that_differ_little() -> None:
+    """In float32, a mean of rewards 1e-7 apart is rounded by as much as the deviation that divides them."""
+    rewards, sizes = torch.tensor([0.69037879, 0.69037867, 0.69037890, -3.0, 0.1, 0.1, 0.1]), torch.tensor([3, 1, 3])
+    assert len(set(rewards[:3].tolist())) == 3
+    found = in_torch.group_advantages(rewards, sizes)
+    expected = in_torch.group_advantages(rewards.double(), sizes)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0.0)
+    assert found[2] > found[0] > found[1] and not found[3:].any()

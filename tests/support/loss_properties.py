@@ -192,13 +192,16 @@ def _all_masked(columns: Columns) -> Columns:
 
 
 def is_accurate_in_float32(case: Case, rng: np.random.Generator) -> None:
+    """The same numbers, each a float32, computed in both precisions."""
     drawn = case.draw(rng)
-    single = {
-        name: values.detach().float() if values.is_floating_point() else values for name, values in drawn.scores.items()
-    }
-    fields = {n: v.float() if v.is_floating_point() else v for n, v in drawn.batch.fields.items()}
-    output = drawn.output(batch=replace(drawn.batch, fields=fields), scores=single)
-    assert output.loss().item() == pytest.approx(drawn.output().loss().item(), rel=1e-4, abs=1e-5)
+    losses = []
+    for dtype in (torch.float32, torch.float64):
+        scores, fields = (
+            {n: v.detach().float().to(dtype) if v.is_floating_point() else v for n, v in given.items()}
+            for given in (drawn.scores, drawn.batch.fields)
+        )
+        losses.append(drawn.output(batch=replace(drawn.batch, fields=fields), scores=scores).loss().item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-5)
 
 
 def waits_for_no_device(case: Case, rng: np.random.Generator) -> None:

@@ -30,13 +30,14 @@ notebook: .venv/.notebook
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebook]'
 	touch $@
 
-# The test files run in two processes (pytest-xdist); WORKERS=0 is one.
+# The test files run in two processes (pytest-xdist); WORKERS=0 is one. Random numbers are the same each time;
+# `GRADWIRE_SEED=7 make test` draws others, `GRADWIRE_SEED=random` new ones that a failing test prints.
 WORKERS ?= 2
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest -m slow
 
 # Weights in the real vLLM, in this process and in its server, on a CPU; 10 minutes. vLLM pins torch, hence an
 # environment of its own, without the packages whose builds do not fit torch's for CPUs.
@@ -89,8 +90,8 @@ openai: setup .venv-openai/.installed
 
 # Real faults, in short and long form; each test prints what it tried and what was lost.
 test-faults: setup
-	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
-	$(BIN)/python -m pytest tests/server -m faults -s
+	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/faults -m "faults or not faults" -s
+	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/server -m faults -s
 
 # The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed

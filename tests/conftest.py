@@ -13,14 +13,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from support.blocking import DETECTOR, BlockingDetector
+from support.seeds import choose_seed, session_seed
 from support.tiny import tiny_model
 
 DETECTOR.install()
+choose_seed()
 
 
 @pytest.fixture(scope="session")
 def blocking_detector() -> BlockingDetector:
     return DETECTOR
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    return session_seed()
+
+
+def pytest_report_header() -> str:
+    return f"GRADWIRE_SEED={session_seed()}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -26,7 +25,5 @@ async def service(server: Server) -> AsyncIterator[gradwire.ServiceClient]:
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    seed = int.from_bytes(os.urandom(4), "little")
-    print(f"numpy seed {seed}")
+def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,13 +17,6 @@ COUNT = 100
 """Operations of the short forms, which are compared with one and the same calm run."""
 SETTINGS: dict[str, Any] = {"seed": 7, "lora": {"rank": 4, "dropout": 0.1}}
 """Dropout draws from the run's generators: they must survive as well."""
-
-
-@pytest.fixture(scope="session")
-def seed() -> int:
-    seed = int(os.environ.get("GRADWIRE_SEED") or int.from_bytes(os.urandom(4), "little"))
-    print(f"seed {seed} (GRADWIRE_SEED repeats it)")
-    return seed
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +33,7 @@ TWINS = sorted(
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 

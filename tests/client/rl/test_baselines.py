@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import gradwire_losses.baselines as twins
@@ -15,9 +14,7 @@ SIZES = np.array([3, 2, 4, 1])
 
 
 @pytest.fixture
-def rng() -> np.random.Generator:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 

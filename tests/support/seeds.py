@@ -1,0 +1,25 @@
+"""The seed of a test session: the same one every time, or another on request."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+FIXED = 1
+
+
+def choose_seed() -> None:
+    """Settle ``GRADWIRE_SEED``, before worker processes inherit it; ``random`` becomes a number.
+
+    Without it, :func:`session_seed` and hypothesis draw the same in every session.
+    """
+    if os.environ.get("GRADWIRE_SEED") == "random":
+        os.environ["GRADWIRE_SEED"] = str(int.from_bytes(os.urandom(4), "little"))
+    settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+    settings.register_profile("drawn", deadline=None, print_blob=True)
+    settings.load_profile("drawn" if "GRADWIRE_SEED" in os.environ else "repeatable")
+
+
+def session_seed() -> int:
+    return int(os.environ.get("GRADWIRE_SEED", FIXED))

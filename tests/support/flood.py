@@ -25,7 +25,7 @@ import gradwire
 AT_ONCE = 8
 """Calls of each kind that are always under way."""
 BOOK = "One tenant writes a book of many words, and has it tokenized again and again. " * 2000
-MESSAGES = [{"role": "user", "content": "hello there " * 200}, {"role": "assistant", "content": "well " * 200}]
+MESSAGES = [{"role": "user", "content": "hello there " * 20}, {"role": "assistant", "content": "well " * 20}]
 ROWS = [list(range(3, 35))] * 8
 CONNECTIONS = 3
 
@@ -71,6 +71,17 @@ class Flood:
         saved = await self._run.save_checkpoint(name)
         await self._run.delete_checkpoint(saved)
 
+    async def _accept(self) -> None:
+        await self._run.accept_changes()  # refused: the run is not parked
+
+    async def _upload(self) -> None:
+        made = await self.service.upload_adapter("adapter", self._model)
+        await self.service.delete_upload(made.upload_id)
+
+    async def _stream(self) -> None:
+        async for _ in self.service.sampling_client(self._model).stream([5, 6, 7], max_tokens=8):
+            pass
+
     async def _download(self) -> None:
         folder = Path(f"download-{next(self._names)}")
         await self._run.download_checkpoint("kept", folder)
@@ -102,7 +113,14 @@ class Flood:
             "AckResults": self._train,
             "Cancel": self._cancel,
             "DiscardPending": lambda: self._run.discard_pending(),
+            "AcceptChanges": self._accept,
+            "BeginUpload": self._upload,
+            "WriteUpload": self._upload,
+            "FinishUpload": self._upload,
+            "ListUploads": lambda: self.service.list_uploads(),
+            "DeleteUpload": self._upload,
             "Sample": lambda: self.service.sampling_client(model).sample(prompts, max_tokens=8),
+            "StreamSample": self._stream,
             "ListCheckpoints": lambda: self._run.list_checkpoints(),
             "DeleteCheckpoint": self._save,
             "Download": self._download,
@@ -126,6 +144,7 @@ async def main(address: str, model: str) -> None:
         services = [await stack.enter_async_context(gradwire.connect(address, api_key=key)) for _ in range(CONNECTIONS)]
         run = await services[0].create_run(model, lora={"rank": 2})
         await run.save_checkpoint("kept")
+        await run.export("adapter")
         spare = await services[0].create_run(model, lora={"rank": 1})
         flood = Flood(services, run, spare.run_id, model)
         print("ready", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -17,6 +17,7 @@ from gradwire.rl.algorithms.collector import Collector
 from gradwire.rl.algorithms.config import AlgorithmConfig
 from gradwire.rl.algorithms.evaluation import evaluate
 from gradwire.rl.algorithms.reporting import Reporter, check_failures, shown
+from gradwire.rl.algorithms.sampler_correction import SamplerCorrection
 from gradwire.rl.algorithms.state import AlgorithmState
 from gradwire.rl.algorithms.update import update
 from gradwire.rl.algorithms.weights import can_update, check_updatable, staleness
@@ -31,13 +32,10 @@ from gradwire.rl.recording import TrajectoryRecorder
 from gradwire.rl.replay import ReplayBuffer
 from gradwire.rl.rewards import Reward, as_computer
 from gradwire.rl.rollouts import RolloutManager
-from gradwire.rl.rows import Row, TrainingBatch
-from gradwire.rl.types import FloatArray, Trajectory
+from gradwire.rl.rows import TrainingBatch
+from gradwire.rl.types import Trajectory
 
 logger = logging.getLogger("gradwire.rl")
-
-SAMPLER_TOLERANCE = 1e-3
-"""Difference in nats between log-probabilities of sampler and trainer from which on the loss corrects for it."""
 
 
 class Algorithm(ABC):
@@ -133,7 +131,7 @@ class Algorithm(ABC):
         self._reporter = Reporter(self.config, run.run_id, loggers, recorder)
         self._rollout_manager = rollout_manager
         self._collector: Collector | None = None
-        self._sampler_differs: bool | None = None
+        self._sampler_correction = SamplerCorrection(run, self.config.temperature, self._reporter)
         self.version = 0
 
     # ---------------------------------------------------------------- defined by each algorithm
@@ -358,56 +356,6 @@ class Algorithm(ABC):
             seed=config.seed,
             straggler_s=self.straggler_s,
         )
-
-    async def _corrected(
-        self, rows: Sequence[Row], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], list[FloatArray] | None]:
-        """Return the loss's arguments, with the correction for the sampler if its log-probabilities differ.
-
-        The first batch, which the current policy wrote, shows whether they do: a forward under the policy is compared
-        with what the sampler gave. An explicit ``sampler_correction`` in ``config.loss_kwargs`` stands.
-
-        Returns:
-            The arguments, and with a correction the log-probabilities per row ``[tokens]`` under the policy as it is
-            now.
-        """
-        found = dict(kwargs)
-        if not rows:
-            return found, None
-        trained = None
-        if "sampler_correction" not in kwargs and self._sampler_differs is not False:
-            trained = await self._trained_logprobs(rows)
-            if self._sampler_differs is None:
-                self._sampler_differs = self._differs(rows, trained)
-            if self._sampler_differs:
-                found["sampler_correction"] = "token_truncate"
-        if not found.get("sampler_correction"):
-            return found, None
-        return found, trained if trained is not None else await self._trained_logprobs(rows)
-
-    def _differs(self, rows: Sequence[Row], trained: Sequence[FloatArray]) -> bool:
-        difference = max(
-            float(np.abs(logprobs - row.logprobs)[row.written].max()) for logprobs, row in zip(trained, rows)
-        )
-        if difference <= SAMPLER_TOLERANCE:
-            return False
-        self._reporter.warn_once(
-            "sampler_correction",
-            "the sampler's log-probabilities differ from the trainer's by up to %.2g nats (bfloat16, or another "
-            "sampler): the loss corrects for it with truncated importance weights from now on, at the price of a "
-            'forward per iteration. loss_kwargs={"sampler_correction": None} turns that off',
-            difference,
-        )
-        return True
-
-    async def _trained_logprobs(self, rows: Sequence[Row]) -> list[FloatArray]:
-        """Per row ``[tokens]``, under the policy as it is now; 0 at tokens that it did not write."""
-        batch = {"input_ids": [row.ids for row in rows], "loss_mask": [row.written for row in rows]}
-        scored = await self.run.compute_logprobs(batch, temperature=self.config.temperature)
-        result = [np.zeros(len(row.ids), np.float32) for row in rows]
-        for logprobs, row, found in zip(result, rows, scored):
-            logprobs[row.written] = found
-        return result
 
     def _loss_kwargs(self) -> dict[str, Any]:
         """Arguments of every group loss: KL, the correction for stale samples, and the user's own."""

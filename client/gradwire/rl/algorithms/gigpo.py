@@ -182,6 +182,6 @@ class GiGPOAlgorithm(Algorithm):
             "step_advantage_std": float(np.std(credit.step)),
         }
         shared = share_prompts(rows, trajectories)
-        kwargs, trained = await self._corrected(rows, kwargs)
+        kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
         return TrainingBatch("gigpo", kwargs, columns, metrics, () if shared else OF_GROUPS)

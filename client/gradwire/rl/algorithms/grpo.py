@@ -53,7 +53,7 @@ class GRPOAlgorithm(Algorithm):
         def fields(row: Any) -> dict[str, Any]:
             return {} if shared else {"advantages": float(advantages[row.trajectory])}
 
-        kwargs, trained = await self._corrected(rows, kwargs)
+        kwargs, trained = await self._sampler_correction.apply(rows, kwargs)
         columns = grouped_columns(rows, trajectories, fields, trained)
         metrics = {"rows": float(len(rows)), "idle_groups": idle_groups(trajectories)}
         return TrainingBatch(self.loss_fn, kwargs, columns, metrics, () if shared else OF_GROUPS)

@@ -11,7 +11,7 @@ that between two of its slices the event loop serves everyone else.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from enum import Enum
@@ -102,7 +102,7 @@ class Calls:
         self._limits = limits
         self._turns = {kind: Turns(kind.of_key) for kind in CallKind if kind.of_key is not None}
         self._bodies = Turns(BODIES)
-        self._bytes = _Bytes(limits.key_call_bytes)
+        self._bytes = Turns(limits.key_call_bytes)
         self._slices = Turns(1)
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
@@ -182,47 +182,7 @@ class Calls:
             _less(self._streams, key)
 
 
-class _Bytes:
-    """Bytes that each key holds, at most a number; a body that is larger by itself passes when nothing else is held."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
-
-    async def take(self, key: str, size: int) -> None:
-        """Wait until the key may hold as many bytes more."""
-        if key not in self._waiting and self._fits(key, size):
-            self._held[key] += size
-            return
-        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append((size, given))
-        try:
-            await given
-        except asyncio.CancelledError:
-            if given.done() and not given.cancelled():
-                self.give_back(key, size)
-            else:
-                self.give_back(key, 0)
-            raise
-
-    def give_back(self, key: str, size: int) -> None:
-        """Count bytes as freed, and let those go on that fit now."""
-        _less(self._held, key, size)
-        waiting = self._waiting.get(key)
-        while waiting and (waiting[0][1].cancelled() or self._fits(key, waiting[0][0])):
-            size, given = waiting.popleft()
-            if not given.cancelled():
-                self._held[key] += size
-                given.set_result(None)
-        if not waiting:
-            self._waiting.pop(key, None)
-
-    def _fits(self, key: str, size: int) -> bool:
-        return not self._held[key] or self._held[key] + size <= self._most
-
-
-def _less(counts: Counter[str], key: str, number: int = 1) -> None:
-    counts[key] -= number
+def _less(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
     if counts[key] <= 0:
         del counts[key]

@@ -1,4 +1,4 @@
-"""Fair turns between API keys at something that serves few at a time."""
+"""Fair turns between API keys at something that serves few at a time, or has room for few bytes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from contextlib import asynccontextmanager
 class Turns:
     """Turns at one resource. A free place goes to the waiting key that was served least recently.
 
+    A turn takes one place, or as many as it asks for (bytes, for example). One that asks for more than there are waits
+    until its key holds nothing else.
+
     Args:
-        of_key: Turns that one key may hold at a time; its further ones wait, in the order in which they were asked for.
-        total: Turns that all keys together may hold; None: no limit.
+        of_key: Places that one key may hold; its further turns wait, in the order in which they were asked for.
+        total: Places that all keys together may hold; None: no limit.
     """
 
     def __init__(self, of_key: int, total: int | None = None) -> None:
         self._of_key, self._total = of_key, total
         self._held: Counter[str] = Counter()
         self._count = 0
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
         self._served: dict[str, int] = {}
         self._number = 0
 
@@ -33,57 +36,63 @@ class Turns:
         finally:
             self.give_back(key)
 
-    async def take(self, key: str) -> None:
+    async def take(self, key: str, places: int = 1) -> None:
         """Wait for a turn; :meth:`give_back` ends it."""
-        if key not in self._waiting and self._has_place(key):
-            self._serve(key)
+        if key not in self._waiting and self._fits(key, places):
+            self._serve(key, places)
             return
         given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(given)
+        self._waiting.setdefault(key, deque()).append((places, given))
         try:
             await given
         except asyncio.CancelledError:
             if given.done() and not given.cancelled():
-                self.give_back(key)
+                self.give_back(key, places)
             else:
-                self._leave(key, given)
+                self._leave(key, places, given)
             raise
 
-    def give_back(self, key: str) -> None:
-        """End a turn, and give the place to who waits for it."""
-        self._count -= 1
-        self._held[key] -= 1
+    def give_back(self, key: str, places: int = 1) -> None:
+        """End a turn, and give its places to those who wait for them."""
+        self._count -= places
+        self._held[key] -= places
         if not self._held[key]:
             del self._held[key]
             if key not in self._waiting:
                 self._served.pop(key, None)
-        while waiting := [key for key in self._waiting if self._has_place(key)]:
+        self._serve_waiting()
+
+    def _serve_waiting(self) -> None:
+        while waiting := [key for key, queue in self._waiting.items() if self._fits(key, queue[0][0])]:
             key = min(waiting, key=lambda key: self._served.get(key, 0))
-            given = self._waiting[key].popleft()
+            places, given = self._waiting[key].popleft()
             if not self._waiting[key]:
                 del self._waiting[key]
             if not given.cancelled():  # else its caller has left and has not run since
-                self._serve(key)
+                self._serve(key, places)
                 given.set_result(None)
 
     def waiting(self, key: str) -> int:
         """Turns for which a key waits."""
         return len(self._waiting.get(key, ()))
 
-    def _has_place(self, key: str) -> bool:
-        return self._held[key] < self._of_key and (self._total is None or self._count < self._total)
+    def _fits(self, key: str, places: int) -> bool:
+        held = self._held.get(key, 0)
+        of_all = self._total is None or not self._count or self._count + places <= self._total
+        return of_all and (not held or held + places <= self._of_key)
 
-    def _serve(self, key: str) -> None:
-        self._held[key] += 1
-        self._count += 1
+    def _serve(self, key: str, places: int) -> None:
+        self._held[key] += places
+        self._count += places
         self._number += 1
         self._served[key] = self._number
 
-    def _leave(self, key: str, given: asyncio.Future[None]) -> None:
+    def _leave(self, key: str, places: int, given: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(key, deque())
-        if given in waiting:
-            waiting.remove(given)
+        if (places, given) in waiting:
+            waiting.remove((places, given))
         if not waiting:
             self._waiting.pop(key, None)
-            if not self._held[key]:
+            if not self._held.get(key):
                 self._served.pop(key, None)
+        self._serve_waiting()  # those behind it may ask for less

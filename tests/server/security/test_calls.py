@@ -81,6 +81,21 @@ async def test_who_left_a_moment_ago_is_passed_over() -> None:
     assert (turns._held, turns._waiting, calls._bytes._held, calls._bytes._waiting) == ({}, {}, {}, {})
 
 
+async def test_who_leaves_lets_those_pass_that_ask_for_less() -> None:
+    turns = Turns(of_key=10)
+    await turns.take("a", 6)
+    large, small = (asyncio.ensure_future(turns.take("a", places)) for places in (8, 4))
+    await settled()
+    assert not small.done(), "turns of a key are in order"
+    large.cancel()
+    await asyncio.wait_for(small, 60)
+    turns.give_back("a", 6)
+    turns.give_back("a", 4)
+    await asyncio.wait_for(turns.take("a", 99), 60)  # more than there are, as nothing else is held
+    turns.give_back("a", 99)
+    assert (turns._held, turns._waiting, turns._served, turns._count) == ({}, {}, {}, 0)
+
+
 async def test_bodies_wait_until_the_key_holds_few_bytes() -> None:
     calls = Calls(Limits(key_call_bytes=100))
 

@@ -107,34 +107,33 @@ class Trainer:
                 stream.close()
 
 
-def draw(kind: str, source: Draw) -> Sequence[Any]:
-    return {"sft": source.rows, "dpo": source.pairs, "grpo": source.groups}[kind]()
+def draw(kind: str, source: Draw, count: int | None = None) -> Sequence[Any]:
+    """Draw a batch for a kind of training: this many rows, pairs or groups, or the workload's number of them."""
+    drawn = {"sft": source.rows, "dpo": source.pairs, "grpo": source.groups}[kind]
+    return drawn() if count is None else drawn(count)
 
 
-async def compare(rival: Rival, size: Size) -> Figure:
+async def race(rival: Rival, model: Path, batches: Sequence[Any], steps: int) -> Turns:
+    """Train a model on these batches on both sides, in turns of so many steps; the first turn is dropped."""
     kind = rival.kind
-    steps = 2
-    source = Draw.of(2, smoke=size.smoke)
-    batches = [draw(kind, source) for _ in range((size.repeats + 1) * steps)]
     turns = Turns("ours", "TRL")
+    plan = {
+        "kind": kind,
+        "model": str(model),
+        "batches": [*batches, batches[0]],  # the last step's end is the trainer's, and not waited for
+        "beta": BETA.get(kind),
+        "learning_rate": LEARNING_RATE,
+        "threads": 0,
+        "device": "cpu",
+        "dtype": "float32",
+        "arguments": dict(rival.arguments),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        model = standard_model(Path(folder) / "model", smoke=size.smoke)
-        plan = {
-            "kind": kind,
-            "model": str(model),
-            "batches": [*batches, batches[0]],  # the last step's end is the trainer's, and not waited for
-            "beta": BETA.get(kind),
-            "learning_rate": LEARNING_RATE,
-            "threads": 0,
-            "device": "cpu",
-            "dtype": "float32",
-            "arguments": dict(rival.arguments),
-        }
         async with gradwire.connect(models=[f"m={model}"]) as service:
             run = await service.create_run("m")
             with Trainer(plan, Path(folder) / "trl") as trainer:
-                for turn in range(size.repeats + 1):
-                    chosen = batches[turn * steps : (turn + 1) * steps]
+                for first in range(0, len(batches), steps):
+                    chosen = batches[first : first + steps]
                     tokens = sum(map(num_tokens, chosen))
                     theirs = await asyncio.to_thread(trainer.steps, steps)
                     turns.add("TRL", tokens, theirs["seconds"], theirs["cpu_seconds"])
@@ -142,8 +141,27 @@ async def compare(rival: Rival, size: Size) -> Figure:
                         ours = await train(run, KINDS[kind], [KINDS[kind].batch(batch) for batch in chosen])
                     check_losses(ours, theirs["losses"])
     turns.drop_first()
+    return turns
+
+
+async def compare(rival: Rival, size: Size) -> Figure:
+    steps = 2
+    source = Draw.of(2, smoke=size.smoke)
+    batches = [draw(rival.kind, source) for _ in range((size.repeats + 1) * steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        turns = await race(rival, standard_model(Path(folder) / "model", smoke=size.smoke), batches, steps)
     detail = f"{turns.said('tokens')}; losses equal"
     return Figure(f"against TRL's {rival.name}", turns.ratio(), "x", rival.target, detail=detail, samples=turns.rates)
+
+
+def check_installed() -> None:
+    """Check that TRL's environment exists.
+
+    Raises:
+        FileNotFoundError: It does not.
+    """
+    if not TRL_PYTHON.exists():
+        raise FileNotFoundError(f"{TRL_PYTHON} is not there: make .venv-parity/.installed, or set GRADWIRE_TRL_PYTHON")
 
 
 def measure(size: Size) -> list[Figure]:
@@ -152,8 +170,7 @@ def measure(size: Size) -> list[Figure]:
     Raises:
         FileNotFoundError: TRL's environment does not exist.
     """
-    if not TRL_PYTHON.exists():
-        raise FileNotFoundError(f"{TRL_PYTHON} is not there: make .venv-parity/.installed, or set GRADWIRE_TRL_PYTHON")
+    check_installed()
     return [asyncio.run(compare(rival, size)) for name, rival in RIVALS.items() if size.wants(name)]
 
 

@@ -21,7 +21,7 @@ from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
-QUICK = [row for row in ROWS if row not in ("against_trl", "rl_rollouts", "growth", "router")]
+QUICK = [row for row in ROWS if row not in ("against_trl", "real_shapes", "rl_rollouts", "growth", "router")]
 
 
 def run(module: str, *args: str) -> str:

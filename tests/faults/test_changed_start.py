@@ -102,7 +102,7 @@ async def test_a_start_without_the_model_and_with_smaller_limits_destroys_nothin
             with pytest.raises(gradwire.RunParkedError, match="tiny"):
                 await run.forward_backward(BATCH, "causal_lm")
             assert (await run.info()).accepted_seq == 12
-            words = (sys.executable, "-m", "gradwire.cli", "status", address[1])
+            words = (sys.executable, "-m", "gradwire.cli", "status", "--address", address[1])
             status = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
             shown = (await status.communicate())[0].decode()
             assert f"run {run_id} is parked" in shown and "1 parked" in shown

@@ -49,7 +49,7 @@ def serve(tiny_model_path: Path, tmp_path: Path) -> Iterator[Callable[..., Serve
 
 def shown(address: str) -> str:
     """What ``gradwire status`` prints."""
-    printed = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["status", address])
+    printed = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["status", "--address", address])
     assert printed.exit_code == 0, printed.output
     return printed.output
 

@@ -59,7 +59,7 @@ main()
     [
         (["--version"], 0, "gradwire "),
         (["--help"], 0, "serve"),
-        (["status", "127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
+        (["status", "--address", "127.0.0.1:1"], 1, "no answer from 127.0.0.1:1"),
         (["top", "--help"], 0, "Ctrl-C"),
         (["runs", "--help"], 0, "delete"),
         (["render", "nowhere.jsonl"], 2, "there is no file nowhere.jsonl"),

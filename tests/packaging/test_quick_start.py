@@ -163,7 +163,7 @@ def test_the_readme(newcomer: Newcomer) -> None:
     assert all(float(loss) > 0 and float(norm) > 0 for loss, norm in losses_and_norms)
     doctor, serve, status = commands("README.md", "The server")
     assert "is free" in newcomer.run(doctor)
-    serve_and_look(newcomer, serve, status if newcomer.port == PORT else f"{status} 127.0.0.1:{PORT}")
+    serve_and_look(newcomer, serve, status if newcomer.port == PORT else f"{status} --address 127.0.0.1:{PORT}")
     (programs, _) = blocks("README.md", "python", "Reinforcement learning")
     (newcomer.checkout / "fifteen.py").write_text(programs)
     (cached,) = newcomer.home.glob(".cache/huggingface/hub/models--*/snapshots/0")

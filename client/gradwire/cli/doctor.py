@@ -178,7 +178,8 @@ def port(address: str) -> Finding:
     except ValueError:
         return Finding("problem", "Port", f"{address} is not HOST:PORT", "Give --address, for example 127.0.0.1:50051.")
     except OSError as error:
-        advice = f"If a server runs there, `gradwire status {address}` shows it; otherwise choose another --address."
+        shows = f"`gradwire status --address {address}` shows it"
+        advice = f"If a server runs there, {shows}; otherwise choose another --address."
         return Finding("note", "Port", f"a server cannot listen on {address}: {error.strerror or error}", advice)
     return Finding("ok", "Port", f"{address} is free")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gradwire import sync
-from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
 from gradwire.cli.text import plain
 
 
@@ -25,7 +25,7 @@ def render(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
     ] = False,
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 import typer
 
 from gradwire.cli.listing import minute, print_listing
-from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
 
 app = typer.Typer(help="List, fork and delete the runs of a server, and let parked ones go on.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_runs(
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,
@@ -43,7 +43,7 @@ def fork(
     with_optimizer: Annotated[
         bool, typer.Option("--with-optimizer", help="Also copy the optimizer's moments and the step count.")
     ] = False,
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,
@@ -61,7 +61,7 @@ def fork(
 def delete(
     run_ids: Annotated[list[str], typer.Argument(help="Ids of the runs.", metavar="RUN_ID...")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,
@@ -79,7 +79,7 @@ def delete(
 @app.command()
 def accept(
     run_id: Annotated[str, typer.Argument(help="Id of a parked run, as `gradwire status` shows it.")],
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,

@@ -17,10 +17,8 @@ from gradwire.cli.text import plain
 
 ADDRESS = "127.0.0.1:50051"
 CONNECT_S = 3.0
-_HELP = "HOST:PORT of a server; https://HOST:PORT for TLS."
 
-Address = Annotated[str, typer.Argument(help=_HELP)]
-AddressOption = Annotated[str, typer.Option("--address", help=_HELP)]
+Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a server; https://HOST:PORT for TLS.")]
 ApiKey = Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")]
 CaCert = Annotated[Path | None, typer.Option(help="PEM file: who signed the server's certificate.")]
 ClientCert = Annotated[Path | None, typer.Option(help="PEM file with a certificate of yours, for mTLS.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.text import Text
 
@@ -32,5 +33,6 @@ def status(
     terminal = Console().is_terminal
     out = Console(soft_wrap=not terminal, width=None if terminal else PIPE_WIDTH)
     out.print(draw(now, before))
-    limits = ", ".join(f"{name}={value}" for name, value in sorted(now.info.limits.items()))
-    out.print(Text(f"limits: {plain(limits)}"))
+    out.print("limits:")
+    limits = [Text(plain(f"{name}={value}")) for name, value in sorted(now.info.limits.items())]
+    out.print(Columns(limits, column_first=True, padding=(0, 2)))

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from gradwire import sync
+from gradwire.cli.listing import fits
 from gradwire.cli.text import duration, plain, precise, size
 from gradwire.descriptions import ModelInfo, RunInfo, ServerInfo
 
@@ -51,7 +52,7 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
 
     Args:
         before: An earlier snapshot, for the rates.
-        most: Maximum number of runs shown; 0 for all.
+        most: Maximum number of runs shown, or of their lines in a narrow terminal; 0 for all.
     """
     info, engine = now.info, now.info.engine
     state = Text("ready", "green") if info.engine_ready else Text("not ready", "bold red")
@@ -77,7 +78,7 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
     runs_s = sum(run.recovery_s for run in now.runs.values())
     whole, engine_s = precise(engine.start_s + runs_s), precise(engine.start_s)
     parts.append(f"recovery {whole} (engine {engine_s}, runs {precise(runs_s)})")
-    runs = [_runs(now, before, most)] if now.runs else []
+    runs = [_Runs(now, before, most)] if now.runs else []
     return Group(head, Text(", ".join(parts)), *parked, _models(now.models), *runs)
 
 
@@ -93,27 +94,54 @@ def _models(models: list[ModelInfo]) -> Table:
     return table
 
 
-def _runs(now: Snapshot, before: Snapshot | None, most: int) -> Table:
-    runs = sorted(now.runs.values(), key=lambda run: (-waiting(run), -run.created_at))
-    hidden = len(runs) - most if most else 0
-    table = Table(caption=f"and {hidden} more" if hidden > 0 else None)
-    for column in ("run", "name", "model"):
-        table.add_column(column, overflow="fold")
-    for column in ("step", "queue", "done", "ops/s", "steps/s", "tokens/s", "recovery"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("checkpoint", overflow="fold")
-    for run in runs[: most or None]:
+class _Runs:
+    """The runs as a table; where the terminal is narrower than the table, two or three lines for each run."""
+
+    def __init__(self, now: Snapshot, before: Snapshot | None, most: int) -> None:
+        self._now, self._before, self._most = now, before, most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table()
+        if fits(table, options, console):
+            yield table
+            return
+        runs, hidden = self._first(max(self._most // 3, 1) if self._most else 0)
+        for run in runs:
+            run_id, name, model, step, queue, done, operations, steps, tokens, recovery, checkpoint = self._cells(run)
+            yield Text.assemble("\n", (run_id, "bold"), f" {name}")
+            yield Text(f"  model {model}, step {step}" + (f", checkpoint {checkpoint}" if checkpoint else ""))
+            rates = f", {operations} ops/s, {steps} steps/s, {tokens} tokens/s" if operations != "-" else ""
+            yield Text(f"  queue {queue}, done {done}{rates}, recovery {recovery}")
+        yield Text(f"\nand {hidden} more\n" if hidden else "")
+
+    def _table(self) -> Table:
+        runs, hidden = self._first(self._most)
+        table = Table(caption=f"and {hidden} more" if hidden else None)
+        for column in ("run", "name", "model"):
+            table.add_column(column, overflow="fold")
+        for column in ("step", "queue", "done", "ops/s", "steps/s", "tokens/s", "recovery"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("checkpoint", overflow="fold")
+        for run in runs:
+            table.add_row(*map(Text, self._cells(run)))
+        return table
+
+    def _first(self, most: int) -> tuple[list[RunInfo], int]:
+        """Return the runs that are shown, and the number of the others."""
+        runs = sorted(self._now.runs.values(), key=lambda run: (-waiting(run), -run.created_at))
+        return runs[: most or None], max(len(runs) - most, 0) if most else 0
+
+    def _cells(self, run: RunInfo) -> tuple[str, ...]:
+        before = self._before
         earlier = before.runs.get(run.run_id) if before is not None else None
-        seconds = now.at - before.at if before is not None else 0.0
-        table.add_row(
-            Text(plain(run.run_id)), Text(plain(run.name)), Text(plain(run.base_model)), str(run.step),
-            str(waiting(run)), str(run.applied_seq),
-            rate(run.applied_seq, earlier.applied_seq if earlier else None, seconds),
+        seconds = self._now.at - before.at if before is not None else 0.0
+        return (
+            plain(run.run_id), plain(run.name), plain(run.base_model), str(run.step), str(waiting(run)),
+            str(run.applied_seq), rate(run.applied_seq, earlier.applied_seq if earlier else None, seconds),
             rate(run.step, earlier.step if earlier else None, seconds),
             rate(run.num_tokens, earlier.num_tokens if earlier else None, seconds),
-            precise(run.recovery_s), Text(plain(run.latest_checkpoint.partition("/")[2])),
+            precise(run.recovery_s), plain(run.latest_checkpoint.partition("/")[2]),
         )  # fmt: skip
-    return table
 
 
 def waiting(run: RunInfo) -> int:

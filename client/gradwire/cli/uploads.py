@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gradwire.cli.listing import minute, print_listing
-from gradwire.cli.service import ADDRESS, Access, AddressOption, ApiKey, CaCert, ClientCert, ClientKey, connected
+from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
 from gradwire.cli.text import size
 
 app = typer.Typer(help="List and delete the uploaded weights of a server.", no_args_is_help=True)
@@ -15,7 +15,7 @@ app = typer.Typer(help="List and delete the uploaded weights of a server.", no_a
 
 @app.command("list")
 def list_uploads(
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,
@@ -43,7 +43,7 @@ def list_uploads(
 @app.command()
 def delete(
     upload_ids: Annotated[list[str], typer.Argument(help="Ids of the uploads.", metavar="UPLOAD_ID...")],
-    address: AddressOption = ADDRESS,
+    address: Address = ADDRESS,
     api_key: ApiKey = "",
     ca_cert: CaCert = None,
     client_cert: ClientCert = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import gradwire
 import pytest
-from gradwire.cli import doctor, plugins
+from gradwire.cli import doctor, listing, plugins
 from gradwire.cli.app import app
+from rich.console import Console
 from support.chats import chat_model
 from support.server import Server
 from typer.testing import CliRunner, Result
@@ -54,6 +56,21 @@ def test_runs_are_listed_forked_and_deleted(server: Server) -> None:
     assert gone.exit_code == 2 and gone.stderr.count("\n") == 1 and second in gone.stderr
 
 
+def test_listings_keep_names_in_one_piece_where_they_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, rows = ("run", "name", "owner", "checkpoint"), [("run-1", "a name", "", "run-1/" + "c" * 60)]
+
+    def listed(width: int, terminal: bool) -> str:
+        console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+        monkeypatch.setattr(listing, "Console", lambda **options: console)
+        listing.print_listing(columns, rows, empty="none")
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert listed(100, True).splitlines()[1].split() == ["run-1", "a", "name", "run-1/" + "c" * 60]
+    narrow = [line.strip() for line in listed(70, True).splitlines()]
+    assert narrow == ["run-1", "name a name, checkpoint", "run-1/" + "c" * 60]
+
+
 def test_conversations_are_shown_as_the_model_gets_them(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -79,8 +96,8 @@ def test_conversations_are_shown_as_the_model_gets_them(
 
 def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.cli.service.CONNECT_S", 0.2)
-    for words in (["status", "127.0.0.1:1"], ["top", "127.0.0.1:1"], ["runs", "list", "--address", "127.0.0.1:1"]):
-        away = run(*words)
+    for words in (["status"], ["top"], ["runs", "list"], ["uploads", "list"]):
+        away = run(*words, "--address", "127.0.0.1:1")
         assert away.exit_code == 1 and away.stdout == ""
         assert re.fullmatch(r"gradwire: no answer from 127\.0\.0\.1:1: .*\n", away.stderr)
 
@@ -138,5 +155,5 @@ def test_doctor_on_a_machine_whose_gpu_torch_does_not_find(
 
 def test_a_port_in_use_is_noted(server: Server) -> None:
     finding = doctor.port(server.address)
-    assert finding.state == "note" and f"gradwire status {server.address}" in finding.advice
+    assert finding.state == "note" and f"gradwire status --address {server.address}" in finding.advice
     assert doctor.port("nowhere").state == "problem"

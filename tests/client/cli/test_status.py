@@ -30,8 +30,8 @@ def run_of(name: str, accepted: int = 0, applied: int = 0, step: int = 0, tokens
     )  # fmt: skip
 
 
-def shown(now: Snapshot, before: Snapshot | None = None, most: int = 0) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def shown(now: Snapshot, before: Snapshot | None = None, most: int = 0, width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(draw(now, before, most=most))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -57,6 +57,19 @@ def test_runs_that_work_come_first_and_the_rest_is_counted() -> None:
     assert "9 operations queued" in page and "3 runs" in page and "up 1 h 1 min" in page
     short = shown(now, most=1)
     assert "and 2 more" in short and "run-idle" not in short
+
+
+def test_a_narrow_terminal_shows_runs_in_lines() -> None:
+    before = snapshot(10.0, run_of("a", 50, 40, 20, 1000))
+    now = snapshot(12.0, run_of("a", 70, 60, 30, 9000), run_of("new", 8, 1))
+    lines = [line.rstrip() for line in shown(now, before, width=80).splitlines()]
+    at = lines.index("run-a a")
+    assert lines[at + 1 : at + 3] == [
+        "  model tiny, step 30", "  queue 10, done 60, 10 ops/s, 5 steps/s, 4,000 tokens/s, recovery 1.5 s",
+    ]  # fmt: skip
+    assert "  queue 7, done 1, recovery 1.5 s" in lines, "no rates of a run that was not there before"
+    few = shown(now, before, most=3, width=80)
+    assert "run-a" in few and "run-new" not in few and "and 1 more" in few
 
 
 def test_the_engine_and_its_device() -> None:

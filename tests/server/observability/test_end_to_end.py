@@ -187,7 +187,7 @@ def test_operations_are_counted(running: Running, trained: Trained) -> None:
 def test_the_terminal_shows_it_with_a_key_and_nothing_without(running: Running, trained: Trained) -> None:
     def run(*words: str, key: str = running.key) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"COLUMNS": "200", "GRADWIRE_API_KEY": key}
-        command = [sys.executable, "-m", "gradwire.cli", *words, running.address]
+        command = [sys.executable, "-m", "gradwire.cli", *words, "--address", running.address]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
     shown, live = run("status"), run("top", "--once", "--interval", "0.3")

@@ -21,6 +21,10 @@ def render(
     train_on: Annotated[
         Literal["assistant", "last", "all"], typer.Option(help="Which of the assistant's messages, or every token.")
     ] = "assistant",
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=COLUMN", help="Column of a field, where it is not recognised; may be repeated."),
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of conversations to show.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print an object with input_ids and loss_mask a line.")
@@ -38,9 +42,14 @@ def render(
     from gradwire import data  # numpy and more: not for the other commands
 
     try:
-        conversations = list(data.conversations(file, limit=rows))
-    except (data.DataError, OSError) as error:
-        typer.secho(f"gradwire: {error}", fg="red", err=True)
+        named = dict(_pair(each) for each in mapping or ())
+        conversations = list(data.conversations(file, mapping=named, limit=rows))
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+        if isinstance(error, data.DataError) and error.unnamed:
+            options = " ".join(f"--mapping {field}=COLUMN" for field in error.unnamed)
+            message = f"{error.where}: name its columns, {options}"
+        typer.secho(f"gradwire: {plain(message)}", fg="red", err=True)
         raise typer.Exit(2) from None
     out = Console(soft_wrap=True, highlight=False)
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
@@ -53,6 +62,13 @@ def render(
                 trained = int(row["loss_mask"].sum())
                 out.print(Text(f"{file}, row {number}: {len(row['input_ids'])} tokens, {trained} trained on", "bold"))
                 out.print(_shown(service, name, row, out.is_terminal))
+
+
+def _pair(given: str) -> tuple[str, str]:
+    field, equals, column = given.partition("=")
+    if not equals:
+        raise ValueError(f"--mapping {given}: write FIELD=COLUMN, as prompt=question")
+    return field, column
 
 
 def _shown(service: sync.ServiceClient, model: str, row: Any, coloured: bool) -> Text:

@@ -225,14 +225,14 @@ def _load(
                 raise row
             found.append(of(row, mapping or {}))
         except (DataError, Unfit) as error:
-            problem = error if isinstance(error, DataError) else DataError(place, str(error))
+            problem = error if isinstance(error, DataError) else DataError(place, str(error), error.unnamed)
             if on_error == "raise":
                 raise problem from None
             skipped.append(problem)
     if skipped:
         logger.warning(
             "%d of %d rows were skipped: %s%s", len(skipped), len(skipped) + len(found),
-            "; ".join(map(str, skipped[:TOLD])), "; ..." if len(skipped) > TOLD else "",
+            "; ".join(error.where for error in skipped[:TOLD]), "; ..." if len(skipped) > TOLD else "",
         )  # fmt: skip
     if not found:
         name = str(source) if isinstance(source, str | Path) else "the source"

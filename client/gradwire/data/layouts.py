@@ -71,7 +71,15 @@ class Prompt:
 
 
 class Unfit(ValueError):
-    """Error for a row that has no known layout, or breaks it; the message says how."""
+    """Error for a row that has no known layout, or breaks it; the message says how.
+
+    Attributes:
+        unnamed: Fields whose columns were not recognised.
+    """
+
+    def __init__(self, reason: str, *unnamed: str) -> None:
+        super().__init__(reason)
+        self.unnamed = unnamed
 
 
 def conversation(row: Row, mapping: Mapped) -> Conversation:
@@ -87,7 +95,7 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         prompt = _pick(row, mapping, "prompt", PROMPTS)
         answer = _pick(row, mapping, "completion", ANSWERS)
         if prompt is None or answer is None:
-            raise Unfit(_missing(row, "messages, conversations, or a prompt and a completion"))
+            raise _missing(row, "messages, conversations, or a prompt and a completion", "prompt", "completion")
         more = row.get("input") if "instruction" in row and isinstance(row.get("input"), str) else ""
         if more and isinstance(prompt, str) and "prompt" not in mapping:
             prompt = f"{prompt}\n\n{more}"
@@ -107,7 +115,7 @@ def preference(row: Row, mapping: Mapped) -> Preference:
     chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen"))
     rejected = _pick(row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected"))
     if chosen is None or rejected is None:
-        raise Unfit(_missing(row, "chosen and rejected"))
+        raise _missing(row, "chosen and rejected", "chosen", "rejected")
     prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
     better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
     asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
@@ -118,7 +126,7 @@ def preference(row: Row, mapping: Mapped) -> Preference:
         raise Unfit("chosen and rejected are the same")
     asked = better[:shared] if shared else asked
     if not asked:
-        raise Unfit('there is no prompt: name its column, mapping={"prompt": ...}')
+        raise _missing(row, "prompt", "prompt")
     if shared in (len(better), len(worse)):
         raise Unfit("one answer is the beginning of the other")
     return Preference(tuple(asked), tuple(better[shared:]), tuple(worse[shared:]))
@@ -132,7 +140,7 @@ def prompt(row: Row, mapping: Mapped) -> Prompt:
     """
     given = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
     if given is None:
-        raise Unfit(_missing(row, "a prompt"))
+        raise _missing(row, "prompt", "prompt")
     messages = [*_system(row, mapping), *_turn(given, "user", "prompt")]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -195,12 +203,12 @@ def _parsed(value: Any) -> Any:
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
-            raise Unfit(f"not valid JSON: {error}") from None
+            raise Unfit(f"not valid JSON: {error.msg}, character {error.pos + 1}") from None
     return value
 
 
-def _missing(row: Row, wanted: str) -> str:
-    return f"there is no {wanted}; the row has {_columns(row)}: name its columns, mapping={{field: column}}"
+def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
+    return Unfit(f"there is no {wanted}; the row has {_columns(row)}", *fields)
 
 
 def _columns(row: Row) -> str:

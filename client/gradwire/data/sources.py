@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from gradwire.extras import require
 
 Row = Mapping[str, Any]
 Source = str | Path | Iterable[Row]
-"""The path of a ``.jsonl``, ``.csv`` or ``.parquet`` file, the name of a data set for ``datasets.load_dataset`` (needs
-``gradwire[data]``), or an iterable of rows."""
+"""The path of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, the name of a data set for
+``datasets.load_dataset`` (needs ``gradwire[data]``), or an iterable of rows."""
 
 
 class DataError(ValueError):
@@ -22,11 +22,18 @@ class DataError(ValueError):
     Attributes:
         place: Where the row is: a file and its line, or a data set and its row.
         reason: What is wrong with it.
+        unnamed: Fields whose columns were not recognised, and which a mapping can name.
     """
 
-    def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"{place}: {reason}")
-        self.place, self.reason = place, reason
+    def __init__(self, place: str, reason: str, unnamed: Sequence[str] = ()) -> None:
+        self.place, self.reason, self.unnamed = place, reason, tuple(unnamed)
+        columns = ", ".join(f'"{field}": "COLUMN"' for field in unnamed)
+        super().__init__(f"{self.where}: name its columns, mapping={{{columns}}}" if unnamed else self.where)
+
+    @property
+    def where(self) -> str:
+        """The place and the reason, without advice on a mapping."""
+        return f"{self.place}: {self.reason}"
 
 
 def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tuple[str, Row | DataError]]:
@@ -55,8 +62,25 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
         yield f"{source}/{split}, row {number}", row
 
 
+def _json(path: Path) -> Iterator[tuple[str, Row | DataError]]:
+    """Read one list of rows, or a row a line."""
+    text = path.read_bytes()
+    if not text.lstrip().startswith(b"["):
+        yield from _json_lines(path)
+        return
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}", f"not valid JSON: {error.msg}, column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(str(path), f"not valid UTF-8: {error}") from None
+    for number, row in enumerate(rows):
+        place = f"{path}, row {number}"
+        yield place, row if isinstance(row, dict) else _no_row(place, row)
+
+
 def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
             if not line.strip():
@@ -64,7 +88,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                yield place, DataError(place, f"not valid JSON: {error}")
+                yield place, DataError(place, f"not valid JSON: {error.msg}, column {error.colno}")
+                continue
+            except UnicodeDecodeError as error:
+                yield place, DataError(place, f"not valid UTF-8: {error}")
                 continue
             yield place, row if isinstance(row, dict) else _no_row(place, row)
 
@@ -72,17 +99,23 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
 def _csv(path: Path) -> Iterator[tuple[str, Row | DataError]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        for row in reader:
-            place = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                columns = len(reader.fieldnames or ())
-                yield place, DataError(place, f"this line has not the {columns} columns of the first")
-                continue
-            yield place, row
+        try:
+            for row in reader:
+                place = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    columns = len(reader.fieldnames or ())
+                    yield place, DataError(place, f"this line has not the {columns} columns of the first")
+                    continue
+                yield place, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, after line {reader.line_num}", f"not valid CSV: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Row | DataError]]:
-    file = require("pyarrow.parquet", "data", f"the file {path}").ParquetFile(path)
+    try:
+        file = require("pyarrow.parquet", "data", f"the file {path}").ParquetFile(path)
+    except ValueError as error:
+        raise DataError(str(path), f"not a Parquet file: {str(error).splitlines()[0]}") from None
     number = 0
     for batch in file.iter_batches():
         for row in batch.to_pylist():
@@ -94,4 +127,4 @@ def _no_row(place: str, row: Any) -> DataError:
     return DataError(place, f"a row is a mapping from column to value; this is {type(row).__name__}")
 
 
-READERS = {".jsonl": _json_lines, ".json": _json_lines, ".csv": _csv, ".parquet": _parquet}
+READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}

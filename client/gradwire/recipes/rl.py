@@ -13,6 +13,7 @@ import gradwire
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
+from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.training import check_folder, forget, loggers_of, open_service, save_state
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
@@ -61,10 +62,7 @@ async def train_with(
     dry_run: bool = False,
 ) -> Estimate | None:
     """Train a run with an algorithm, from the state in its folder."""
-    rows = data.prompts(
-        settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
-        on_error=settings.on_error,
-    )  # fmt: skip
+    rows = rows_of(data.prompts, settings)
     kept, held_out = rows.split(settings.held_out, settings.seed)
     tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
     per_epoch = -(-len(tasks) // settings.batch_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
+from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, setting
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import open_training
@@ -24,10 +25,7 @@ class SFT(Settings):
 
 async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:
     """Run the training, or only estimate it."""
-    rows = data.conversations(
-        settings.data, mapping=settings.mapping, split=settings.split, limit=settings.limit or None,
-        on_error=settings.on_error,
-    )  # fmt: skip
+    rows = rows_of(data.conversations, settings)
     kept, held_out = rows.split(settings.held_out, settings.seed)
     batches = kept.batches(settings.batch_size, seed=settings.seed)
     async with open_training(settings, dry_run=dry_run) as training:

@@ -81,7 +81,10 @@ def test_conversations_are_shown_as_the_model_gets_them(
     try:
         shown = run("render", str(file), "--rows", "2", "--address", chats.address)
         ids = run("render", str(file), "--json", "--address", chats.address)
-        file.write_text('{"prompt": "1 and 1?"}\n')
+        file.write_text('{"q": "1 and 1?", "a": "two"}\n')
+        mapped = run(
+            "render", str(file), "--mapping", "prompt=q", "--mapping", "completion=a", "--address", chats.address
+        )
         wrong = run("render", str(file), "--address", chats.address)
     finally:
         assert chats.end() == 0
@@ -91,7 +94,9 @@ def test_conversations_are_shown_as_the_model_gets_them(
     assert "\x1b[31m" not in shown.stdout and ">>>red" in shown.stdout
     row = json.loads(ids.stdout)
     assert len(row["input_ids"]) == len(row["loss_mask"]) and 0 < sum(row["loss_mask"]) < len(row["loss_mask"])
+    assert mapped.exit_code == 0 and ">>>two" in mapped.stdout
     assert wrong.exit_code == 2 and "line 1" in wrong.stderr and wrong.stdout == ""
+    assert "--mapping prompt=COLUMN --mapping completion=COLUMN" in wrong.stderr
 
 
 def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

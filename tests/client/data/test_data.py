@@ -88,7 +88,11 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     (conversations, {"messages": [{"role": "user"}]}, "message 0 of messages has no content"),
     (conversations, {"prompt": " ", "completion": "x"}, "prompt is empty"),
     (preferences, {"prompt": "a", "chosen": "b"}, "no chosen and rejected; the row has prompt, chosen"),
-    (preferences, {"chosen": "b", "rejected": "c"}, "there is no prompt: name its column"),
+    (
+        preferences,
+        {"chosen": "b", "rejected": "c"},
+        'there is no prompt; the row has chosen, rejected: name its columns, mapping={"prompt": "COLUMN"}',
+    ),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
 ]
@@ -113,6 +117,10 @@ def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, cap
         found = conversations(file, on_error="skip")
     assert (len(found), len(found.skipped)) == (2, 2)
     assert "2 of 4 rows were skipped: " in caplog.text and "line 4: not valid JSON" in caplog.text
+    assert "mapping=" not in caplog.text
+    assert found.skipped[1].where == (
+        f"{file}, line 4: not valid JSON: Expecting property name enclosed in double quotes, column 2"
+    )
     table = tmp_path / "table.csv"
     table.write_text('question,answer\n"what, then?\nhm",4\nno answer\n')
     assert prompts(table, limit=1)[0].prompt[0]["content"] == "what, then?\nhm"
@@ -120,6 +128,23 @@ def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, cap
         prompts(table)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         prompts(tmp_path / "gone.jsonl")
+
+
+def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
+    file = tmp_path / "one.json"
+    file.write_text('[{"prompt": "a", "completion": "b"},\n {"prompt": "c", "completion": "d"}]')
+    assert len(conversations(file)) == 2
+    cases: list[tuple[str, bytes, str]] = [
+        ("cut.json", b'[{"prompt": "a"},\n {"prompt"', r"cut.json, line 2: not valid JSON: .*, column \d+$"),
+        ("latin.jsonl", '{"prompt": "a", "completion": "é"}'.encode("latin-1"), "latin.jsonl, line 1: not valid UTF-8"),
+        ("latin.json", '[{"prompt": "é"}]'.encode("latin-1"), "latin.json: not valid UTF-8"),
+        ("latin.csv", "prompt,completion\na,é\n".encode("latin-1"), "latin.csv, after line .: not valid CSV"),
+        ("long.csv", b"prompt,completion\na," + b"b" * 200_000, "long.csv, after line .: not valid CSV: .*limit"),
+    ]
+    for name, content, words in cases:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            conversations(tmp_path / name)
 
 
 def test_parquet_and_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +155,9 @@ def test_parquet_and_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pyte
     assert [each.answer for each in prompts(tmp_path / "some.parquet")] == list("01234")
     with pytest.raises(DataError, match=r"some.parquet, row 0: there is no messages"):
         conversations(tmp_path / "some.parquet", mapping={"prompt": "question", "completion": lambda row: None})
+    (tmp_path / "no.parquet").write_text("text")
+    with pytest.raises(DataError, match=r"no.parquet: not a Parquet file: "):
+        prompts(tmp_path / "no.parquet")
     datasets = pytest.importorskip("datasets", reason="needs gradwire[data]")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     found = prompts("parquet", data_files=str(tmp_path / "some.parquet"), cache_dir=str(tmp_path / "cache"))

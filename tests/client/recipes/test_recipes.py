@@ -218,6 +218,19 @@ def test_mistakes_are_one_sentence(
     assert ended.value.code == 2 and words in said and "Traceback" not in said
 
 
+def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, data = tmp_path / "c.yaml", tmp_path / "rows.jsonl"
+    data.write_text('{"q": "1 and 1?", "a": "2"}\n')
+    file.write_text(f"data: {data}\n")
+    with pytest.raises(SystemExit):
+        command.main(["sft", str(file)])
+    said = capsys.readouterr().err
+    assert said == (
+        f"gradwire train: {data}, line 1: there is no messages, conversations, or a prompt and a completion;"
+        " the row has q, a: name its columns in the settings, mapping: {prompt: COLUMN, completion: COLUMN}\n"
+    )
+
+
 def test_skipped_rows_are_said(
     server: Server, sums: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.journal import journal, segments
 from gradwire_server.scheduling import admission, replay
 from gradwire_server.scheduling.run_queue import RunQueue
+from support.simulation.checker import RunLog, check, ident
 from support.simulation.network import SimulatedTransport
 from support.simulation.world import World
 
@@ -71,6 +72,28 @@ def test_a_seed_repeats_itself() -> None:
     first, second = simulated(17), simulated(17)
     assert first.trace == second.trace and len(first.trace) > 20
     assert simulated(18).trace != first.trace
+
+
+def test_what_no_client_was_told_is_explained_by_what_was_sent() -> None:
+    """Two writers sent operations 2 and 3, and were killed before they were told whose were accepted and aborted."""
+    ran, first, ends, runs = fb("die-1"), fb("-2"), step(3), step(4)
+    log = RunLog()
+    for seq, *sent in ((1, ran), (2, first, ends), (3, runs)):
+        log.sent[seq] = {ident(operation): pb.OperationHeader(operation=operation) for operation in sent}
+    log.executed = {1: ident(ran), 3: ident(runs)}
+    aborted = ("AbortedPredecessorError", 0.0)
+    log.outcomes.update({1: {("QuarantinedError", 0.0)}, 2: {aborted}, 3: {("ok", 1.0)}})
+    assert check(log, 3, 3, 0, ["step"]) == [], "operation 2 was the step, which ended the failure"
+    log.refused.add(ident(ends))
+    assert "operation 3 (step 4)" in check(log, 3, 3, 0, ["step"])[0], "the step was refused, so nothing ended it"
+
+
+def fb(loss_fn: str) -> pb.Operation:
+    return pb.Operation(forward_backward=pb.LossCall(loss_fn=loss_fn))
+
+
+def step(number: int) -> pb.Operation:
+    return pb.Operation(optim_step=pb.OptimStep(learning_rate=number))
 
 
 # ---------------------------------------------------------------- defects, put back one at a time

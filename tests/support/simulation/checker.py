@@ -63,11 +63,15 @@ def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[
     if beyond := [number for number in (*log.acknowledged, *log.executed, *log.outcomes) if number > accepted]:
         wrong.append(f"the server forgot operation {min(beyond)}: it has {accepted}")
     content: dict[int, str] = {}
+    unknown: dict[int, list[str]] = {}
     for number in range(1, accepted + 1):
         told, done = log.acknowledged[number], {log.executed[number]} if number in log.executed else set()
-        known = told or done or set(log.sent[number])
+        sent = set(log.sent[number])
+        known = told or done or (sent - log.refused if number > trimmed else sent) or sent
         if len(told) > 1:
             wrong.append(f"number {number} stands for several operations: {sorted(told)}")
+        elif len(known) > 1:
+            unknown[number] = sorted(known)
         if not known:
             wrong.append(f"nobody sent operation {number}")
         content[number] = min(known, default="")
@@ -77,8 +81,27 @@ def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[
             wrong.append(f"{name} was carried out as {numbers[name]} and as {number}")
     if both := log.refused & {content[number] for number in content if number in log.executed and number > trimmed}:
         wrong.append(f"refused, and carried out nevertheless: {sorted(both)}")
-    possible = (_differences(log, content, history, cancelled) for cancelled in _cancellations(log, content))
-    return wrong + min(possible, key=len)
+    possible = (
+        _differences(log, each, history, cancelled)
+        for each in _contents(content, unknown)
+        for cancelled in _cancellations(log, each)
+    )
+    return wrong + _fewest(possible)
+
+
+def _contents(content: dict[int, str], unknown: dict[int, list[str]]) -> Iterator[dict[int, str]]:
+    """Return what the numbers may stand for: writers took the run from each other, and were killed before they knew
+    which of them had submitted an operation that was then aborted."""
+    for chosen in itertools.product(*unknown.values()):
+        yield content | dict(zip(unknown, chosen))
+
+
+def _fewest(possible: Iterator[list[str]]) -> list[str]:
+    """Return the shortest list of differences; the first empty one ends the search."""
+    fewest = next(possible)
+    while fewest and (other := next(possible, None)) is not None:
+        fewest = min(fewest, other, key=len)
+    return fewest
 
 
 def _cancellations(log: RunLog, content: dict[int, str]) -> Iterator[set[int]]:

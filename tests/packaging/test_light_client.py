@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "pydantic", "gradwire_losses", "gradwire_server")
 BASE_LACKS = (
-    "torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "pydantic_settings", "yaml",
+    "torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "pydantic_settings",
     "prometheus_client", "grpc_health", "fastapi", "sqlalchemy", "alembic", "dbos", "nicegui", "uvicorn", "jsonschema",
     "matplotlib", "datasets", "opentelemetry", "huggingface_hub",
 )  # fmt: skip
+if not any(need.startswith("pydantic") for need in importlib.metadata.requires("typer") or ()):
+    BASE_LACKS += ("pydantic",)  # a typer newer than the one of the base install is of no use without it
 PROBE = f"""
 import json, sys, time
 start = time.process_time()
@@ -66,8 +69,9 @@ main()
         (["trajectories", "view", "--help"], 0, "--html"),
         (["doctor"], 0, "only the client is installed"),
         (["router", "--help"], 0, "promote"),
+        (["train", "--example", "sft"], 0, "learning_rate"),
         (["serve"], 2, "gradwire[server]"),
-        (["keys", "list"], 0, "quota"),
+        (["keys", "list"], 0, "no keys in gradwire-state"),
         (["feedback", "keys"], 2, "gradwire[feedback]"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_recipe_from_its_example(newcomer: Newcomer) -> None:
     """The commands of docs/recipes.md, on a small data set in the place of the page's."""
     rows = "".join(f'{{"question": "What is {n} and {n}?", "answer": "{2 * n}"}}\n' for n in range(200))
     (newcomer.checkout / "train.jsonl").write_text(rows)
-    newcomer.run("pip install '.[server,recipes]'")
+    newcomer.run("pip install '.[server]'")
     example, estimate, train = commands("docs/recipes.md", "`gradwire train`")
     newcomer.run(example)
     assert "196 rows" in newcomer.run(estimate)

@@ -26,7 +26,7 @@ from gradwire.cli.text import size
 MIN_PYTHON = (3, 11)
 LOW_MEMORY_BYTES, LOW_DISK_BYTES = 4 << 30, 10 << 30
 PROBE_S = 120
-SERVER_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "pydantic_settings", "yaml")
+SERVER_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "pydantic_settings")
 PROBE_TORCH = """
 import json, torch
 devices = []

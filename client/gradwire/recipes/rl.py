@@ -75,8 +75,8 @@ async def train_with(
         seed=settings.seed, eval_every=0 if dry_run else settings.eval_every,
         save_every=0 if dry_run else settings.save_every, checkpoint_dir=None if dry_run else folder,
     )  # fmt: skip
+    known = {} if dry_run else check_folder(folder / "run.json", settings)
     async with open_service(settings) as (service, model):
-        known = {} if dry_run else check_folder(folder / "run.json", settings)
         if known:
             run = service.get_training_client(known["run_id"])
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -12,10 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from gradwire.data import OnError
-from gradwire.extras import require
 
 S = TypeVar("S", bound="Settings")
+
+
+LEAST = {
+    0: ("limit", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "eval_every", "eval_problems"),
+    1: ("batch_size", "epochs", "max_tokens", "save_every", "answer_tokens", "group_size", "answers"),
+}
+"""Smallest value of a number -> the settings."""
+LOGGERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 class SettingsError(ValueError):
@@ -71,9 +81,17 @@ class Settings:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
-        for name in ("batch_size", "epochs", "max_tokens", "save_every"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for least, names in LEAST.items():
+            for name in names:
+                value = getattr(self, name, least)
+                if not least <= value < math.inf:  # NaN is not either
+                    raise SettingsError(f"{name} is {value}; it must be at least {least}")
+        for name in ("model", "folder", "data"):
+            if not getattr(self, name):
+                raise SettingsError(f"{name} is empty")
+        for each in self.loggers:
+            if each not in LOGGERS:
+                raise SettingsError(f"loggers has {each!r}; there are {', '.join(LOGGERS)}")
         if not 0 < self.held_out < 1:
             raise SettingsError(f"held_out is {self.held_out}; it must lie between 0 and 1")
 
@@ -89,7 +107,6 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
     Raises:
         SettingsError: The file or an override has a mistake; names the line.
     """
-    yaml = require("yaml", "recipes", "a configuration file")
     path = Path(path)
     if not path.is_file():
         raise SettingsError(f"there is no file {path}; `gradwire train --example NAME > {path}` writes one")
@@ -103,14 +120,19 @@ def load(kind: type[S], path: Path | str, overrides: Sequence[str] = ()) -> S:
         raise SettingsError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(given, dict):
         raise SettingsError(f"{path}: settings are a mapping such as `model: NAME`; see `gradwire train --example`")
-    places = {key.value: f"{path}, line {key.start_mark.line + 1}" for key, _ in root.value}
+    places: dict[str, str] = {}
+    for key, _ in root.value:
+        place = f"{path}, line {key.start_mark.line + 1}"
+        if key.value in places:
+            raise SettingsError(f"{place}: {key.value} is set a second time")
+        places[key.value] = place
     for override in overrides:
-        _override(given, override, yaml)
+        _override(given, override)
         places[override.partition("=")[0].partition(".")[0]] = f"--set {override}"
     return _built(kind, given, places)
 
 
-def _override(given: dict[str, Any], override: str, yaml: Any) -> None:
+def _override(given: dict[str, Any], override: str) -> None:
     dotted, equals, value = override.partition("=")
     *sections, name = dotted.strip().split(".")
     if not equals or not name or not all(sections):
@@ -172,7 +194,6 @@ def example(kind: type[Settings]) -> str:
 
 
 def _lines(kind: type[Settings]) -> Iterator[str]:
-    yaml = require("yaml", "recipes", "a configuration file")
     yield f"# {(kind.__doc__ or '').splitlines()[0]}"
     for field in dataclasses.fields(kind):
         value = getattr(kind(), field.name)

@@ -9,7 +9,7 @@ from typing import Any
 from gradwire import data
 from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.rows import rows_of
-from gradwire.recipes.settings import Settings, setting
+from gradwire.recipes.settings import Settings, SettingsError, setting
 from gradwire.recipes.tokens import Tokens
 from gradwire.recipes.training import open_training
 
@@ -21,6 +21,11 @@ class SFT(Settings):
     folder: str = setting("runs/sft", "metrics, checkpoints' positions and the report; a rerun continues there")
     train_on: str = setting("assistant", "assistant: all that it writes; last: its last message; all: every token")
     loss: dict[str, Any] = setting({}, "arguments of causal_lm: see docs/losses.md")
+
+    def check(self) -> None:
+        super().check()
+        if self.train_on not in ("assistant", "last", "all"):
+            raise SettingsError(f"train_on is {self.train_on!r}; it must be one of assistant, last, all")
 
 
 async def train(settings: SFT, *, dry_run: bool = False) -> Estimate | None:

@@ -10,22 +10,24 @@ most every ``LOOK_AGAIN_S`` seconds for the messages of a stream; a revoked key 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import hmac
+import json
 import logging
+import math
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradwire_server.durable_files import make_folder, replace_text
 from gradwire_server.errors import ServiceError
@@ -40,27 +42,45 @@ LOOK_AGAIN_S = 0.02
 """Seconds between two checks of the file for open streams: the longest time that a revoked key still works there."""
 
 
-class Quota(BaseModel):
-    """Quota of one key; None stands for the server's limit."""
+@dataclass(frozen=True)
+class Quota:
+    """Quota of one key; None stands for the server's limit.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Raises:
+        ValueError: A value is out of its range.
+    """
 
-    runs: int | None = Field(default=None, ge=0)
-    upload_bytes: int | None = Field(default=None, ge=0)
-    queued_operations: int | None = Field(default=None, ge=1)
-    queued_bytes: int | None = Field(default=None, ge=1)
-    tokens_per_minute: int | None = Field(default=None, ge=1)
-    memory_percent: int | None = Field(default=None, ge=1, le=100)
+    runs: int | None = None
+    upload_bytes: int | None = None
+    queued_operations: int | None = None
+    queued_bytes: int | None = None
+    tokens_per_minute: int | None = None
+    memory_percent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given.items():
+            least, most = 0 if name in ("runs", "upload_bytes") else 1, 100 if name == "memory_percent" else math.inf
+            if type(value) is not int or not least <= value <= most:
+                span = f"at least {least}" if most is math.inf else f"from {least} to {most}"
+                raise ValueError(f"the quota {name} is {value!r}; it must be a whole number, {span}")
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The values that are not the server's."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 ALONE = Quota(memory_percent=100)
 """Quota of the callers of a server without keys."""
 
 
-class Key(BaseModel):
-    """A key as stored in the state folder. Times are Unix seconds."""
+@dataclass(frozen=True)
+class Key:
+    """A key as stored in the state folder. Times are Unix seconds.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Raises:
+        ValueError: A field is not what it should be.
+    """
 
     name: str
     role: Role
@@ -70,11 +90,15 @@ class Key(BaseModel):
     revoked_at: float | None = None
     quota: Quota = Quota()
 
-
-class _Content(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    keys: tuple[Key, ...] = ()
+    def __post_init__(self) -> None:
+        times = (self.created_at, 0.0 if self.revoked_at is None else self.revoked_at)
+        right = (
+            all(isinstance(text, str) for text in (self.name, self.prefix, self.sha256))
+            and self.role in get_args(Role)
+            and all(isinstance(time, float | int) for time in times)
+        )
+        if not right:
+            raise ValueError(f"this is not a key: {str(self.name)[:100]}")
 
 
 @dataclass(frozen=True)
@@ -100,12 +124,17 @@ class KeyFile:
         """Read every key, revoked ones included.
 
         Raises:
-            ValidationError, OSError: The file cannot be read.
+            ValueError, OSError: The file cannot be read.
         """
         try:
-            return _Content.model_validate_json(self._path.read_bytes()).keys
+            content = json.loads(self._path.read_bytes())
+            if set(content) - {"keys"}:
+                raise ValueError(f"{self._path} is not a file of keys")
+            return tuple(Key(**{**key, "quota": Quota(**key.get("quota", {}))}) for key in content.get("keys", ()))
         except FileNotFoundError:
             return ()
+        except (TypeError, AttributeError) as error:  # another shape, a field too many or too few
+            raise ValueError(f"{self._path} is not a file of keys: {error}") from None
 
     def create(
         self,
@@ -119,6 +148,7 @@ class KeyFile:
         """Create a key and return its secret, which is not stored and cannot be shown again.
 
         Args:
+            replace: Whether to revoke a key that the name has.
             prefix: Beginning of the secret.
 
         Raises:
@@ -149,7 +179,7 @@ class KeyFile:
             found = [key for key in keys if key.name == name and key.revoked_at is None]
             if not found:
                 raise ValueError(f"{name[:100]!r} has no key")
-            keys[keys.index(found[0])] = found[0].model_copy(update={"revoked_at": time.time()})
+            keys[keys.index(found[0])] = dataclasses.replace(found[0], revoked_at=time.time())
 
     @contextmanager
     def _changing(self) -> Iterator[list[Key]]:
@@ -159,7 +189,7 @@ class KeyFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = list(self.read())
             yield keys
-            replace_text(self._path, _Content(keys=tuple(keys)).model_dump_json(indent=1), 0o600)
+            replace_text(self._path, json.dumps({"keys": [asdict(key) for key in keys]}, indent=1), 0o600)
         finally:
             os.close(lock)
 
@@ -262,10 +292,10 @@ class Keys:
         try:
             self._live = {key.name: key for key in self._file.read() if key.revoked_at is None}
             self._quotas_alone = {
-                name: key.quota.model_copy(update={"memory_percent": key.quota.memory_percent or ALONE.memory_percent})
+                name: dataclasses.replace(key.quota, memory_percent=key.quota.memory_percent or ALONE.memory_percent)
                 for name, key in self._live.items()
             }
-        except (ValidationError, OSError) as error:
+        except (ValueError, OSError) as error:
             self._live = {}
             log.error("nobody is let in: %s cannot be read: %s", self._path, type(error).__name__)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -36,15 +38,13 @@ def create(
 ) -> None:
     """Create a key and print it: it cannot be shown again."""
     role: Role = "admin" if admin else "user"
-    try:
+    with _failures():
         quota = Quota(
             runs=runs, upload_bytes=upload_bytes, queued_operations=queued_operations,
             queued_bytes=queued_bytes, tokens_per_minute=tokens_per_minute, memory_percent=memory_percent,
         )  # fmt: skip
         prefix = TINKER_PREFIX if tinker else PREFIX
         secret = KeyFile(state_dir.expanduser()).create(name, role, quota, replace=replace, prefix=prefix)
-    except ValueError as error:
-        _fail(error)
     console.print(f"key of {name} ({role}); it is not shown again:", markup=False)
     print(secret)
 
@@ -55,8 +55,13 @@ def list_keys(state_dir: StateDir = STATE_DIR) -> None:
     table = Table()
     for column in ("name", "role", "key", "made", "state", "quota"):
         table.add_column(column)
-    for key in KeyFile(state_dir.expanduser()).read():
-        quota = ", ".join(f"{name}={value}" for name, value in key.quota.model_dump(exclude_none=True).items())
+    with _failures():
+        keys = KeyFile(state_dir.expanduser()).read()
+    if not keys:
+        print(f"no keys in {state_dir}")
+        return
+    for key in keys:
+        quota = ", ".join(f"{name}={value}" for name, value in key.quota.given.items())
         table.add_row(
             key.name, key.role, key.prefix + "…", time.strftime("%Y-%m-%d", time.gmtime(key.created_at)),
             "live" if key.revoked_at is None else "revoked", quota,
@@ -70,13 +75,16 @@ def revoke(
     state_dir: StateDir = STATE_DIR,
 ) -> None:
     """Revoke a key, also on a running server. Its runs stay, for the next key of that name."""
-    try:
+    with _failures():
         KeyFile(state_dir.expanduser()).revoke(name)
-    except ValueError as error:
-        _fail(error)
     console.print(f"the key of {name} is revoked", markup=False)
 
 
-def _fail(error: ValueError) -> None:
-    console.print(f"gradwire: {error}", style="red", markup=False)
-    raise typer.Exit(2) from None
+@contextmanager
+def _failures() -> Iterator[None]:
+    """End the command in one sentence and status 2 where it fails."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        console.print(f"gradwire: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +47,31 @@ def test_keys_are_made_listed_and_revoked_from_the_command_line(tmp_path: Path) 
     assert command("revoke", "ada", *place).exit_code == 0
     assert "revoked" in command("list", *place).stdout
     assert command("revoke", "ada", *place).exit_code == 2
+
+
+def test_a_file_that_holds_no_keys_costs_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key = {"name": "ada", "role": "user", "prefix": "gw_", "sha256": "0", "created_at": 1.0}
+    wrong: tuple[Any, ...] = (
+        [], {"key": []}, {"keys": 3}, {"keys": [3]}, {"keys": [key | {"role": "king"}]}, {"keys": [key | {"more": 1}]},
+        {"keys": [key | {"created_at": "now"}]}, {"keys": [key | {"sha256": None}]}, {"keys": [{"name": "ada"}]},
+        {"keys": [key | {"quota": {"runs": -1}}]}, {"keys": [key | {"quota": {"runs": True}}]},
+        {"keys": [key | {"quota": {"rums": 1}}]}, {"keys": [key | {"quota": {"memory_percent": 101}}]},
+    )  # fmt: skip
+    for text in ("{", "", "\udcff", *map(json.dumps, wrong)):
+        file.write_bytes(text.encode(errors="surrogateescape"))
+        for words in (["list"], ["create", "bob"], ["revoke", "ada"]):
+            refused = command(*words, "--state-dir", str(tmp_path))
+            assert refused.exit_code == 2 and refused.stderr.startswith("gradwire: "), (text, refused.output)
+            assert refused.stderr.count("\n") == 1 and file.read_bytes() == text.encode(errors="surrogateescape")
+        assert Keys(tmp_path, open_door=True).any is False, "nobody is let in"
+    file.write_text(json.dumps({"keys": [key | {"revoked_at": None, "quota": {"runs": 3, "queued_bytes": None}}]}))
+    assert "runs=3" in command("list", "--state-dir", str(tmp_path)).stdout
+    assert command("list", "--state-dir", str(file)).exit_code == 2
+    assert command("create", "bob", "--runs", "-1", "--state-dir", str(tmp_path)).stderr == (
+        "gradwire: the quota runs is -1; it must be a whole number, at least 0\n"
+    )
+    assert command("list", "--state-dir", str(tmp_path / "none")).stdout == f"no keys in {tmp_path / 'none'}\n"
 
 
 async def test_a_revoked_key_is_refused_at_once_and_its_open_streams_with_it(keyed: Any) -> None:

@@ -17,6 +17,7 @@ from gradwire.service import ServiceClient
 from gradwire.transport import Transport, checked_tls
 
 PROTOCOL = 1
+MAX_PORT = 65535
 
 PathLike = str | os.PathLike[str]
 
@@ -81,6 +82,12 @@ def connect(
     return Connection(dict(locals()))
 
 
+def _has_port(address: str) -> bool:
+    """Whether an address is ``HOST:PORT``; one with a scheme may leave the port out."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and ("/" in port or (port.isdigit() and int(port) <= MAX_PORT))
+
+
 async def open_service(
     address: str | None,
     *,
@@ -114,6 +121,10 @@ async def open_service(
             "address",
             field="address",
             rule="no address",
+        )
+    elif not _has_port(address):
+        raise InvalidArgumentError(
+            f"the address {address!r} has no port: write HOST:PORT", field="address", rule="HOST:PORT"
         )
     transport = None
     try:

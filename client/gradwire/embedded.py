@@ -18,6 +18,8 @@ from gradwire.errors import ConnectionLostError, ServerStartError
 ANNOUNCEMENT = "gradwire: listening on "
 END_PATIENCE_S = 30.0
 SHOWN_STDERR_BYTES = 4000
+REFUSED = 2
+"""Exit code of a server that says in one sentence why it does not start."""
 
 
 class EmbeddedServer:
@@ -72,6 +74,8 @@ class EmbeddedServer:
             for line in self._stdout.read_text(errors="replace").splitlines(keepends=True):
                 if line.startswith(ANNOUNCEMENT) and line.endswith("\n"):
                     return line.split()[-1]
+            if ended == REFUSED and len(complaint := self._stderr.read_text(errors="replace").splitlines()) == 1:
+                raise ServerStartError(f"the embedded server did not start: {complaint[0].removeprefix('gradwire: ')}")
             if ended is not None:
                 raise ServerStartError(
                     f"the embedded server ended with exit code {ended} during its start{self._complaint()}"

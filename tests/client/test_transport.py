@@ -44,6 +44,12 @@ async def test_a_cancelled_call_leaves_nothing_behind() -> None:
         assert (await service.server_info()).version == "scripted"
 
 
+@pytest.mark.parametrize("address", ["gpu-box", "gpu-box:", ":50051", "gpu-box:http", "127.0.0.1:99999"])
+async def test_an_address_without_a_port_is_refused_at_once(address: str) -> None:
+    with pytest.raises(gradwire.InvalidArgumentError, match="has no port: write HOST:PORT"):
+        await gradwire.connect(address)
+
+
 async def test_closing_during_a_call() -> None:
     async with scripted_server(Script(), service=Slow) as (address, _):
         service = await gradwire.connect(address)

@@ -20,9 +20,13 @@ CONNECT_S = 3.0
 
 Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a server; https://HOST:PORT for TLS.")]
 ApiKey = Annotated[str, typer.Option(envvar="GRADWIRE_API_KEY", help="Key of a server with keys.")]
-CaCert = Annotated[Path | None, typer.Option(help="PEM file: who signed the server's certificate.")]
-ClientCert = Annotated[Path | None, typer.Option(help="PEM file with a certificate of yours, for mTLS.")]
-ClientKey = Annotated[Path | None, typer.Option(help="PEM file with its key.")]
+CaCert = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file: who signed the server's certificate.")
+]
+ClientCert = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with a certificate of yours, for mTLS.")
+]
+ClientKey = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file with its key.")]
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,9 @@ def conversation(row: Row, mapping: Mapped) -> Conversation:
         prompt = _pick(row, mapping, "prompt", PROMPTS)
         answer = _pick(row, mapping, "completion", ANSWERS)
         if prompt is None or answer is None:
-            raise _missing(row, "messages, conversations, or a prompt and a completion", "prompt", "completion")
+            absent = [name for name, value in (("prompt", prompt), ("completion", answer)) if value is None]
+            wanted = absent[0] if len(absent) == 1 else "messages, or as prompt and completion"
+            raise _missing(row, wanted, *absent)
         more = row.get("input") if "instruction" in row and isinstance(row.get("input"), str) else ""
         if more and isinstance(prompt, str) and "prompt" not in mapping:
             prompt = f"{prompt}\n\n{more}"
@@ -115,7 +117,8 @@ def preference(row: Row, mapping: Mapped) -> Preference:
     chosen = _pick(row, mapping, "chosen", ("chosen", "chosen_response", "response_chosen"))
     rejected = _pick(row, mapping, "rejected", ("rejected", "rejected_response", "response_rejected"))
     if chosen is None or rejected is None:
-        raise _missing(row, "chosen and rejected", "chosen", "rejected")
+        absent = [name for name, value in (("chosen", chosen), ("rejected", rejected)) if value is None]
+        raise _missing(row, " and ".join(absent), *absent)
     prompt = _pick(row, mapping, "prompt", (*PROMPTS, *CONVERSATIONS))
     better, worse = _turn(chosen, "assistant", "chosen"), _turn(rejected, "assistant", "rejected")
     asked = [*_system(row, mapping), *(_turn(prompt, "user", "prompt") if prompt is not None else ())]
@@ -208,8 +211,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _missing(row: Row, wanted: str, *fields: str) -> Unfit:
-    return Unfit(f"there is no {wanted}; the row has {_columns(row)}", *fields)
+    return Unfit(f"no column is recognised as {wanted}; the row has {_columns(row)}", *fields)
 
 
 def _columns(row: Row) -> str:
-    return ", ".join(map(str, row)) or "no columns"
+    return ", ".join(f"{name} (empty)" if value is None else str(name) for name, value in row.items()) or "no columns"

@@ -57,7 +57,8 @@ def read(source: Source, *, split: str = "train", **options: Any) -> Iterator[tu
             raise FileNotFoundError(f"there is no file {path}")
         yield from READERS.get(path.suffix, _json_lines)(path)
         return
-    dataset = require("datasets", "data", f"the data set {source!r}").load_dataset(str(source), split=split, **options)
+    why = f"{source}, which is no file and so names a data set,"
+    dataset = require("datasets", "data", why).load_dataset(str(source), split=split, **options)
     for number, row in enumerate(dataset):
         yield f"{source}/{split}, row {number}", row
 
@@ -86,7 +87,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row | DataError]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 yield place, DataError(place, f"not valid JSON: {error.msg}, column {error.colno}")
                 continue

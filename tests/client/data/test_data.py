@@ -81,17 +81,25 @@ def test_prompts_with_answers_and_a_mapping() -> None:
 
 
 MISTAKES: list[tuple[Any, Any, str]] = [
-    (conversations, {"text": "hi"}, "no messages, conversations, or a prompt and a completion; the row has text"),
+    (
+        conversations,
+        {"text": "hi"},
+        "as messages, or as prompt and completion; the row has text",
+    ),
     (conversations, {"messages": [USER]}, "no message of the assistant"),
     (conversations, {"messages": [{"role": "alien", "content": "x"}]}, "message 0 of messages has the role 'alien'"),
     (conversations, {"messages": ["hi"]}, "message 0 of messages is no mapping"),
     (conversations, {"messages": [{"role": "user"}]}, "message 0 of messages has no content"),
     (conversations, {"prompt": " ", "completion": "x"}, "prompt is empty"),
-    (preferences, {"prompt": "a", "chosen": "b"}, "no chosen and rejected; the row has prompt, chosen"),
+    (
+        preferences,
+        {"prompt": "a", "chosen": "b"},
+        'no column is recognised as rejected; the row has prompt, chosen: name .*{"rejected": "COLUMN"}',
+    ),
     (
         preferences,
         {"chosen": "b", "rejected": "c"},
-        'there is no prompt; the row has chosen, rejected: name its columns, mapping={"prompt": "COLUMN"}',
+        'as prompt; the row has chosen, rejected: name its columns, mapping={"prompt": "COLUMN"}',
     ),
     (preferences, {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
     (prompts, ["a"], "a row is a mapping from column to value; this is list"),
@@ -111,7 +119,7 @@ def test_files_name_their_lines_and_skipped_rows_are_counted(tmp_path: Path, cap
     file.write_text(
         '{"prompt": "a", "completion": "b"}\n\n{"prompt": "a"}\n{oops\n{"prompt": "c", "completion": "d"}\n'
     )
-    with pytest.raises(DataError, match=r"talks.jsonl, line 3: there is no messages"):
+    with pytest.raises(DataError, match=r"talks.jsonl, line 3: no column is recognised as completion; "):
         conversations(file)
     with caplog.at_level(logging.WARNING, "gradwire.data"):
         found = conversations(file, on_error="skip")
@@ -153,7 +161,7 @@ def test_parquet_and_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pyte
     rows = [{"question": f"{n}?", "answer": str(n)} for n in range(5)]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "some.parquet")
     assert [each.answer for each in prompts(tmp_path / "some.parquet")] == list("01234")
-    with pytest.raises(DataError, match=r"some.parquet, row 0: there is no messages"):
+    with pytest.raises(DataError, match=r"some.parquet, row 0: no column is recognised as completion"):
         conversations(tmp_path / "some.parquet", mapping={"prompt": "question", "completion": lambda row: None})
     (tmp_path / "no.parquet").write_text("text")
     with pytest.raises(DataError, match=r"no.parquet: not a Parquet file: "):

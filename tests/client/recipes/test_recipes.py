@@ -198,6 +198,12 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\nbatch_size: many\n", [], "line 2: batch_size is 'many'; it must be a whole number"),
     ("model: x\nschedule: cosin\n", [], "line 2: schedule is 'cosin'; it must be one of constant, linear, cosine, wsd"),
     ("model: x\nheld_out: 2\n", [], "line 2: held_out is 2.0; it must lie between 0 and 1"),
+    ("model: x\nmodel: y\n", [], "line 2: model is set a second time"),
+    ("model: x\nlimit: -1\n", [], "line 2: limit is -1; it must be at least 0"),
+    ("model: x\nlearning_rate: .nan\n", [], "line 2: learning_rate is nan; it must be at least 0"),
+    ("model: x\nfolder: ''\n", [], "line 2: folder is empty"),
+    ("model: x\nloggers: [wandbb]\n", [], "line 2: loggers has 'wandbb'; there are tensorboard, wandb"),
+    ("model: x\ntrain_on: me\n", [], "line 2: train_on is 'me'; it must be one of assistant, last, all"),
     ("model: [\n", [], "line 2: not valid YAML"),
     ("- x\n", [], "settings are a mapping"),
     ("model: x\n", ["--set", "batch_siz=3"], "--set batch_siz=3: there is no setting 'batch_siz'"),
@@ -226,7 +232,7 @@ def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pyt
         command.main(["sft", str(file)])
     said = capsys.readouterr().err
     assert said == (
-        f"gradwire train: {data}, line 1: there is no messages, conversations, or a prompt and a completion;"
+        f"gradwire train: {data}, line 1: no column is recognised as messages, or as prompt and completion;"
         " the row has q, a: name its columns in the settings, mapping: {prompt: COLUMN, completion: COLUMN}\n"
     )
 

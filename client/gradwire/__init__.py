@@ -4,7 +4,10 @@
 without an event loop use :mod:`gradwire.sync`.
 """
 
+import os as _os
 from importlib.metadata import version as _version
+
+_os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at gRPC's import; what fails is raised or logged here
 
 from gradwire import sync
 from gradwire.connection import Connection, connect

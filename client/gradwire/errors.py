@@ -339,6 +339,10 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
     # grpc reports this when a write fails before the reason is known.
     if "RST_STREAM" in details or details == "Internal error from Core":
         kind = ConnectionLostError
+    if "WRONG_VERSION_NUMBER" in details:
+        return ConnectionLostError(
+            f"no answer from {address} to TLS: a server without it has no https:// in its address"
+        )
     if kind is ConnectionLostError:
-        return ConnectionLostError(f"no answer from {address}: {error.details() or status.name}")
+        return ConnectionLostError(f"no answer from {address}: {details or status.name}")
     return kind(f"{address} answered {status.name}: {error.details()}")

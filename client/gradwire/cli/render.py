@@ -13,6 +13,7 @@ from rich.text import Text
 from gradwire import sync
 from gradwire.cli.service import ADDRESS, Access, Address, ApiKey, CaCert, ClientCert, ClientKey, connected
 from gradwire.cli.text import plain
+from gradwire.errors import InvalidArgumentError
 
 
 def render(
@@ -53,15 +54,22 @@ def render(
         raise typer.Exit(2) from None
     out = Console(soft_wrap=True, highlight=False)
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
-        name = model or service.list_models()[0].name
+        name = model or _only_model(service)
         for number, each in enumerate(conversations, 1):
-            row = service.render(each.messages, each.tools or None, train_on, model=model)
+            row = service.render(each.messages, each.tools or None, train_on, model=name)
             if as_json:
                 print(json.dumps({key: values.tolist() for key, values in row.items()}))
             else:
                 trained = int(row["loss_mask"].sum())
                 out.print(Text(f"{file}, row {number}: {len(row['input_ids'])} tokens, {trained} trained on", "bold"))
                 out.print(_shown(service, name, row, out.is_terminal))
+
+
+def _only_model(service: sync.ServiceClient) -> str:
+    names = [model.name for model in service.list_models()]
+    if len(names) != 1:
+        raise InvalidArgumentError(f"give --model NAME; the server has {', '.join(names)}", field="model")
+    return names[0]
 
 
 def _pair(given: str) -> tuple[str, str]:

@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"gradwire train: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        print("gradwire train: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(
+            "gradwire train: interrupted; the same command goes on from the last checkpoint, if there is one",
+            file=sys.stderr,
+        )
         raise SystemExit(130) from None
     finally:
         logging.getLogger("gradwire").removeHandler(warnings)

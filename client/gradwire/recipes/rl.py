@@ -15,7 +15,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import check_folder, forget, loggers_of, open_service, save_state
+from gradwire.recipes.training import forget, loggers_of, open_folder, open_service, save_state
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.types import Message, Task
@@ -75,7 +75,7 @@ async def train_with(
         seed=settings.seed, eval_every=0 if dry_run else settings.eval_every,
         save_every=0 if dry_run else settings.save_every, checkpoint_dir=None if dry_run else folder,
     )  # fmt: skip
-    known = {} if dry_run else check_folder(folder / "run.json", settings)
+    known = {} if dry_run else open_folder(folder / "run.json", settings)
     async with open_service(settings) as (service, model):
         if known:
             run = service.get_training_client(known["run_id"])

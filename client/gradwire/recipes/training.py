@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from gradwire.whole_files import replace_json, whole_file
 
 T = TypeVar("T")
 Metrics = dict[str, float]
+DELETE_PATIENCE_S = 5.0
 
 
 class Training:
@@ -154,7 +156,7 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
         SettingsError: The folder belongs to a training with other settings.
     """
     folder = Path(settings.folder)
-    state = {} if dry_run else check_folder(folder / "state.json", settings)
+    state = {} if dry_run else open_folder(folder / "state.json", settings)
     async with open_service(settings) as (service, model):
         if state:
             run = service.get_training_client(state["run_id"])
@@ -170,10 +172,11 @@ async def open_training(settings: Settings, *, head: Any = None, dry_run: bool =
         try:
             yield training
         finally:
-            if dry_run:
-                await service.delete_run(run.run_id)
-            elif training.step:
+            if training.step:
                 await asyncio.to_thread(training.close)
+            if dry_run or not (folder / "state.json").exists():  # nothing refers to the run
+                with suppress(gradwire.GradwireError, TimeoutError):
+                    await asyncio.wait_for(service.delete_run(run.run_id), DELETE_PATIENCE_S)
 
 
 @asynccontextmanager
@@ -189,15 +192,22 @@ async def open_service(settings: Settings) -> AsyncIterator[tuple[Any, gradwire.
         yield service, model
 
 
-def check_folder(file: Path, settings: Settings) -> dict[str, Any]:
-    """Read a training's state, {} if there is none.
+def open_folder(file: Path, settings: Settings) -> dict[str, Any]:
+    """Make a training's folder, and read its state; {} if there is none.
 
     Raises:
-        SettingsError: It belongs to a training with other settings.
+        SettingsError: The folder cannot be written to, or belongs to a training with other settings.
     """
-    if not file.exists():
-        return {}
-    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
+        if not file.exists():
+            return {}
+        state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"the folder {file.parent} cannot be used: {error.strerror}") from None
+    except ValueError:
+        raise SettingsError(f"{file} is not the state of a training: remove the folder, or give another") from None
     now = _identity(settings)
     changed = [name for name in now if state["settings"].get(name) != now[name]]
     if changed:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from gradwire_server.cli.settings_file import SettingsError
 from gradwire_server.config import ServerConfig
+from gradwire_server.durable_files import make_folder
 
 HTTP_PACKAGES = ("fastapi", "uvicorn", "uvloop", "zstandard")
 HUB_TIMEOUT_S = 10.0
@@ -33,8 +34,24 @@ def check(config: ServerConfig) -> None:
         *_port("--address", config.address),
         *_port("--http", config.http),
     ]
+    sentences = sentences or [*_folder("--state-dir", config.state_dir), *_folder("--mirror", config.mirror)]
     if sentences:
         raise SettingsError(*sentences)
+
+
+def _folder(flag: str, folder: Path | None) -> Iterator[str]:
+    """Make a folder that the server writes to."""
+    if folder is None:
+        return
+    try:
+        make_folder(folder, 0o700)
+    except (FileExistsError, NotADirectoryError) as error:
+        yield f"{flag} {folder} cannot be used: {error.filename} is no folder"
+    except OSError as error:
+        yield f"{flag} {folder} cannot be used: {error.strerror}"
+    else:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            yield f"{flag} {folder} cannot be written to"
 
 
 def _packages(config: ServerConfig) -> Iterator[str]:

@@ -105,8 +105,10 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     elif not name:
         rule, message = first["msg"], f"the arguments of {loss.name} do not go together: {first['msg']}"
     else:
-        rule = _range(name, properties.get(name, {})) or first["msg"]
-        message = f"{loss.name}: {name} is {first['input']!r}, and {rule} must hold ({first['msg']})"
+        span = _range(name, properties.get(name, {}))
+        rule = span or first["msg"]
+        must = f", and {span} must hold ({first['msg']})" if span else f": {first['msg']}"
+        message = f"{loss.name}: {name} is {first['input']!r}{must}"
     raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=name, rule=rule)
 
 

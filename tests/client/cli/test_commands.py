@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,6 +107,19 @@ def test_a_server_that_is_away_costs_one_sentence(monkeypatch: pytest.MonkeyPatc
         away = run(*words, "--address", "127.0.0.1:1")
         assert away.exit_code == 1 and away.stdout == ""
         assert re.fullmatch(r"gradwire: no answer from 127\.0\.0\.1:1: .*\n", away.stderr)
+
+
+def test_tls_to_a_server_without_it_costs_one_sentence(server: Server) -> None:
+    """In a process of its own: gRPC writes to its stderr, not to Python's."""
+    words = [sys.executable, "-m", "gradwire.cli", "status", "--address", f"https://{server.address}"]
+    away = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (away.returncode, away.stdout) == (1, "")
+    assert away.stderr == (
+        f"gradwire: https://{server.address}: no answer from {server.address} to TLS:"
+        " a server without it has no https:// in its address\n"
+    )
+    missing = run("status", "--ca-cert", "none.pem")
+    assert missing.exit_code == 2 and "'none.pem' does not exist" in missing.stderr
 
 
 def test_commands_of_other_packages_are_loaded_when_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,22 @@ def test_mistakes_are_one_sentence(
     assert ended.value.code == 2 and words in said and "Traceback" not in said
 
 
+def test_a_folder_that_cannot_be_used_is_said_before_anything_starts(
+    sums: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "state.json").write_text("{")
+    (tmp_path / "run" / "run.json").write_text("{")
+    for recipe in ("sft", "grpo"):
+        for folder, words in (("c.yaml/run", "cannot be used: Not a directory"), ("run", "is not the state of a")):
+            file.write_text(json.dumps({"data": sums["talks"], "model": "none", "folder": str(tmp_path / folder)}))
+            with pytest.raises(SystemExit):
+                command.main([recipe, str(file)])
+            said = capsys.readouterr().err
+            assert words in said and said.count("\n") == 1, said
+
+
 def test_columns_are_named_as_the_configuration_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, data = tmp_path / "c.yaml", tmp_path / "rows.jsonl"
     data.write_text('{"q": "1 and 1?", "a": "2"}\n')

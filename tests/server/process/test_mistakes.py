@@ -63,6 +63,10 @@ MISTAKES = {
         "--model tiny --address 127.0.0.1:{port}",
         "--address 127.0.0.1:{port}: address already in use; give another with --address HOST:PORT",
     ),
+    "state folder below a file": (
+        "--model tiny --state-dir {here}/server.key/state",
+        "--state-dir {here}/server.key/state cannot be used: {here}/server.key is no folder",
+    ),
     "state folder in use": (
         "--model tiny --state-dir {here}/taken",
         "the state folder {here}/taken is in use by process {pid}",

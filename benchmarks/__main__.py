@@ -28,8 +28,8 @@ from benchmarks.report import Figure, show
 DOCS = ROOT / "docs/performance.md"
 BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-- figures: end -->"
 ROWS = (
-    "overhead", "in_process", "padded_loop", "vocabulary", "against_trl", "real_shapes", "memory", "second_epoch", "lora_runs",
-    "growth", "sampling", "rl_rollouts", "router", "shortcuts",
+    "overhead", "step_counts", "short_engine", "in_process", "padded_loop", "vocabulary", "against_trl", "real_shapes",
+    "memory", "second_epoch", "lora_runs", "growth", "sampling", "rl_rollouts", "router", "shortcuts",
 )  # fmt: skip
 LIMIT_S = 900.0
 

@@ -70,7 +70,16 @@ from gradwire.errors import (
 from gradwire.futures import Future, gather
 from gradwire.history import History
 from gradwire.rendering import Rendered
-from gradwire.results import Checkpoint, LossResult, OptimStepResult, Sample, SampledToken, SampleResult, Timings
+from gradwire.results import (
+    Checkpoint,
+    LossResult,
+    OptimStepResult,
+    Sample,
+    SampledToken,
+    SampleResult,
+    Timings,
+    TrainStepResult,
+)
 from gradwire.sampling import SamplingClient, TokenStream
 from gradwire.service import ServiceClient
 from gradwire.training import TrainingClient
@@ -134,6 +143,7 @@ __all__ = [
     "Timings",
     "TokenStream",
     "TokenizerInfo",
+    "TrainStepResult",
     "TrainingClient",
     "UnauthenticatedError",
     "UnknownCheckpointError",

@@ -35,11 +35,11 @@ class History:
         operation: ``"forward_backward"``, ``"optim_step"``, ``"sample"`` and so on.
         loss: float64; NaN if there is none.
         metrics: One column per metric, float64; NaN if the operation has no such metric.
-        learning_rate: Of an ``optim_step``, else NaN.
-        grad_norm: Of an ``optim_step``, before clipping, else NaN.
+        learning_rate: Of an ``optim_step`` or ``train_step``, else NaN.
+        grad_norm: Of an ``optim_step`` or ``train_step``, before clipping, else NaN.
         tokens: Tokens that went through the model or were sampled.
         seconds: Compute time on the server.
-        loss_fn: The loss of a ``forward_backward`` or ``forward``, else ``""``.
+        loss_fn: The loss of a ``forward_backward``, ``train_step`` or ``forward``, else ``""``.
         time: Unix time of the end of the operation.
         run_id: The run that executed it.
         seq: Its number in that run.

@@ -1,10 +1,10 @@
 """The operations of one run in program order: numbered at the call, from any thread, and kept until they have results.
 
 A failure counts as *seen* once it was raised to the user. An operation that was submitted before the failure of an
-earlier one was seen fails as well, up to and including the next ``optim_step``. The server decides this for operations
-that reached it; :class:`OperationQueue` decides it for operations that the client refused before they had a number.
-A deadline that passes in the queue is raised before the operation's turn; having seen it says nothing about the
-operations before it.
+earlier one was seen fails as well, up to and including the next ``optim_step`` or ``train_step``. The server decides
+this for operations that reached it; :class:`OperationQueue` decides it for operations that the client refused before
+they had a number. A deadline that passes in the queue is raised before the operation's turn; having seen it says
+nothing about the operations before it.
 
 :class:`gradwire.link.RunLink` sends the operations.
 """
@@ -40,6 +40,8 @@ T = TypeVar("T")
 Decode = Callable[[pb.OperationResult, Columns], T]
 
 KEPT_FAILURES = 256
+STEPS = ("optim_step", "train_step")
+"""Labels of the operations that end an accumulation and, where they are aborted, a failure."""
 
 
 @dataclass
@@ -91,7 +93,7 @@ class OperationQueue:
         """Append an operation. If ``build`` raises, the future fails and no number is taken.
 
         Args:
-            label: The kind of operation; ``"optim_step"`` ends an accumulation.
+            label: The kind of operation; those in :data:`STEPS` end an accumulation.
             build: Builds the request.
             decode_result: Converts the result to the future's value.
             timeout: Seconds after its acceptance from which on the operation fails; None for never.
@@ -101,7 +103,7 @@ class OperationQueue:
             request = self._admit(label, built)
             if isinstance(request, Future):
                 future = request
-                if label == "optim_step" and self.last_index and self.dead is None:
+                if label in STEPS and self.last_index and self.dead is None:
                     self._end_accumulation()
             else:
                 entry, future = self._entry(label, self.last_index + 1, request, decode_result)
@@ -216,8 +218,8 @@ class OperationQueue:
         if limit is not None and len(request.payload) > limit:
             return LimitExceededError(
                 f"the batch takes {len(request.payload)} bytes, but an operation may take at most {limit} (the "
-                "server's limit "
-                "max_payload_bytes); split the batch and call optim_step once, which gives the same update",
+                "server's limit max_payload_bytes); split the batch over several forward_backward and call optim_step "
+                "once, which gives the same update",
                 rule=f"<= {limit} bytes",
             )
         return request
@@ -230,7 +232,7 @@ class OperationQueue:
             self._local_failure = None
         cause = self._local_failure
         if cause is not None:
-            if label == "optim_step":
+            if label in STEPS:
                 self._local_failure = None
             aborted = AbortedPredecessorError(f"not run: an operation before it failed first: {cause.error}")
             aborted.__cause__ = cause.error

@@ -46,6 +46,56 @@ def forward_backward(
     return Request.of(pb.Operation(forward_backward=call), columns)
 
 
+def train_step(
+    losses: LossCatalogue,
+    batch: Batch,
+    loss_fn: str,
+    loss_kwargs: Mapping[str, Any] | None,
+    outputs: Sequence[Output],
+    on_nonfinite: OnNonFinite,
+    step: pb.OptimStep,
+) -> Request:
+    """Build the request for a loss, its gradients and an optimizer step."""
+    call, columns = _loss_call(losses, batch, loss_fn, loss_kwargs, outputs, skip_nonfinite=skips(on_nonfinite))
+    return Request.of(pb.Operation(train_step=pb.TrainStep(loss=call, optim_step=step)), columns)
+
+
+def optim_step(
+    learning_rate: float | None,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    on_nonfinite: OnNonFinite,
+    optimizer: str,
+    momentum: float | None,
+    head_learning_rate: float | None,
+    decay: str,
+) -> pb.OptimStep:
+    """Build the message of an optimizer step."""
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise InvalidArgumentError(f"betas are two numbers, not {betas!r}", field="betas", rule="two numbers")
+    if decay not in ("all", "matrices"):
+        raise InvalidArgumentError(
+            f'decay is "all" or "matrices", not {decay!r}', field="decay", rule='"all" or "matrices"'
+        )
+    return message(
+        pb.OptimStep,
+        learning_rate=learning_rate or 0.0,
+        default_learning_rate=learning_rate is None,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        optimizer=optimizer,
+        momentum=momentum,
+        head_learning_rate=head_learning_rate,
+        decay_matrices_only=decay == "matrices",
+        max_grad_norm=max_grad_norm,
+        skip_nonfinite=skips(on_nonfinite),
+    )
+
+
 def forward_loss(
     losses: LossCatalogue,
     batch: Batch,

@@ -75,22 +75,7 @@ class LossResult:
 
     @staticmethod
     def from_wire(result: pb.OperationResult, columns: Columns) -> LossResult:
-        body = result.loss
-        loss = body.loss if body.HasField("loss") else None
-        return LossResult(
-            loss=loss,
-            metrics=({} if loss is None else {"loss": loss})
-            | {name: body.metrics[name] for name in sorted(body.metrics)},
-            outputs={name: column.rows() if column.levels else column.values for name, column in columns.items()},
-            num_sequences=body.num_sequences,
-            num_tokens=body.num_tokens,
-            num_loss_tokens=body.num_loss_tokens,
-            timings=Timings(result.timings.queue_s, result.timings.engine_s),
-            num_microbatches=body.num_microbatches,
-            recomputed=body.recomputed,
-            warnings=tuple(body.warnings),
-            grouped_runs=body.grouped_runs,
-        )
+        return LossResult(**_loss_fields(result.loss, result.timings, columns))
 
 
 @dataclass(frozen=True)
@@ -127,6 +112,62 @@ class OptimStepResult:
         return OptimStepResult(
             body.grad_norm, body.learning_rate, body.step, body.skipped, timings, body.num_accumulated
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStepResult(LossResult):
+    """The result of a ``train_step``: that of a ``forward_backward``, and of the optimizer step behind it.
+
+    Attributes:
+        grad_norm: Euclidean norm of the whole gradient before clipping.
+        learning_rate: The learning rate of the step.
+        step: Number of optimizer steps of this run so far, including this one.
+        skipped: Whether the step was skipped because the gradient was not finite (``on_nonfinite="skip"``).
+        num_accumulated: Number of operations whose gradients were accumulated, this one included.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    step: int
+    skipped: bool = False
+    num_accumulated: int = 1
+
+    def _repr_html_(self) -> str:
+        rows = [*self.metrics.items(), *_counts(self, "num_sequences", "num_tokens", "num_loss_tokens")]
+        rows += [*_counts(self, "step", "grad_norm", "learning_rate", "num_accumulated")]
+        notes = self.warnings + (("The gradient was not finite, and the step was skipped.",) if self.skipped else ())
+        rows += [("seconds", self.timings.engine_s)]
+        return html.table(("metric", "value"), rows, caption="TrainStepResult", notes=notes)
+
+    @staticmethod
+    def from_wire(result: pb.OperationResult, columns: Columns) -> TrainStepResult:
+        step = result.train_step.optim_step
+        return TrainStepResult(
+            **_loss_fields(result.train_step.loss, result.timings, columns),
+            grad_norm=step.grad_norm,
+            learning_rate=step.learning_rate,
+            step=step.step,
+            skipped=step.skipped,
+            num_accumulated=step.num_accumulated,
+        )
+
+
+def _loss_fields(body: pb.LossResult, timings: pb.Timings, columns: Columns) -> dict[str, Any]:
+    loss = body.loss if body.HasField("loss") else None
+    return {
+        "loss": loss,
+        "metrics": ({} if loss is None else {"loss": loss})
+        | {name: body.metrics[name] for name in sorted(body.metrics)},
+        "outputs": {name: column.rows() if column.levels else column.values for name, column in columns.items()},
+        "num_sequences": body.num_sequences,
+        "num_tokens": body.num_tokens,
+        "num_loss_tokens": body.num_loss_tokens,
+        "timings": Timings(timings.queue_s, timings.engine_s),
+        "num_microbatches": body.num_microbatches,
+        "recomputed": body.recomputed,
+        "warnings": tuple(body.warnings),
+        "grouped_runs": body.grouped_runs,
+    }
 
 
 def _counts(result: Any, *names: str) -> list[tuple[str, Any]]:

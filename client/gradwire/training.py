@@ -19,7 +19,7 @@ from gradwire.futures import Future
 from gradwire.history import History
 from gradwire.losses import model_path
 from gradwire.operations import Operations
-from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult
+from gradwire.results import Checkpoint, Columns, LossResult, OptimStepResult, SampleResult, TrainStepResult
 
 
 class TrainingClient(Operations):
@@ -176,6 +176,7 @@ def _any_result(result: pb.OperationResult, columns: Columns) -> Any:
     decoders: dict[str, Callable[[pb.OperationResult, Columns], Any]] = {
         "loss": LossResult.from_wire,
         "optim_step": OptimStepResult.from_wire,
+        "train_step": TrainStepResult.from_wire,
         "sample": SampleResult.from_wire,
         "checkpoint": Checkpoint.from_wire,
     }

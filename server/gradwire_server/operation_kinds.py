@@ -26,6 +26,7 @@ class OperationKind:
         gives_checkpoint: Whether its result names a new checkpoint of the run.
         keeps_graph: Whether it leaves state in memory that no checkpoint contains.
         ends_accumulation: Whether the next gradient accumulation starts from zero, whatever the operation's result.
+        steps: Whether it takes an optimizer step; where it is aborted, what follows is not.
     """
 
     name: str
@@ -38,6 +39,7 @@ class OperationKind:
     gives_checkpoint: bool = False
     keeps_graph: bool = False
     ends_accumulation: bool = False
+    steps: bool = False
 
 
 KINDS: Mapping[str, OperationKind] = {
@@ -47,7 +49,10 @@ KINDS: Mapping[str, OperationKind] = {
         OperationKind("forward", stoppable=True, divisible=True),
         OperationKind("kept_forward", changes_state=True, stoppable=True, divisible=True, keeps_graph=True),
         OperationKind("backward", changes_state=True),
-        OperationKind("optim_step", changes_state=True, ends_accumulation=True),
+        OperationKind("optim_step", changes_state=True, ends_accumulation=True, steps=True),
+        OperationKind(
+            "train_step", changes_state=True, stoppable=True, divisible=True, ends_accumulation=True, steps=True
+        ),
         OperationKind("zero_grad", changes_state=True, ends_accumulation=True),
         OperationKind("sample", stoppable=True),
         OperationKind("save_checkpoint", barrier=True, writes_files=True, swaps_generators=True, gives_checkpoint=True),
@@ -65,3 +70,28 @@ UNKNOWN = OperationKind("")
 def kind_of(operation: pb.Operation) -> OperationKind:
     """The row of an operation; ``UNKNOWN`` for one without a kind that this server knows."""
     return KINDS.get(operation.WhichOneof("kind") or "", UNKNOWN)
+
+
+def loss_call(operation: pb.Operation) -> pb.LossCall | None:
+    """The loss or the scores that an operation asks for; None for one that evaluates no batch by a call of a loss."""
+    kind = operation.WhichOneof("kind")
+    if kind == "forward_backward":
+        return operation.forward_backward
+    if kind == "train_step":
+        return operation.train_step.loss
+    return operation.forward if kind == "forward" else None
+
+
+def training_call(operation: pb.Operation) -> pb.LossCall | None:
+    """The loss whose gradient an operation accumulates; None for one that accumulates none, or the client's own."""
+    return loss_call(operation) if kind_of(operation).changes_state else None
+
+
+def loss_result(result: pb.OperationResult) -> pb.LossResult:
+    """The result of an operation's loss; empty for one without."""
+    return result.train_step.loss if result.HasField("train_step") else result.loss
+
+
+def step_result(result: pb.OperationResult) -> pb.OptimStepResult:
+    """The result of an operation's optimizer step; empty for one without."""
+    return result.train_step.optim_step if result.HasField("train_step") else result.optim_step

@@ -23,6 +23,37 @@ async def failing(run: gradwire.TrainingClient) -> None:
         await run.optim_step(learning_rate=-1.0)
 
 
+async def failing_whole(run: gradwire.TrainingClient) -> None:
+    """A ``train_step`` whose batch the engine refuses."""
+    with pytest.raises(gradwire.InvalidBatchError):
+        await run.train_step({"input_ids": [[4, 99999]]}, "causal_lm")
+
+
+async def failing_halfway(run: gradwire.TrainingClient) -> None:
+    """A ``train_step`` with gradients, whose step is refused."""
+    with pytest.raises(gradwire.InvalidArgumentError, match="learning_rate"):
+        await run.train_step(X0, "causal_lm", learning_rate=-1.0)
+
+
+async def refused_here(run: gradwire.TrainingClient) -> None:
+    """A ``train_step`` that never left the client."""
+    with pytest.raises(gradwire.InvalidBatchError):
+        await run.train_step({"ids": [[4]]}, "causal_lm")
+
+
+async def cancelled_whole(run: gradwire.TrainingClient) -> None:
+    """A ``train_step`` that is cancelled while a longer operation is carried out."""
+    sample = run.sample([[5, 6]], n=8, max_tokens=32)
+    step = run.train_step(X0, "causal_lm")
+    step.cancel()
+    with pytest.raises(gradwire.OperationCancelledError):
+        await step
+    await sample
+
+
+ENDINGS = "failing failing_whole failing_halfway refused_here aborted aborted_here cancelled cancelled_whole"
+
+
 async def aborted(run: gradwire.TrainingClient) -> None:
     """A step behind a batch that the server refuses."""
     bad, step = run.forward_backward({"input_ids": [[4, 99999]]}, "causal_lm"), run.optim_step()
@@ -54,8 +85,9 @@ async def alone(service: gradwire.ServiceClient) -> float:
     return (await run.optim_step(learning_rate=0.0)).grad_norm
 
 
-@pytest.mark.parametrize("ending", [failing, aborted, aborted_here, cancelled], ids=lambda each: each.__name__)
-async def test_no_gradient_outlives_its_step(service: gradwire.ServiceClient, ending: Ending) -> None:
+@pytest.mark.parametrize("name", ENDINGS.split())
+async def test_no_gradient_outlives_its_step(service: gradwire.ServiceClient, name: str) -> None:
+    ending: Ending = globals()[name]
     run = await service.create_run("tiny", seed=7)
     await run.forward_backward(X0, "causal_lm")
     await ending(run)

@@ -26,6 +26,8 @@ def submit(run: gradwire.TrainingClient, seed: int, number: int) -> gradwire.Fut
     rows = [rng.integers(3, VOCAB, rng.integers(2, 12)).tolist() for _ in range(2)]
     if number % 3 == 0:
         return run.optim_step(learning_rate=1e-3)
+    if number % 30 in (4, 25) and number % 20 != 14:
+        return run.train_step({"input_ids": rows}, "causal_lm", learning_rate=1e-3)
     if number % 20 == 1 and number > 1:
         return run.save_checkpoint("last", overwrite=True)
     if number % 20 == 8:
@@ -40,8 +42,10 @@ def submit(run: gradwire.TrainingClient, seed: int, number: int) -> gradwire.Fut
 
 def written(number: int, result: Any) -> str:
     """Format a result with every digit of its numbers."""
-    if isinstance(result, gradwire.LossResult):
-        value: Any = [result.loss, result.metrics]
+    if isinstance(result, gradwire.TrainStepResult):
+        value: Any = [result.loss, result.metrics, result.step, result.grad_norm]
+    elif isinstance(result, gradwire.LossResult):
+        value = [result.loss, result.metrics]
     elif isinstance(result, gradwire.OptimStepResult):
         value = [result.step, result.grad_norm]
     elif isinstance(result, gradwire.Checkpoint):

@@ -2051,6 +2051,7 @@ class Operation(_message.Message):
     LOAD_CHECKPOINT_FIELD_NUMBER: _builtins.int
     UPDATE_REFERENCE_FIELD_NUMBER: _builtins.int
     EXPORT_FIELD_NUMBER: _builtins.int
+    TRAIN_STEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def forward_backward(self) -> Global___LossCall:
         """gradients are added to the accumulation"""
@@ -2083,6 +2084,10 @@ class Operation(_message.Message):
     def update_reference(self) -> Global___UpdateReference: ...
     @_builtins.property
     def export(self) -> Global___ExportModel: ...
+    @_builtins.property
+    def train_step(self) -> Global___TrainStep:
+        """forward_backward and optim_step as one operation"""
+
     def __init__(
         self,
         *,
@@ -2097,12 +2102,13 @@ class Operation(_message.Message):
         load_checkpoint: Global___LoadCheckpoint | None = ...,
         update_reference: Global___UpdateReference | None = ...,
         export: Global___ExportModel | None = ...,
+        train_step: Global___TrainStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "export", b"export", "forward", b"forward", "forward_backward", b"forward_backward", "kept_forward", b"kept_forward", "kind", b"kind", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "sample", b"sample", "save_checkpoint", b"save_checkpoint", "update_reference", b"update_reference", "zero_grad", b"zero_grad"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "export", b"export", "forward", b"forward", "forward_backward", b"forward_backward", "kept_forward", b"kept_forward", "kind", b"kind", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "sample", b"sample", "save_checkpoint", b"save_checkpoint", "train_step", b"train_step", "update_reference", b"update_reference", "zero_grad", b"zero_grad"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "export", b"export", "forward", b"forward", "forward_backward", b"forward_backward", "kept_forward", b"kept_forward", "kind", b"kind", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "sample", b"sample", "save_checkpoint", b"save_checkpoint", "update_reference", b"update_reference", "zero_grad", b"zero_grad"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "export", b"export", "forward", b"forward", "forward_backward", b"forward_backward", "kept_forward", b"kept_forward", "kind", b"kind", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "sample", b"sample", "save_checkpoint", b"save_checkpoint", "train_step", b"train_step", "update_reference", b"update_reference", "zero_grad", b"zero_grad"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["forward_backward", "forward", "kept_forward", "backward", "optim_step", "zero_grad", "sample", "save_checkpoint", "load_checkpoint", "update_reference", "export"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["forward_backward", "forward", "kept_forward", "backward", "optim_step", "zero_grad", "sample", "save_checkpoint", "load_checkpoint", "update_reference", "export", "train_step"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2287,6 +2293,34 @@ class OptimStep(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__momentum) -> _WhichOneofReturnType__momentum | None: ...
 
 Global___OptimStep: _TypeAlias = OptimStep  # noqa: Y015
+
+@_typing.final
+class TrainStep(_message.Message):
+    """Carried out as a whole or not at all, except that the accumulation ends in any case."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    OPTIM_STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___LossCall:
+        """its gradients join those accumulated before it"""
+
+    @_builtins.property
+    def optim_step(self) -> Global___OptimStep: ...
+    def __init__(
+        self,
+        *,
+        loss: Global___LossCall | None = ...,
+        optim_step: Global___OptimStep | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optim_step", b"optim_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optim_step", b"optim_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainStep: _TypeAlias = TrainStep  # noqa: Y015
 
 @_typing.final
 class ZeroGrad(_message.Message):
@@ -2646,6 +2680,7 @@ class OperationResult(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     EXPORT_FIELD_NUMBER: _builtins.int
     EMPTY_FIELD_NUMBER: _builtins.int
+    TRAIN_STEP_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     status: Global___Status.ValueType
     payload_bytes: _builtins.int
@@ -2667,6 +2702,8 @@ class OperationResult(_message.Message):
     def export(self) -> Global___ExportResult: ...
     @_builtins.property
     def empty(self) -> Global___Empty: ...
+    @_builtins.property
+    def train_step(self) -> Global___TrainStepResult: ...
     def __init__(
         self,
         *,
@@ -2682,12 +2719,13 @@ class OperationResult(_message.Message):
         checkpoint: Global___Checkpoint | None = ...,
         export: Global___ExportResult | None = ...,
         empty: Global___Empty | None = ...,
+        train_step: Global___TrainStepResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "sample", b"sample", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "sample", b"sample", "timings", b"timings", "train_step", b"train_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "payload_bytes", b"payload_bytes", "sample", b"sample", "seq", b"seq", "status", b"status", "tensors", b"tensors", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "payload_bytes", b"payload_bytes", "sample", b"sample", "seq", b"seq", "status", b"status", "tensors", b"tensors", "timings", b"timings", "train_step", b"train_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["loss", "optim_step", "sample", "checkpoint", "export", "empty"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["loss", "optim_step", "sample", "checkpoint", "export", "empty", "train_step"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2843,6 +2881,30 @@ class OptimStepResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OptimStepResult: _TypeAlias = OptimStepResult  # noqa: Y015
+
+@_typing.final
+class TrainStepResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    OPTIM_STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> Global___LossResult: ...
+    @_builtins.property
+    def optim_step(self) -> Global___OptimStepResult: ...
+    def __init__(
+        self,
+        *,
+        loss: Global___LossResult | None = ...,
+        optim_step: Global___OptimStepResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optim_step", b"optim_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "optim_step", b"optim_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainStepResult: _TypeAlias = TrainStepResult  # noqa: Y015
 
 @_typing.final
 class SampleResult(_message.Message):

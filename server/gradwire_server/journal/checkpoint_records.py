@@ -17,6 +17,7 @@ from gradwire_server.errors import ServiceError, unknown_checkpoint
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.operation_kinds import loss_call, training_call
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ORIGIN = "fork-origin"
@@ -170,8 +171,8 @@ def named_checkpoints(operation: pb.Operation) -> list[tuple[str, str]]:
     found: list[tuple[str, object]] = []
     if kind == "load_checkpoint" and "/" in operation.load_checkpoint.checkpoint:
         return [("checkpoint", operation.load_checkpoint.checkpoint)]
-    if kind in ("forward", "forward_backward"):
-        call: pb.LossCall = getattr(operation, kind)
+    call = loss_call(operation)
+    if call is not None:
         arguments = json.loads(call.loss_kwargs_json or "{}")
         found = [("model", call.model), *(arguments.items() if isinstance(arguments, dict) else ())]
     return [(name, path) for name, path in found if isinstance(path, str) and path.startswith("run-") and "/" in path]
@@ -182,9 +183,10 @@ def uses(operation: pb.Operation) -> list[str]:
     kind = operation.WhichOneof("kind")
     if kind == "load_checkpoint":
         return [operation.load_checkpoint.checkpoint]
-    if kind == "forward_backward" and "/" in operation.forward_backward.loss_kwargs_json:
+    call = training_call(operation)
+    if call is not None and "/" in call.loss_kwargs_json:
         try:
-            arguments = json.loads(operation.forward_backward.loss_kwargs_json)
+            arguments = json.loads(call.loss_kwargs_json)
         except ValueError:
             return []
         values = arguments.values() if isinstance(arguments, dict) else ()

@@ -14,6 +14,8 @@ import time
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.operation_kinds import loss_call, loss_result, step_result
+
 PAGE_POINTS = 512
 """Points read at a time."""
 
@@ -57,18 +59,21 @@ def history_point(
     point = pb.HistoryPoint(
         run_id=run_id, seq=result.seq, operation=kind, step=step, seconds=result.timings.engine_s, time=time.time()
     )
-    if kind in ("forward", "forward_backward"):
-        point.loss_fn = getattr(operation, kind).loss_fn
+    call = loss_call(operation)
+    if call is not None:
+        point.loss_fn = call.loss_fn
     body = result.WhichOneof("kind")
-    if body == "loss":
-        if result.loss.HasField("loss"):
-            point.loss = result.loss.loss
-        for name, value in result.loss.metrics.items():
+    if body in ("loss", "train_step"):
+        loss = loss_result(result)
+        if loss.HasField("loss"):
+            point.loss = loss.loss
+        for name, value in loss.metrics.items():
             if name != "loss":
                 point.metrics[name] = value
-        point.tokens = result.loss.num_tokens
-    elif body == "optim_step":
-        point.learning_rate, point.grad_norm = result.optim_step.learning_rate, result.optim_step.grad_norm
+        point.tokens = loss.num_tokens
+    if body in ("optim_step", "train_step"):
+        step_done = step_result(result)
+        point.learning_rate, point.grad_norm = step_done.learning_rate, step_done.grad_norm
     elif body == "sample":
         point.tokens = result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
     return point

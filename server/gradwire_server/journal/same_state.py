@@ -16,6 +16,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.database import Database
 from gradwire_server.journal.segments import Buffer
+from gradwire_server.operation_kinds import loss_result, step_result
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +124,8 @@ def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb
     kept.CopyFrom(result)
     for name in ("timings", "tensors", "payload_bytes"):
         kept.ClearField(name)
-    if kept.HasField("loss"):
-        kept.loss.ClearField("warnings")
+    if kept.HasField("loss") or kept.HasField("train_step"):
+        loss_result(kept).ClearField("warnings")
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for buffer in payload:
         digest.update(buffer)
@@ -146,7 +147,7 @@ def parse_outcome(raw: bytes | None) -> journal_pb2.Outcome | None:
 
 def is_comparable(before: journal_pb2.Outcome, now: journal_pb2.Outcome) -> bool:
     """Whether both were computed in the same pieces, so that a CPU gives the same bits."""
-    one, two = before.result.loss, now.result.loss
+    one, two = loss_result(before.result), loss_result(now.result)
     pieces = one.num_microbatches == two.num_microbatches and one.recomputed == two.recomputed
     return pieces and max(one.grouped_runs, two.grouped_runs) <= 1
 
@@ -159,8 +160,8 @@ def divergence(before: journal_pb2.Outcome, now: journal_pb2.Outcome, *, exact: 
     """
     one, two = before.result, now.result
     for name, was, is_now in (
-        ("loss", one.loss.loss, two.loss.loss),
-        ("gradient norm", one.optim_step.grad_norm, two.optim_step.grad_norm),
+        ("loss", loss_result(one).loss, loss_result(two).loss),
+        ("gradient norm", step_result(one).grad_norm, step_result(two).grad_norm),
     ):
         both_nan = math.isnan(was) and math.isnan(is_now)
         if not both_nan and not (was == is_now if exact else math.isclose(was, is_now, rel_tol=TOLERANCE)):

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gradwire_server.engine_link.vitals import Vitals
+from gradwire_server.operation_kinds import loss_call, loss_result, step_result
 
 MAX_RUNS = 100
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -180,14 +181,14 @@ class Metrics:
         if result.status != pb.STATUS_SUCCEEDED:
             return
         body = result.WhichOneof("kind")
-        if body == "loss":
-            self._evaluated(run_id, kind, loss, result.loss)
-        elif body == "optim_step":
-            run = self._run(run_id)
-            self._steps.labels("skipped" if result.optim_step.skipped else "taken").inc()
-            self._grad_norm.labels(run).set(result.optim_step.grad_norm)
+        if body in ("loss", "train_step"):
+            self._evaluated(run_id, kind, loss, loss_result(result))
+        if body in ("optim_step", "train_step"):
+            run, step = self._run(run_id), step_result(result)
+            self._steps.labels("skipped" if step.skipped else "taken").inc()
+            self._grad_norm.labels(run).set(step.grad_norm)
             if run:
-                self._run_step.labels(run).set(result.optim_step.step)
+                self._run_step.labels(run).set(step.step)
         elif body == "sample":
             self._tokens.labels("prompt").inc(result.sample.num_prompt_tokens)
             self._tokens.labels("sampled").inc(result.sample.num_sampled_tokens)
@@ -219,10 +220,8 @@ class Metrics:
         return run_id
 
     def _loss_name(self, operation: pb.Operation) -> str:
-        kind = operation.WhichOneof("kind")
-        if kind not in ("forward_backward", "forward"):
-            return ""
-        name: str = getattr(operation, kind).loss_fn
+        call = loss_call(operation)
+        name = call.loss_fn if call is not None else ""
         return name if not name or name in self._losses else "unknown"
 
     # ---- doors ----

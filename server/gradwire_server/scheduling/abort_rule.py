@@ -1,8 +1,8 @@
 """What a failed operation aborts.
 
-After a failure, the operations up to and including the next optim_step are aborted, except one whose writer had already
-seen the failure: it and those after it run. An aborted optim_step ends the failure; an optim_step that fails by itself
-starts a new one.
+After a failure, the operations up to and including the next one that takes an optimizer step are aborted, except one
+whose writer had already seen the failure: it and those after it run. An aborted step ends the failure; a step that
+fails by itself starts a new one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.operation import QueuedOperation, failed
 
 
@@ -42,5 +43,5 @@ def follow(record: RunRecord, operation: QueuedOperation, result: pb.OperationRe
     if result.status == pb.STATUS_FAILED:
         if result.error.code != pb.ERROR_CODE_ABORTED_PREDECESSOR:
             record.failure_seq, record.failure = operation.seq, result.error.message
-        elif operation.kind == "optim_step":
+        elif kind_of(operation.header.operation).steps:
             record.failure_seq, record.failure = 0, ""

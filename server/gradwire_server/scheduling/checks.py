@@ -13,6 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import IDS
 from gradwire_server.config import Limits
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, NAME, ORIGIN, SNAPSHOT
+from gradwire_server.operation_kinds import loss_call
 
 UNKNOWN_LENGTH = 1 << 62
 """Context length of a model that is not loaded yet."""
@@ -53,15 +54,16 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
             return _limit(
                 f"{spec.shape[0]} tokens in {spec.name!r}", "max_batch_tokens", limits.max_batch_tokens, spec.name
             )
-    if kind in ("forward", "forward_backward"):
-        return check_loss(header.operation.forward if kind == "forward" else header.operation.forward_backward, limits)
+    call = loss_call(header.operation)
+    if call is not None:
+        return check_loss(call, limits) or _check_strings(header.operation.train_step.optim_step, limits)
     if kind == "sample":
         rows = max((spec.level_sizes[0] for spec in header.tensors if spec.level_sizes), default=0)
         call = header.operation.sample
         return check_sample(call, rows, limits) or check_sampled_bytes(call, rows, limits, context_length)
-    for field, text in _strings(getattr(header.operation, kind)):
-        if len(text) > limits.max_string_chars:
-            return _limit(f"{len(text)} characters in {field}", "max_string_chars", limits.max_string_chars, field)
+    error = _check_strings(getattr(header.operation, kind), limits)
+    if error is not None:
+        return error
     if kind in ("save_checkpoint", "export"):
         name = header.operation.save_checkpoint.name if kind == "save_checkpoint" else header.operation.export.name
         if name and not NAME.fullmatch(name):
@@ -210,6 +212,13 @@ def _cut(chunks: Sequence[bytes], begin: int, end: int) -> bytes:
         parts.append(chunk[max(begin - at, 0) : max(end - at, 0)])
         at += len(chunk)
     return b"".join(parts)
+
+
+def _check_strings(message: Any, limits: Limits) -> pb.Error | None:
+    for field, text in _strings(message):
+        if len(text) > limits.max_string_chars:
+            return _limit(f"{len(text)} characters in {field}", "max_string_chars", limits.max_string_chars, field)
+    return None
 
 
 def _strings(message: Any) -> Iterator[tuple[str, str]]:

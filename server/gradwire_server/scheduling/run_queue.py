@@ -5,8 +5,8 @@ Rules
     unacknowledged, until the numbers before it have arrived; then it is journaled and acknowledged. So every
     acknowledged operation gets a result, and a writer that leaves a gap leaves nothing for the next writer to repair.
   * What a failure aborts: :mod:`.abort_rule`.
-  * An optim_step or a zero_grad ends its accumulation whatever its result. If it did not succeed, the requests of
-    later operations tell the engine so.
+  * An optim_step, a train_step or a zero_grad ends its accumulation whatever its result. If it did not succeed, the
+    requests of later operations tell the engine so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Location
+from gradwire_server.operation_kinds import kind_of, loss_result, step_result
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.held_operations import HeldOperations
 from gradwire_server.scheduling.operation import QueuedOperation
@@ -283,20 +284,21 @@ class RunQueue:
         record = self.record
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
-        record.num_tokens += result.loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
+        loss = loss_result(result)
+        record.num_tokens += loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
         abort_rule.follow(record, operation, result)
         self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
         if result.status == pb.STATUS_SUCCEEDED:
             if operation.kind == "save_checkpoint" and not result.checkpoint.weights_only:
                 self.checkpointed()
-            elif operation.kind == "optim_step":
-                record.step = result.optim_step.step
+            elif kind_of(operation.header.operation).steps:
+                record.step = step_result(result).step
             elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
                 record.step = result.checkpoint.step
         marks = RunMarks(record.step, record.failure_seq, record.failure)
-        if result.loss.HasField("added_head"):
-            record.config.head = result.loss.added_head.kind
-            record.num_trainable_parameters = result.loss.added_head.num_trainable_parameters
+        if loss.HasField("added_head"):
+            record.config.head = loss.added_head.kind
+            record.num_trainable_parameters = loss.added_head.num_trainable_parameters
             marks = replace(
                 marks,
                 config=record.config.SerializeToString(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
 
 
@@ -70,7 +71,7 @@ class SinceCheckpoint:
         for work in (self.work, self.since_attempt):
             work.bytes += header.ByteSize()
             if replayed:
-                work.steps += header.operation.WhichOneof("kind") == "optim_step"
+                work.steps += kind_of(header.operation).steps
                 work.bytes += header.payload_bytes
                 work.engine_s += engine_s
 

@@ -18,7 +18,7 @@ from gradwire_server.engine.scoring.memory import Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.grouped_forward_backward import can_go_together
-from gradwire_server.operation_kinds import kind_of
+from gradwire_server.operation_kinds import kind_of, training_call
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Decisions:
         """The policy of a request that may be grouped; None for any other request."""
         asked = request.message.operation
         run = self._runs.get(asked.run_id)
-        if run is None or request.error is not None or not asked.operation.HasField("forward_backward"):
+        if run is None or request.error is not None or training_call(asked.operation) is None:
             return None
         return run.policy if isinstance(run.policy, LoraPolicy) else None
 

@@ -1,8 +1,9 @@
 """Execution of waiting operations of several runs at once, where that is faster.
 
-Small ``forward_backward`` operations of LoRA runs on one base model share a forward and a backward of the trunk
-(:mod:`gradwire_server.engine.training.grouped_forward_backward`). Each run gets the result it gets alone, up to
-rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are unaffected.
+Small ``forward_backward`` and ``train_step`` operations of LoRA runs on one base model share a forward and a backward
+of the trunk (:mod:`gradwire_server.engine.training.grouped_forward_backward`). Each run gets the result it gets alone,
+up to rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are
+unaffected.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, check, not_started
 from gradwire_server.engine.operations.request import Request
 from gradwire_server.engine.operations.table import carry_out
+from gradwire_server.engine.operations.train_steps import stepped
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import suited_threads
 from gradwire_server.engine.training.forward_backward import Training
 from gradwire_server.engine.training.grouped_forward_backward import fits, forward_backward_together
 from gradwire_server.engine.training.loss_report import LossEvaluation
+from gradwire_server.engine.training.optimizer import check_settings
+from gradwire_server.operation_kinds import training_call
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,6 @@ class _Member:
     training: Training
     generators: dict[str, Tensor]
     seconds: float
-
-    @property
-    def call(self) -> training_pb2.LossCall:
-        return self.request.message.operation.operation.forward_backward
 
     @property
     def run(self) -> EngineRun:
@@ -92,7 +92,9 @@ class GroupedRuns:
         run, generators = execution.run, execution.run.rng_tensors()
         try:
             with context.within(budget), run.rng():
-                training = batches.prepare(context, run, asked.operation.forward_backward, request.columns)
+                if asked.operation.HasField("train_step"):
+                    check_settings(asked.operation.train_step.optim_step)
+                training = batches.prepare(context, run, _call(request), request.columns)
         except Exception as error:  # raised again, and answered, when the request is executed alone
             execution.undo(error)
             return None
@@ -135,9 +137,25 @@ class GroupedRuns:
             check(self._context, member.request.message)
 
     def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
-        outcome = batches.trained(member.run, member.call, member.training, lambda: evaluation)
+        outcome = batches.trained(member.run, _call(member.request), member.training, lambda: evaluation)
         outcome.result.loss.grouped_runs = num_runs
+        asked = member.request.message.operation
+        if asked.operation.HasField("train_step"):
+            began = time.perf_counter()
+            try:
+                with interruptible(lambda: check(self._context, member.request.message)):
+                    outcome = stepped(self._context, member.run, asked.seq, asked.operation.train_step, outcome)
+            except Exception as error:  # the boundary: the error becomes the operation's result
+                member.run.load_rng_tensors(member.generators)
+                return _to(member.request, member.execution.failed(error))
+            seconds += time.perf_counter() - began
         return _to(member.request, member.execution.succeeded(outcome, seconds))
+
+
+def _call(request: Request) -> training_pb2.LossCall:
+    call = training_call(request.message.operation.operation)
+    assert call is not None  # the decision groups no other operations
+    return call
 
 
 def _fits(members: Sequence[_Member], most_tokens: int) -> bool:

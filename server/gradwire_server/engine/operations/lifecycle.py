@@ -16,6 +16,7 @@ from gradwire_server.engine.failures import is_fatal, to_error
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.operation_kinds import kind_of, loss_result
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Execution:
         """
         asked, seconds = self._asked, self.seconds if seconds is None else seconds
         if self.head_was_added:
-            _tell_added_head(self.run, outcome.result.loss)
+            _tell_added_head(self.run, loss_result(outcome.result))
         answer = success(outcome, asked.seq, seconds)
         self.run.seq = asked.seq
         if not self._traced:
@@ -151,12 +152,16 @@ class Execution:
         self.drop_added()
 
     def failed(self, error: Exception) -> Answer:
-        """Make the answer to an operation that raised, and record its failure; its run is otherwise unchanged.
+        """Make the answer to an operation that raised, and record its failure.
+
+        Its run is otherwise unchanged, except that a step ends its accumulation.
 
         Raises:
             Exception: The error itself, if the process cannot continue after it.
         """
         self.undo(error)
+        if kind_of(self._asked.operation).ends_accumulation:
+            self.run.accumulator.clear()
         self.run.seq = self._asked.seq
         return failure(self._context, self._asked, error, self.seconds)
 

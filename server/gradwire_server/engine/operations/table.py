@@ -12,7 +12,7 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches, interruptible
-from gradwire_server.engine.operations import batches, checkpoints, steps
+from gradwire_server.engine.operations import batches, checkpoints, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, check
 from gradwire_server.engine.operations.request import Columns, Outcome
@@ -29,6 +29,7 @@ HANDLERS: Mapping[str, Handler] = {
     "kept_forward": batches.kept_forward,
     "backward": batches.backward,
     "optim_step": steps.optim_step,
+    "train_step": train_steps.train_step,
     "zero_grad": steps.zero_grad,
     "save_checkpoint": checkpoints.save_checkpoint,
     "load_checkpoint": checkpoints.load_checkpoint,

@@ -1,0 +1,126 @@
+"""What a short step costs the front's process: processor time, context switches, writes and syncs.
+
+One row of 32 tokens on a model of 0.1 M parameters, each step awaited before the next, as a pair (both submitted, then
+awaited) and as a ``train_step``. Processor time and voluntary context switches are the kernel's counts of all of the
+front's threads; writes and syncs are counted by ``strace``, in steps of their own, because it slows a process down
+several times. What other parts of the server do meanwhile (heartbeats, garbage collection) is counted with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+
+from benchmarks.machine import engine_process
+from benchmarks.overhead import TOKENS, pair, train_step
+from benchmarks.report import Figure, Size, run_alone
+from benchmarks.workload import small_model
+
+Step = Callable[[gradwire.TrainingClient, dict[str, Any]], Awaitable[float]]
+WRITES = ("write", "pwrite64", "writev", "pwritev")
+SYNCS = ("fsync", "fdatasync")
+TARGETS = {"cpu": 1.5, "switches": 20.0, "writes": 12.0, "syncs": 2.0}
+
+
+def front_process() -> int:
+    """The process id of the front of the embedded server that this process runs."""
+    return int(engine_process().ppid())
+
+
+def cpu_and_switches(pid: int) -> tuple[float, int]:
+    """Milliseconds of processor time and voluntary context switches of a process's threads so far."""
+    nanoseconds = switches = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        nanoseconds += int((thread / "schedstat").read_text().split()[0])
+        found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
+        switches += int(found[1]) if found else 0
+    return nanoseconds / 1e6, switches
+
+
+class Strace:
+    """Counts the system calls of a process between :meth:`start` and :meth:`stop`."""
+
+    def __init__(self, pid: int, folder: Path) -> None:
+        self._pid, self._file = pid, folder / "strace"
+
+    async def start(self) -> None:
+        calls = ",".join((*WRITES, *SYNCS))
+        words = ["strace", "-f", "-c", "-e", f"trace={calls}", "-p", str(self._pid), "-o", str(self._file)]
+        self._process = await asyncio.create_subprocess_exec(*words, stderr=subprocess.PIPE)
+        assert self._process.stderr is not None
+        await self._process.stderr.readline()  # "attached"
+
+    async def stop(self) -> dict[str, int]:
+        self._process.send_signal(signal.SIGINT)
+        await self._process.wait()
+        counts = dict.fromkeys((*WRITES, *SYNCS), 0)
+        for line in self._file.read_text().splitlines():
+            words = line.split()
+            if words and words[-1] in counts:
+                counts[words[-1]] = int(words[3])
+        return counts
+
+
+async def measured(size: Size) -> list[Figure]:
+    steps, batch = size.pick(200, 3), {"input_ids": np.random.default_rng(0).integers(3, 90, (1, TOKENS))}
+    sides: dict[str, Step] = {"forward_backward and optim_step": pair, "train_step": train_step}
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model(Path(folder) / "model", hidden_size=64, num_layers=2)
+        async with gradwire.connect(models=[f"tiny={model}"], server_args=["--threads", "1"]) as service:
+            run = await service.create_run("tiny")
+            front = front_process()
+            for name, step in sides.items():
+
+                async def repeat(count: int, step: Step = step) -> None:
+                    for _ in range(count):
+                        await step(run, batch)
+
+                await repeat(size.pick(50, 1))
+                cpu, switches = list[float](), list[float]()
+                for _ in range(size.repeats):
+                    began = cpu_and_switches(front)
+                    await repeat(steps)
+                    ended = cpu_and_switches(front)
+                    cpu.append((ended[0] - began[0]) / steps)
+                    switches.append((ended[1] - began[1]) / steps)
+                figures += [
+                    _figure(name, "processor time", cpu, "ms a step", TARGETS["cpu"]),
+                    _figure(name, "voluntary context switches", switches, "a step", TARGETS["switches"]),
+                ]
+                if shutil.which("strace"):
+                    strace = Strace(front, Path(folder))
+                    await strace.start()
+                    await repeat(steps)
+                    counts = await strace.stop()
+                    each = ", ".join(f"{call} {count / steps:.1f}" for call, count in counts.items() if count)
+                    for what, calls in (("writes", WRITES), ("syncs", SYNCS)):
+                        value = sum(counts[call] for call in calls) / steps
+                        figures.append(_figure(name, what, [value], "a step", TARGETS[what], each))
+    return figures
+
+
+def _figure(side: str, what: str, values: list[float], unit: str, target: float, detail: str = "") -> Figure:
+    return Figure(
+        f"front, {side}: {what}", statistics.median(values), unit, target, at_least=False,
+        detail=detail or f"all threads of the front, one row of {TOKENS} tokens", samples={what: values},
+    )  # fmt: skip
+
+
+def measure(size: Size) -> list[Figure]:
+    return asyncio.run(measured(size))
+
+
+if __name__ == "__main__":
+    run_alone(measure, __doc__)

@@ -1,0 +1,33 @@
+"""What all operations need: the run's queue, its link to the server, and what is known of the server's losses."""
+
+from __future__ import annotations
+
+from gradwire_proto.v1 import training_pb2 as pb
+
+from gradwire.link import RunLink
+from gradwire.losses import LossCatalogue
+from gradwire.queue import OperationQueue
+from gradwire.results import Columns
+from gradwire.transport import Transport
+
+
+class Submitter:
+    """One run, to which operations are submitted."""
+
+    def __init__(self, transport: Transport, queue: OperationQueue, link: RunLink, losses: LossCatalogue) -> None:
+        self._transport = transport
+        self._queue = queue
+        self._link = link
+        self._losses = losses
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, accepted by ``get_training_client`` from this or any other process."""
+        return self._queue.run_id
+
+    def __repr__(self) -> str:
+        return f"<TrainingClient {self.run_id}>"
+
+
+def no_result(result: pb.OperationResult, columns: Columns) -> None:
+    """Decode the result of an operation that returns nothing."""

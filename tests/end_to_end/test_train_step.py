@@ -94,22 +94,12 @@ async def test_one_that_is_cancelled_while_it_computes_leaves_the_run_as_it_was(
             assert isinstance(last, gradwire.TrainStepResult)
             assert last.step == (2 if cancelled else 3)
 
-            for future in (
-                late := [run.train_step(LONG, "causal_lm", learning_rate=1e-2, timeout=1e-3) for _ in range(2)]
-            ):
-                assert isinstance(await asyncio.wait_for(_error(future), 120), gradwire.DeadlineExceededError)
-            assert len(late) == 2 and (await run.info()).step == last.step
+            with pytest.raises(gradwire.DeadlineExceededError):
+                await run.train_step(LONG, "causal_lm", learning_rate=1e-2, timeout=1e-3)
+            assert (await run.info()).step == last.step
             assert before != await scores(run)
     finally:
         server.end()
-
-
-async def _error(future: gradwire.Future[Any]) -> BaseException | None:
-    try:
-        await future
-    except gradwire.GradwireError as error:
-        return error
-    return None
 
 
 async def test_the_run_s_history_has_loss_and_step_in_one_point(service: gradwire.ServiceClient) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gradwire import sync
 from gradwire.futures import Future
-from gradwire.results import LossResult
+from gradwire.results import TrainStepResult
 from gradwire.rl.batching import derive_seed
 from gradwire.rl.generation import TextCodec
 from gradwire.rl.progress import Progress
@@ -167,7 +167,7 @@ class _RewardTraining:
         order = np.random.default_rng(derive_seed(config.seed, "reward epoch", epoch)).permutation(len(rows))
         parts = [order[at : at + config.batch_size] for at in range(0, len(rows), config.batch_size)]
         loss_kwargs = {"score_mean": train.mean, "score_std": train.std}
-        waiting: deque[Future[LossResult]] = deque()
+        waiting: deque[Future[TrainStepResult]] = deque()
 
         async def settle(left: int) -> None:
             while len(waiting) > left:
@@ -178,8 +178,8 @@ class _RewardTraining:
 
         for part in parts[first:]:
             batch = {"input_ids": [rows[index] for index in part], "scores": train.scores[part].tolist()}
-            waiting.append(run.forward_backward(batch, "reward_regression", loss_kwargs))
-            run.optim_step(config.rate * (1 - self._step / total))
+            rate = config.rate * (1 - self._step / total)
+            waiting.append(run.train_step(batch, "reward_regression", loss_kwargs, learning_rate=rate))
             self._step += 1
             await settle(AHEAD)
             if self._state is not None and checkpoints.due:

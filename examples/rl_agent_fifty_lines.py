@@ -51,8 +51,7 @@ async def main(model, iterations, seed=0):
             looked = [each.prompt + each.prompt[0] + 2 * each.ground_truth for each in chance.choices(trained, k=16)]
             guessed = [each.prompt + chance.choice("0123456789") for each in chance.choices(trained, k=16)]
             rows = await service.encode(name, looked + guessed)
-            await run.forward_backward({"input_ids": rows}, "causal_lm")
-            await run.optim_step(learning_rate=3e-3)
+            await run.train_step({"input_ids": rows}, "causal_lm", learning_rate=3e-3)
         await report("after imitation", agent)
         await agent.train(iterations)
         await report("after training", agent)

@@ -44,6 +44,36 @@ TABLES = (
 what a fork took over), and ``number`` counts the record's operations of that kind. ``history_kinds`` holds how many
 operations of a kind a record has seen, how many points it keeps of them, and the spacing of these."""
 
+CLUSTERED = (
+    """CREATE TABLE clustered_history (
+    run_id TEXT NOT NULL,
+    position INTEGER NOT NULL,
+    made_by TEXT NOT NULL,
+    seq INTEGER NOT NULL,
+    operation TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    point BLOB NOT NULL,
+    digest BLOB NOT NULL,
+    PRIMARY KEY (run_id, position)
+) WITHOUT ROWID""",
+    "INSERT INTO clustered_history (run_id, position, made_by, seq, operation, number, point, digest)"
+    " SELECT run_id, position, made_by, seq, operation, number, point, digest FROM history",
+    "DROP TABLE history",
+    "ALTER TABLE clustered_history RENAME TO history",
+    """CREATE TABLE clustered_kinds (
+    run_id TEXT NOT NULL,
+    operation TEXT NOT NULL,
+    seen INTEGER NOT NULL,
+    kept INTEGER NOT NULL,
+    every INTEGER NOT NULL,
+    PRIMARY KEY (run_id, operation)
+) WITHOUT ROWID""",
+    "INSERT INTO clustered_kinds SELECT run_id, operation, seen, kept, every FROM history_kinds",
+    "DROP TABLE history_kinds",
+    "ALTER TABLE clustered_kinds RENAME TO history_kinds",
+)
+"""The same tables, each of them the index of its key; ``position`` counts within a record."""
+
 
 def history_point(
     run_id: str, operation: pb.Operation, result: pb.OperationResult, step: int
@@ -88,8 +118,9 @@ def add(connection: sqlite3.Connection, run_id: str, point: pb.HistoryPoint, max
     kept = number % every == 0
     if kept:
         connection.execute(
-            "INSERT INTO history (run_id, made_by, seq, operation, number, point, digest)"
-            " VALUES (?1, ?2, ?3, ?4, ?5, ?6, digest(?2, ?3, ?4, ?5, ?6))",
+            "INSERT INTO history (run_id, position, made_by, seq, operation, number, point, digest)"
+            " VALUES (?1, (SELECT coalesce(max(position), 0) + 1 FROM history WHERE run_id = ?1),"
+            " ?2, ?3, ?4, ?5, ?6, digest(?2, ?3, ?4, ?5, ?6))",
             (run_id, point.run_id, point.seq, point.operation, number, point.SerializeToString()),
         )
     connection.execute(
@@ -118,8 +149,8 @@ def _thin(connection: sqlite3.Connection, run_id: str, max_points: int) -> None:
 def copy(connection: sqlite3.Connection, source: str, up_to_seq: int, run_id: str) -> None:
     """Begin a fork's record with its source's, up to the source's operation ``up_to_seq``."""
     connection.execute(
-        "INSERT INTO history (run_id, made_by, seq, operation, number, point, digest)"
-        " SELECT ?, made_by, seq, operation, number, point, digest FROM history"
+        "INSERT INTO history (run_id, position, made_by, seq, operation, number, point, digest)"
+        " SELECT ?, position, made_by, seq, operation, number, point, digest FROM history"
         " WHERE run_id = ? AND (made_by != ? OR seq <= ?) ORDER BY position",
         (run_id, source, source, up_to_seq),
     )

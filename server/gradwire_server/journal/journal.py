@@ -250,7 +250,8 @@ class Journal:
                 )
             connection.execute(
                 f"UPDATE runs SET {change}applied_seq = coalesce("
-                "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND status = 0), accepted_seq)"
+                "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND seq > runs.applied_seq"
+                " AND status = 0), accepted_seq)"
                 " WHERE run_id = ?",
                 (*values, run_id),
             )
@@ -332,7 +333,10 @@ class Journal:
 
 def _is_early(connection: sqlite3.Connection, run_id: str, seq: int) -> bool:
     """Whether an earlier operation has no result yet."""
-    query = "SELECT 1 FROM operations WHERE run_id = ? AND seq < ? AND status = 0 LIMIT 1"
+    query = (
+        "SELECT 1 FROM operations WHERE run_id = ?1 AND seq > (SELECT applied_seq FROM runs WHERE run_id = ?1)"
+        " AND seq < ?2 AND status = 0 LIMIT 1"
+    )
     return connection.execute(query, (run_id, seq)).fetchone() is not None
 
 

@@ -54,7 +54,7 @@ class Retention:
 
         def work(connection: sqlite3.Connection) -> set[int]:
             query = (
-                "SELECT segment FROM operations UNION SELECT segment FROM results"
+                "SELECT segment FROM operations UNION SELECT segment FROM results WHERE segment IS NOT NULL"
                 " UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
             )
             return self._segments.closed() - {segment for (segment,) in connection.execute(query)}

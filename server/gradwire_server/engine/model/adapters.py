@@ -112,22 +112,26 @@ class SpanLinear(LoraLinear):
         active = self.active
         if active.peft:
             return super().forward(x, *args, **kwargs)
-        spans = [span for span in active.spans if span.adapter in self.lora_A]
+        base_layer, sides, scaling = self.base_layer, (self.lora_A, self.lora_B), self.scaling
+        spans = [span for span in active.spans if span.adapter in sides[0]]
         if not spans:
-            return self.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
-        weight, bias = _frozen_product(self.base_layer)
-        result = self.base_layer(x, *args, **kwargs) if weight is None else None
-        pairs: list[Tensor] = [
-            cast(Tensor, side[span.adapter].weight) for span in spans for side in (self.lora_A, self.lora_B)
-        ]
-        scales = [self.scaling[span.adapter] for span in spans]
+            return base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
+        weight, bias = _frozen_product(base_layer)
+        result = base_layer(x, *args, **kwargs) if weight is None else None
+        pairs: list[Tensor] = [cast(Tensor, side[span.adapter].weight) for span in spans for side in sides]
+        scales = [scaling[span.adapter] for span in spans]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             weight, bias, result = (each if each is None else each.to(dtype) for each in (weight, bias, result))
             pairs = [each.to(dtype) for each in pairs]
-        ends = active.ends if len(spans) == len(active.spans) and _alike(pairs, scales) else None
-        if ends is not None and (ends.device != x.device or not grouped_products_run(x.device, x.dtype)):
+        ends = active.ends
+        if ends is not None and not (
+            len(spans) == len(active.spans)
+            and _alike(pairs, scales)
+            and ends.device == x.device
+            and grouped_products_run(x.device, x.dtype)
+        ):
             ends = None
         output: Tensor = _LoraLinear.apply(x, result, weight, bias, spans, scales, ends, *pairs)  # type: ignore[no-untyped-call]
         return output
@@ -135,7 +139,7 @@ class SpanLinear(LoraLinear):
 
 def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
     """Weight ``[O, I]`` and bias of a plain linear layer; None and None for any other layer."""
-    if hasattr(layer, "_hf_hook"):  # accelerate's hook moves data between devices
+    if "_hf_hook" in layer.__dict__:  # accelerate's hook moves data between devices
         return None, None
     if type(layer) is nn.Linear:
         return layer.weight, layer.bias
@@ -171,8 +175,8 @@ class _LoraLinear(torch.autograd.Function):
         if ends is None:
             inner = []
             for span, scale, a, b in zip(spans, scales, pairs[::2], pairs[1::2], strict=True):
-                inner.append(tokens[span.start : span.stop] @ a.T)
-                output[span.start : span.stop].addmm_(inner[-1], b.T, alpha=scale)
+                inner.append(_rows(tokens, span) @ a.T)
+                _rows(output, span).addmm_(inner[-1], b.T, alpha=scale)
         else:
             inner = [F.grouped_mm(tokens, torch.stack(pairs[::2]).mT, offs=ends)]
             output.add_(F.grouped_mm(inner[0], torch.stack(pairs[1::2]).mT, offs=ends), alpha=scales[0])
@@ -194,12 +198,12 @@ class _LoraLinear(torch.autograd.Function):
         grads: list[Tensor] = []
         if ends is None:
             for span, scale, between, a, b in zip(spans, scales, inner, pairs[::2], pairs[1::2], strict=True):
-                own = grad[span.start : span.stop]
+                own = _rows(grad, span)
                 through = own @ b
-                grads.append((through.T @ tokens[span.start : span.stop]).mul_(scale))
+                grads.append((through.T @ _rows(tokens, span)).mul_(scale))
                 grads.append((own.T @ between).mul_(scale))
                 if into is not None:
-                    into[span.start : span.stop].addmm_(through, a, alpha=scale)
+                    _rows(into, span).addmm_(through, a, alpha=scale)
         else:
             a, b = torch.stack(pairs[::2]), torch.stack(pairs[1::2])
             through = F.grouped_mm(grad, b, offs=ends)
@@ -210,6 +214,13 @@ class _LoraLinear(torch.autograd.Function):
                 into.add_(F.grouped_mm(through, a, offs=ends), alpha=scales[0])
         of_x = None if into is None else into.unflatten(0, x.shape[:-1])
         return of_x, grad_output if weight is None else None, None, None, None, None, None, *grads
+
+
+def _rows(tokens: Tensor, span: Span) -> Tensor:
+    """The rows of a span; the tensor itself where the span is all of it, as in a short step each view counts."""
+    if span.start == 0 and (span.stop is None or span.stop >= len(tokens)):
+        return tokens
+    return tokens[span.start : span.stop]
 
 
 def _alike(pairs: Sequence[Tensor], scales: Sequence[float]) -> bool:

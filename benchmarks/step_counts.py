@@ -54,12 +54,15 @@ class Strace:
     def __init__(self, pid: int, folder: Path) -> None:
         self._pid, self._file = pid, folder / "strace"
 
-    async def start(self) -> None:
+    async def start(self) -> bool:
+        """Begin to count; False where strace is missing or may not attach to a process."""
+        if shutil.which("strace") is None:
+            return False
         calls = ",".join((*WRITES, *SYNCS))
         words = ["strace", "-f", "-c", "-e", f"trace={calls}", "-p", str(self._pid), "-o", str(self._file)]
         self._process = await asyncio.create_subprocess_exec(*words, stderr=subprocess.PIPE)
         assert self._process.stderr is not None
-        await self._process.stderr.readline()  # "attached"
+        return b"attached" in await self._process.stderr.readline()
 
     async def stop(self) -> dict[str, int]:
         self._process.send_signal(signal.SIGINT)
@@ -99,9 +102,8 @@ async def measured(size: Size) -> list[Figure]:
                     _figure(name, "processor time", cpu, "ms a step", TARGETS["cpu"]),
                     _figure(name, "voluntary context switches", switches, "a step", TARGETS["switches"]),
                 ]
-                if shutil.which("strace"):
-                    strace = Strace(front, Path(folder))
-                    await strace.start()
+                strace = Strace(front, Path(folder))
+                if await strace.start():
                     await repeat(steps)
                     counts = await strace.stop()
                     each = ", ".join(f"{call} {count / steps:.1f}" for call, count in counts.items() if count)

@@ -46,6 +46,8 @@ def test_the_table_is_one_command(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert [figure["name"] for figure in report["figures"]] == [
         "overhead of the service, awaited",
+        "overhead of the service, submitted, then awaited",
+        "overhead of the service, train_step",
         "operations in a pipeline",
     ]
     assert not report["failures"]

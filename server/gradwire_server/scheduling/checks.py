@@ -54,16 +54,16 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
             return _limit(
                 f"{spec.shape[0]} tokens in {spec.name!r}", "max_batch_tokens", limits.max_batch_tokens, spec.name
             )
-    call = loss_call(header.operation)
-    if call is not None:
-        return check_loss(call, limits) or _check_strings(header.operation.train_step.optim_step, limits)
+    loss = loss_call(header.operation)
+    if loss is not None:
+        return check_loss(loss, limits) or _check_strings(header.operation.train_step.optim_step, limits)
     if kind == "sample":
         rows = max((spec.level_sizes[0] for spec in header.tensors if spec.level_sizes), default=0)
         call = header.operation.sample
         return check_sample(call, rows, limits) or check_sampled_bytes(call, rows, limits, context_length)
-    error = _check_strings(getattr(header.operation, kind), limits)
-    if error is not None:
-        return error
+    wrong = _check_strings(getattr(header.operation, kind), limits)
+    if wrong is not None:
+        return wrong
     if kind in ("save_checkpoint", "export"):
         name = header.operation.save_checkpoint.name if kind == "save_checkpoint" else header.operation.export.name
         if name and not NAME.fullmatch(name):

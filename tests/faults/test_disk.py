@@ -66,11 +66,13 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
     try:
         entries = await journal.entries(run_id, 0, 1000)
         for entry in entries:
+            assert entry.location is not None
             try:
-                assert entry.location is not None
-                assert await journal.payload(entry.location) == payloads[entry.header.seq]
+                payload = await journal.payload(entry.location)
             except Exception:
                 damaged += 1
+            else:
+                assert payload == payloads[entry.header.seq]
         results = await journal.results(run_id, 1, 1000, limit=1000)
         runs = RunRecords(journal.store, folder, 10)
         for record in await runs.load():

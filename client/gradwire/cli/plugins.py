@@ -54,12 +54,17 @@ class _Deferred(TyperCommand):
         self._entry_point = entry_point
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return self._load().make_context(info_name, args, parent, **extra)
+        command = self._load(completing=bool(extra.get("resilient_parsing")))
+        make = super().make_context if command is None else command.make_context
+        return make(info_name, args, parent, **extra)
 
-    def _load(self) -> Any:
+    def _load(self, *, completing: bool) -> Any:
+        """Import the command. Without its packages, None while a shell completes it, else the end in one sentence."""
         try:
             found = self._entry_point.load()
         except ImportError as missing:
+            if completing:
+                return None
             typer.secho(f"gradwire: {self._how_to_get_it(missing)}", fg="red", err=True)
             raise typer.Exit(2) from None
         return typer.main.get_command(found) if isinstance(found, typer.Typer) else _Function(self.name, found)

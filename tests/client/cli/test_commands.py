@@ -138,6 +138,11 @@ def test_commands_of_other_packages_are_loaded_when_they_run(monkeypatch: pytest
         "gradwire: `gradwire speak` needs tests_of_gradwire_nowhere, which is not installed:"
         " pip install 'gradwire[voice]'\n"
     )
+    completed = CliRunner().invoke(
+        app, [], prog_name="gradwire",
+        env={"_GRADWIRE_COMPLETE": "complete_bash", "COMP_WORDS": "gradwire speak --", "COMP_CWORD": "2"},
+    )  # fmt: skip
+    assert (completed.exit_code, completed.stdout) == (0, "--help\n"), completed.output
 
 
 def test_doctor_finds_what_is_wrong_and_says_what_to_do(tmp_path: Path) -> None:

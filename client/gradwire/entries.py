@@ -70,6 +70,17 @@ class Entry:
     expired_seen: tuple[int, ...] = ()
 
 
+@dataclass
+class LocalFailure:
+    """The failure of an operation that was never sent."""
+
+    error: BaseException
+    seen: bool = False
+
+    def mark_seen(self) -> None:
+        self.seen = True
+
+
 def check_timeout(timeout: float | None) -> None:
     """Check the ``timeout=`` of an operation.
 

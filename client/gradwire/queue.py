@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,10 +21,9 @@ from gradwire_proto.codec import CodecError, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors, tracing
-from gradwire.entries import Entry, Request, check_timeout
+from gradwire.entries import Entry, LocalFailure, Request, check_timeout
 from gradwire.errors import (
     AbortedPredecessorError,
-    DeadlineExceededError,
     GradwireError,
     InternalServerError,
     LimitExceededError,
@@ -34,6 +32,7 @@ from gradwire.errors import (
     ServiceClosedError,
 )
 from gradwire.futures import Future, failed, running_loop
+from gradwire.pair import Pair
 from gradwire.results import Columns
 
 T = TypeVar("T")
@@ -42,17 +41,6 @@ Decode = Callable[[pb.OperationResult, Columns], T]
 KEPT_FAILURES = 256
 STEPS = ("optim_step", "train_step")
 """Labels of the operations that end an accumulation and, where they are aborted, a failure."""
-
-
-@dataclass
-class LocalFailure:
-    """The failure of an operation that was never sent."""
-
-    error: BaseException
-    seen: bool = False
-
-    def mark_seen(self) -> None:
-        self.seen = True
 
 
 class OperationQueue:
@@ -83,7 +71,7 @@ class OperationQueue:
         self._expired_seen: set[int] = set()
         self._failures: dict[int, BaseException] = {}
         self._early: dict[int, Callable[[Entry], None]] = {}
-        self._computing: set[asyncio.Task[None]] = set()
+        self.computing: set[asyncio.Task[None]] = set()
 
     # ---- calls, from any thread
 
@@ -146,54 +134,13 @@ class OperationQueue:
                 return request
             index = self.last_index + 1
             second, future = self._entry(label, index + 1, None, decode_result, halves=2)
-            filled = False
-
-            def fill(made: Request) -> None:
-                nonlocal filled
-                if not filled:
-                    filled, second.request = True, made
-                    if first.deadline is not None:
-                        second.timeout_s = max(first.deadline - self.loop.time(), 1e-3)
-                    self.on_filled(second)
-
-            def give_up(cause: BaseException) -> None:
-                if not filled:
-                    second.cause = cause
-                    fill(Request.abandoned(self.base + index, f"{type(cause).__name__}: {cause}"))
-                if isinstance(cause, (DeadlineExceededError, OperationCancelledError)):
-                    second.on_error(cause)  # nothing of the pair is executed any more
-
-            def too_slow() -> None:
-                give_up(DeadlineExceededError(f"{label} was not done when its timeout was over"))
-
-            def cancel() -> None:
-                if self.waits(first):
-                    self.on_cancel(first)
-                elif filled:
-                    self.on_cancel(second)
-                else:
-                    give_up(OperationCancelledError(f"{label} was cancelled before its gradients were sent"))
-
-            async def work(result: pb.OperationResult, columns: Columns) -> None:
-                try:
-                    fill(await asyncio.to_thread(compute, result, columns))
-                except Exception as error:  # the user's own code: its exception is raised to the user
-                    give_up(error)
-
-            def start(result: pb.OperationResult, columns: Columns) -> None:
-                task = self.loop.create_task(work(result, columns))
-                self._computing.add(task)
-                task.add_done_callback(self._computing.discard)
-                if first.deadline is not None:
-                    timer = self.loop.call_at(first.deadline, too_slow)
-                    task.add_done_callback(lambda _: timer.cancel())
-
-            first = Entry(
-                index, label, request, self._failure_seen, start, give_up, traceparent=second.traceparent,
+            pair = Pair(self, second, compute)
+            pair.first = Entry(
+                index, label, request, self._failure_seen, pair.start, pair.give_up, traceparent=second.traceparent,
                 timeout_s=timeout or 0.0, expired_seen=second.expired_seen,
             )  # fmt: skip
-            future._on_cancel = partial(self._on_loop, cancel)
-            self._append(first)
+            future._on_cancel = partial(self._on_loop, pair.cancel)
+            self._append(pair.first)
             self._append(second)
         self._on_loop(self.on_submitted)
         return future
@@ -436,7 +383,7 @@ class OperationQueue:
             entries, self._unfinished, self._unacknowledged = list(self._unfinished.values()), {}, {}
             self._early.clear()
         self._fail(entries, error)
-        for task in list(self._computing):
+        for task in list(self.computing):
             if not self.loop.is_closed():
                 self.loop.call_soon_threadsafe(task.cancel)
 

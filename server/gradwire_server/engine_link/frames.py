@@ -174,6 +174,9 @@ class AsyncEngineLink:
         self._sock = sock
         self._incoming = _Incoming()
         self._outgoing: deque[memoryview] = deque()
+        self._more: asyncio.Future[None] | None = None
+        self._reading = False
+        self._closed: LinkClosed | None = None
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send a frame like :meth:`EngineLink.send`, without waiting.
@@ -192,15 +195,40 @@ class AsyncEngineLink:
         """Receive the next frame; see :meth:`EngineLink.receive`."""
         loop = asyncio.get_running_loop()
         while (frame := self._incoming.frame(kind)) is None:
-            try:
-                self._incoming.took(await loop.sock_recv_into(self._sock, self._incoming.room()))
-            except OSError as error:
-                raise LinkClosed(str(error)) from error
+            if self._closed is not None:
+                raise self._closed
+            self._more = loop.create_future()
+            if not self._reading:
+                self._reading = True
+                loop.add_reader(self._sock, self._read)
+            await self._more
         return frame
+
+    def _read(self) -> None:
+        """Receive what is there, and go on watching the socket for as long as somebody waits for more.
+
+        ``loop.sock_recv_into`` would begin and end the watch for every frame: two system calls each.
+        """
+        more = self._more
+        if more is None or more.done():
+            self._reading = False
+            asyncio.get_running_loop().remove_reader(self._sock)
+            return
+        try:
+            self._incoming.took(self._sock.recv_into(self._incoming.room()))
+        except BlockingIOError:
+            return
+        except LinkClosed as error:
+            self._closed = error
+        except OSError as error:
+            self._closed = LinkClosed(str(error))
+        more.set_result(None)
 
     def close(self) -> None:
         """Close the link; call it when no task is receiving."""
-        asyncio.get_running_loop().remove_writer(self._sock)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        loop.remove_writer(self._sock)
         self._outgoing.clear()
         self._sock.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -132,12 +133,13 @@ class Metrics:
         self._per_run = per_run
         self._runs: dict[str, None] = {}
         self._losses: dict[str, frozenset[str]] = {}
-        self._accepted = self._make(Counter, "gradwire_operations_accepted_total")
-        self._finished = self._make(Counter, "gradwire_operations_total")
+        # What every operation counts has few labels, and looking a child up by them takes longer than counting.
+        self._accepted = cache(self._make(Counter, "gradwire_operations_accepted_total").labels)
+        self._finished = cache(self._make(Counter, "gradwire_operations_total").labels)
         self._refused = self._make(Counter, "gradwire_submissions_refused_total")
-        self._queue_s = self._make(Histogram, "gradwire_operation_queue_seconds")
-        self._engine_s = self._make(Histogram, "gradwire_operation_engine_seconds")
-        self._tokens = self._make(Counter, "gradwire_tokens_total")
+        self._queue_s = cache(self._make(Histogram, "gradwire_operation_queue_seconds").labels)
+        self._engine_s = cache(self._make(Histogram, "gradwire_operation_engine_seconds").labels)
+        self._tokens = cache(self._make(Counter, "gradwire_tokens_total").labels)
         self._grouped = self._make(Counter, "gradwire_grouped_operations_total")
         self._steps = self._make(Counter, "gradwire_optimizer_steps_total")
         self._commit_s = self._make(Histogram, "gradwire_journal_commit_seconds")
@@ -165,7 +167,7 @@ class Metrics:
 
     def accepted(self, operation: pb.Operation) -> None:
         """Count an operation that has become durable."""
-        self._accepted.labels(_kind(operation)).inc()
+        self._accepted(_kind(operation)).inc()
 
     def refused(self, error: pb.Error) -> None:
         """Count a submission that was not accepted."""
@@ -174,10 +176,10 @@ class Metrics:
     def finished(self, run_id: str, operation: pb.Operation, result: pb.OperationResult) -> None:
         """Count an operation that has its result."""
         kind, loss = _kind(operation), self._loss_name(operation)
-        self._finished.labels(kind, loss, _outcome(result)).inc()
+        self._finished(kind, loss, _outcome(result)).inc()
         if result.HasField("timings"):
-            self._queue_s.labels(kind).observe(result.timings.queue_s)
-            self._engine_s.labels(kind).observe(result.timings.engine_s)
+            self._queue_s(kind).observe(result.timings.queue_s)
+            self._engine_s(kind).observe(result.timings.engine_s)
         if result.status != pb.STATUS_SUCCEEDED:
             return
         body = result.WhichOneof("kind")
@@ -190,12 +192,12 @@ class Metrics:
             if run:
                 self._run_step.labels(run).set(step.step)
         elif body == "sample":
-            self._tokens.labels("prompt").inc(result.sample.num_prompt_tokens)
-            self._tokens.labels("sampled").inc(result.sample.num_sampled_tokens)
+            self._tokens("prompt").inc(result.sample.num_prompt_tokens)
+            self._tokens("sampled").inc(result.sample.num_sampled_tokens)
 
     def _evaluated(self, run_id: str, kind: str, loss: str, result: pb.LossResult) -> None:
-        self._tokens.labels("scored" if kind == "forward" else "trained").inc(result.num_tokens)
-        self._tokens.labels("loss").inc(result.num_loss_tokens)
+        self._tokens("scored" if kind == "forward" else "trained").inc(result.num_tokens)
+        self._tokens("loss").inc(result.num_loss_tokens)
         self._grouped.inc(result.grouped_runs > 1)
         if not loss:
             return

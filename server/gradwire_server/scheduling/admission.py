@@ -22,6 +22,7 @@ from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import UNKNOWN_LENGTH, check
 from gradwire_server.scheduling.dispatcher import Dispatcher
+from gradwire_server.scheduling.fencing import reused
 from gradwire_server.scheduling.operation import (
     PayloadMemory,
     QueuedOperation,
@@ -30,7 +31,7 @@ from gradwire_server.scheduling.operation import (
     retrieved,
 )
 from gradwire_server.scheduling.results import Results
-from gradwire_server.scheduling.run_queue import RunQueue, reused
+from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.states import JOURNALED, OperationState
 
 log = logging.getLogger(__name__)

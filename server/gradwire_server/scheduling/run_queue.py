@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -26,36 +26,19 @@ from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Location
-from gradwire_server.operation_kinds import kind_of, loss_result, step_result
-from gradwire_server.scheduling import abort_rule
+from gradwire_server.scheduling import abort_rule, progress
+from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
 from gradwire_server.scheduling.operation import QueuedOperation
 from gradwire_server.scheduling.recent_results import RecentResults
 from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
-from gradwire_server.scheduling.states import OperationState
+from gradwire_server.scheduling.states import OperationState, Parked
 
 _UNSENT = (OperationState.WRITING, OperationState.QUEUED)
 
 
 @dataclass(eq=False)
-class Parked:
-    """The parked state of a run.
-
-    Attributes:
-        error: The reason.
-        since: Unix time in seconds.
-        attempts: Number of failures in a row.
-        trying: Whether the run is being tried again.
-    """
-
-    error: pb.Error
-    since: float
-    attempts: int = 1
-    trying: bool = False
-
-
-@dataclass(eq=False)
-class RunQueue:
+class RunQueue(Fencing):
     """The queue of one run, and the server's state of the run outside the database.
 
     Only the queue changes the states of its operations and the progress in the run's record.
@@ -66,7 +49,8 @@ class RunQueue:
         usage: What the run's key holds; shared by its runs.
         held: What the operations without a result hold of the limits.
         window: Operations that wait for a missing number, by number.
-        pending: Admitted operations without a result, by number.
+        pending: Admitted operations without a result, by number; in an OrderedDict, as a plain dict is slow to
+            show its first item once others were popped in front of it.
         sent: Operations that were sent to the engine or are about to be, in order.
         apart: Whether nothing more may be sent until those in ``sent`` are answered.
         handing: Lock held while an operation is sent to the engine; keeps them in order.
@@ -81,9 +65,7 @@ class RunQueue:
     limits: Limits
     usage: Usage
     window: dict[int, QueuedOperation] = field(default_factory=dict)
-    pending: OrderedDict[int, QueuedOperation] = field(
-        default_factory=OrderedDict
-    )  # popping from the front of a plain dict makes the next look at its first item slow
+    pending: OrderedDict[int, QueuedOperation] = field(default_factory=OrderedDict)
     sent: dict[int, QueuedOperation] = field(default_factory=dict)
     apart: bool = False
     handing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -103,31 +85,6 @@ class RunQueue:
         self._replay_deaths: Counter[int] = Counter()
 
     # ---- admission ----
-
-    def check_epoch(self, epoch: int) -> None:
-        """Check that an epoch is the current writer's.
-
-        Raises:
-            ServiceError: STALE_EPOCH; REWOUND if the epoch is from before the run's last rewind.
-        """
-        record = self.record
-        if epoch == record.epoch:
-            return
-        if 0 < epoch <= record.rewound_epoch:
-            raise self.rewound()
-        raise ServiceError(
-            pb.ERROR_CODE_STALE_EPOCH,
-            f"another writer ({record.writer or 'unknown'}) has taken over the run {record.run_id}: this one writes"
-            f" with epoch {epoch}, the run is at {record.epoch}; open the run again to take it back",
-        )
-
-    def rewound(self) -> ServiceError:
-        """The error for readers and writers from before the run's last rewind."""
-        return ServiceError(
-            pb.ERROR_CODE_REWOUND,
-            f"the run {self.record.run_id} went back to operation {self.record.rewound_to_seq} (durability=checkpoint"
-            " and the engine was restarted): later operations are void; open the run again and go on from there",
-        )
 
     def offer(self, operation: QueuedOperation) -> asyncio.Future[pb.SubmitAck] | None:
         """Put an operation into the window. If it was submitted before and has no result yet, return its ack instead.
@@ -281,29 +238,13 @@ class RunQueue:
 
     def finish(self, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
         """Apply a result to the run; return the values for the run's row."""
-        record = self.record
         operation.enter(OperationState.FINISHED)
         self._drop(operation)
-        loss = loss_result(result)
-        record.num_tokens += loss.num_tokens + result.sample.num_prompt_tokens + result.sample.num_sampled_tokens
-        abort_rule.follow(record, operation, result)
         self.since_checkpoint.count(operation.header, result.status, result.timings.engine_s)
-        if result.status == pb.STATUS_SUCCEEDED:
-            if operation.kind == "save_checkpoint" and not result.checkpoint.weights_only:
-                self.checkpointed()
-            elif kind_of(operation.header.operation).steps:
-                record.step = step_result(result).step
-            elif operation.kind == "load_checkpoint" and result.HasField("checkpoint"):
-                record.step = result.checkpoint.step
-        marks = RunMarks(record.step, record.failure_seq, record.failure)
-        if loss.HasField("added_head"):
-            record.config.head = loss.added_head.kind
-            record.num_trainable_parameters = loss.added_head.num_trainable_parameters
-            marks = replace(
-                marks,
-                config=record.config.SerializeToString(),
-                num_trainable_parameters=record.num_trainable_parameters,
-            )
+        marks = progress.follow(self.record, operation, result)
+        saved = operation.kind == "save_checkpoint" and result.status == pb.STATUS_SUCCEEDED
+        if saved and not result.checkpoint.weights_only:
+            self.checkpointed()
         return marks
 
     def expire(self, operation: QueuedOperation) -> pb.Error:
@@ -457,12 +398,3 @@ class RunQueue:
     def changed(self) -> asyncio.Event:
         """Event set at the next change of the queue; take it before you read the state, or you can miss a change."""
         return self._changed
-
-
-def reused(seq: int) -> ServiceError:
-    """SEQ_REUSED for a number that another operation has."""
-    return ServiceError(
-        pb.ERROR_CODE_SEQ_REUSED,
-        f"number {seq} was used for another operation; a new operation takes a new number",
-        field="seq",
-    )

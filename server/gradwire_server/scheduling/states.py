@@ -1,9 +1,12 @@
-"""The states of an operation and the transitions between them."""
+"""The states of an operation and the transitions between them; the parked state of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
+
+from gradwire_proto.v1 import training_pb2 as pb
 
 
 class OperationState(Enum):
@@ -80,3 +83,20 @@ JOURNALED = (_S.QUEUED, _S.SENT)
 
 class IllegalTransitionError(RuntimeError):
     """A fault of the server: an operation was moved to a state that may not follow its present one."""
+
+
+@dataclass(eq=False)
+class Parked:
+    """The parked state of a run.
+
+    Attributes:
+        error: The reason.
+        since: Unix time in seconds.
+        attempts: Number of failures in a row.
+        trying: Whether the run is being tried again.
+    """
+
+    error: pb.Error
+    since: float
+    attempts: int = 1
+    trying: bool = False

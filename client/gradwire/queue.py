@@ -354,7 +354,7 @@ class OperationQueue:
             error = errors.from_wire(result.error)
         if isinstance(error, AbortedPredecessorError):
             if error.cause_seq is not None and error.__cause__ is None:
-                error.__cause__ = self._failures.get(error.cause_seq)
+                error.__cause__ = self._failures.get(error.cause_seq) or self._cause_of(error.cause_seq)
         else:
             self._failures[result.seq] = error
             if len(self._failures) > KEPT_FAILURES:
@@ -362,6 +362,11 @@ class OperationQueue:
         if isinstance(error, GradwireError):
             error.seq = result.seq
         return error
+
+    def _cause_of(self, seq: int) -> BaseException | None:
+        """The client's reason for a failure whose result is here before its acknowledgement: it was sent out of turn."""
+        entry = self._unfinished.get(seq - self.base)
+        return entry.cause if entry is not None else None
 
     def fence(self, error: GradwireError) -> None:
         """Fail every unacknowledged operation, and every later one, with this error.

@@ -153,6 +153,34 @@ def test_runs_of_any_rank_loss_and_head_get_what_they_get_alone(engines: Engines
         assert torch.equal(*rng)
 
 
+def test_train_steps_share_a_forward_and_each_takes_its_own_step(engines: Engines, trunk_forwards: list[int]) -> None:
+    engines.create(WORK)
+    asked = {run_id: {"train_step": pb.TrainStep(loss=work.call, optim_step=STEP)} for run_id, work in WORK.items()}
+    asked["run-few"]["train_step"].optim_step.learning_rate = -1  # refused before its gradient is computed
+    alone = {run_id: engines.alone.op(run_id, WORK[run_id].columns, **kind) for run_id, kind in asked.items()}
+    requests = [
+        engines.request(number, run_id, WORK[run_id], **kind) for number, (run_id, kind) in enumerate(asked.items(), 1)
+    ]
+    decision = engines.together.context.decisions.execute(requests)
+    assert len(decision.requests) == len(WORK)
+    found = dict(zip(WORK, engines.together.engine.execute(decision), strict=True))
+    assert trunk_forwards == [len(WORK) - 1]
+    for run_id, answer in found.items():
+        grouped, single = answer.reply.result, alone[run_id].proto
+        assert (grouped.seq, grouped.status, grouped.error) == (single.seq, single.status, single.error)
+        if run_id == "run-few":
+            assert grouped.error.field == "learning_rate"
+            assert engines.together.context.runs[run_id].accumulator.empty
+            continue
+        mine, theirs = grouped.train_step, single.train_step
+        assert mine.loss.grouped_runs == len(WORK) - 1
+        assert mine.loss.loss == pytest.approx(theirs.loss.loss, rel=1e-5, abs=1e-6)
+        assert mine.optim_step.grad_norm == pytest.approx(theirs.optim_step.grad_norm, rel=1e-4)
+        assert (mine.optim_step.step, mine.optim_step.num_accumulated) == (2, 1)
+        logprobs = [engine.logprobs(run_id, token_rows(ROWS)) for engine in (engines.alone, engines.together)]
+        np.testing.assert_allclose(*logprobs, atol=1e-4)
+
+
 def test_a_loss_with_two_units_takes_two_backward_passes(engines: Engines) -> None:
     work = {
         "run-sft": WORK["run-sft"],

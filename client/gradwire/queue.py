@@ -364,7 +364,7 @@ class OperationQueue:
         return error
 
     def _cause_of(self, seq: int) -> BaseException | None:
-        """The client's reason for a failure whose result is here before its acknowledgement: it was sent out of turn."""
+        """The client's reason for a failure whose result came before its acknowledgement: it was sent out of turn."""
         entry = self._unfinished.get(seq - self.base)
         return entry.cause if entry is not None else None
 

@@ -11,10 +11,11 @@ from gradwire_losses.batch import Batch
 from gradwire_server.engine.model import adapters as grouped_lora
 from gradwire_server.engine.model.adapters import Span
 from gradwire_server.engine.model.packing import Packing
-from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.model.policy import LoraPolicy, Policy, lora_config
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.grouped_forward_backward import can_go_together, hidden_together
+from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor
 
 SETTINGS: list[dict[str, Any]] = [
@@ -90,21 +91,25 @@ def test_each_run_gets_what_it_gets_alone(make: Any, dtype: torch.dtype, packing
             torch.testing.assert_close(gradient, by_name[name], atol=10 * atol, rtol=10 * atol, msg=name)
 
 
-def test_one_adapter_computes_what_peft_does(make: Any, dtype: torch.dtype) -> None:
+def test_one_adapter_computes_what_peft_does(make: Any, model_path: Path, dtype: torch.dtype) -> None:
     run = make(SETTINGS[1])
     make(SETTINGS[0], 1)
     batch = some_batch(3, [6, 4])
     ours = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
     ours.sin().sum().backward()
     mine = gradients(run)
-    layers = run.policy.split_model.adapter_layers
-    layers._in_spans = set()
-    theirs = run.policy.hidden(batch.input_ids, batch.lengths, training=True)
+    plain = ModelPool({"tiny": str(model_path)}, dtype=dtype).load("tiny")
+    theirs_policy = Policy(plain)
+    peft_model = PeftModel(plain.model, lora_config(plain.model, run.config.lora), autocast_adapter_dtype=False)
+    weights = {f"base_model.model.{name}": value for name, value in run.policy.state_tensors().items()}
+    assert not set_peft_model_state_dict(peft_model, weights).unexpected_keys
+    theirs = theirs_policy.hidden(batch.input_ids, batch.lengths, training=True)
     theirs.sin().sum().backward()
-    assert layers._active.peft
     atol = TOLERANCES[dtype]
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
-    for name, expected in gradients(run).items():
+    found = {name.replace(".default", ""): each.grad for name, each in plain.model.named_parameters() if "lora_" in name}
+    assert mine.keys() == found.keys()
+    for name, expected in found.items():
         torch.testing.assert_close(mine[name], expected, atol=10 * atol, rtol=10 * atol, msg=name)
 
 

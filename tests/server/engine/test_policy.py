@@ -120,14 +120,14 @@ def test_a_closed_adapter_leaves_the_others_and_then_the_bare_model(
 
 def test_lora_scale_and_targets(make_run: Any) -> None:
     run = make_run(lora={"rank": 4})
-    config = run.policy.split_model.adapters.peft_config[run.run_id]
+    config = run.policy.peft_config
     assert config.lora_alpha == 8
     names = list(run.policy.trainable_parameters())
     assert len(names) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
     assert not any("lm_head" in name or run.run_id in name for name in names)
     only = make_run(lora={"rank": 2, "alpha": 3.0, "target_modules": ["q_proj"]})
     assert len(only.policy.trainable_parameters()) == 4
-    assert only.policy.split_model.adapters.peft_config[only.run_id].lora_alpha == 3
+    assert only.policy.peft_config.lora_alpha == 3
 
 
 @pytest.mark.parametrize(

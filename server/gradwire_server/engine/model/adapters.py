@@ -1,7 +1,6 @@
-"""LoRA on a shared model, with a choice of adapter for each range of tokens.
+"""Linear layers with LoRA that choose an adapter for each range of tokens.
 
-The adapters and their layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``). This module replaces the
-forward of linear layers: one autograd function computes the frozen product once for all tokens, then adds each
+The layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``), with a forward of their own: one autograd function computes the frozen product once for all tokens, then adds each
 adapter's product on its *span* of the token axis, so that no further tensor of the output's size is kept or summed. A
 single run has one span over all tokens. Several runs in one forward have a span each, and each span's gradient goes
 only to its own adapter's parameters. Changing the spans only sets an attribute.
@@ -17,10 +16,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from gradwire_losses.batch import sent
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -39,7 +37,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class _Active:
+class Active:
     """Spans that a model's layers compute with. ``peft``: use peft's own forward with its enabled adapter instead."""
 
     spans: tuple[Span, ...] = ()
@@ -47,79 +45,43 @@ class _Active:
     peft: bool = False
 
 
-class AdapterLayers:
-    """The adapter layers of one model; build a new instance after adding or removing adapters."""
+class Pair(NamedTuple):
+    """What an adapter adds to a linear layer: ``scale * x A^T B^T``."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
-        self._active = _Active()
-        everywhere: set[str] = set()
-        with_peft: set[str] = set()
-        for layer in self._layers:
-            names = {*layer.lora_A, *layer.lora_embedding_A}
-            everywhere |= names
-            if type(layer) in (LoraLinear, SpanLinear):
-                layer.__class__ = SpanLinear
-                layer.active = self._active
-                names = {name for name in names if not isinstance(layer.lora_dropout[name], nn.Identity)}
-            with_peft |= names
-        self._in_spans = everywhere - with_peft
-        self._peft_adapter: str | None = None
-        self._disable()
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
 
-    def use(self, adapter: str | None) -> None:
-        """Compute all tokens with one adapter, or with none."""
-        if adapter is None or adapter in self._in_spans:
-            self.use_spans(() if adapter is None else (Span(adapter),))
-        elif adapter != self._peft_adapter:
-            for layer in self._layers:
-                layer.set_adapter(adapter)
-                layer.enable_adapters(True)
-            self._active.peft, self._peft_adapter = True, adapter
-
-    def computes_in_spans(self, adapter: str) -> bool:
-        """Whether an adapter can share a forward with others: it has no dropout and is only on linear layers."""
-        return adapter in self._in_spans
-
-    def use_spans(self, spans: Sequence[Span], device: torch.device | None = None) -> None:
-        """Compute the tokens of each span with its adapter.
-
-        Args:
-            spans: Contiguous spans, starting at place 0.
-            device: The model's device; given CUDA and several spans, grouped kernels may be used, and each span must
-                have its ``stop``.
-        """
-        if self._peft_adapter is not None:
-            self._disable()
-        self._active.spans, self._active.ends = tuple(spans), None
-        if device is not None and device.type == "cuda" and len(spans) > 1:
-            self._active.ends = sent(torch.tensor([span.stop for span in spans], dtype=torch.int32), device)
-
-    def _disable(self) -> None:
-        self._active.peft, self._peft_adapter = False, None
-        for layer in self._layers:
-            layer.enable_adapters(False)
-            for name in layer.adapter_layer_names:  # peft has frozen all but the active adapter
-                getattr(layer, name).requires_grad_(True)
+    @classmethod
+    def of(cls, layer: LoraLayer, adapter: str) -> Pair:
+        """The pair of an adapter that one of peft's linear layers holds."""
+        return cls(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter])
 
 
 class SpanLinear(LoraLinear):
-    """peft's linear layer, computing with the active spans."""
+    """peft's linear layer, computing with the active spans.
 
-    active: _Active
+    Attributes:
+        active: What to compute with.
+        pairs: The adapters on this layer, by name; none of them is a module or a parameter of the layer.
+    """
+
+    active: Active
+    pairs: dict[str, Pair]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = self.active
         if active.peft:
             return super().forward(x, *args, **kwargs)
-        base_layer, sides, scaling = self.base_layer, (self.lora_A, self.lora_B), self.scaling
-        spans = [span for span in active.spans if span.adapter in sides[0]]
+        base_layer, pairs_here = self.base_layer, self.pairs
+        spans = [span for span in active.spans if span.adapter in pairs_here]
         if not spans:
             return base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
         weight, bias = _frozen_product(base_layer)
         result = base_layer(x, *args, **kwargs) if weight is None else None
-        pairs: list[Tensor] = [cast(Tensor, side[span.adapter].weight) for span in spans for side in sides]
-        scales = [scaling[span.adapter] for span in spans]
+        found = [pairs_here[span.adapter] for span in spans]
+        pairs: list[Tensor] = [side for pair in found for side in (pair.a, pair.b)]
+        scales = [pair.scale for pair in found]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)

@@ -7,9 +7,8 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from gradwire_losses.batch import sent
@@ -24,6 +23,9 @@ from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 HEAD_PREFIX = "head."
 
@@ -241,13 +243,7 @@ class LoraPolicy(Policy):
         super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._adapter = adapter
         self._adapter_dropout = settings.dropout
-        self._add(lora_config(split_model.model, settings), seed)
-        parameters = {
-            ".".join(part for part in name.split(".") if part != adapter): parameter
-            for name, parameter in split_model.model.named_parameters()
-            if adapter in name.split(".")
-        }
-        self._train(parameters)
+        self._train(self._add(lora_config(split_model.model, settings), seed))
 
     @property
     def adapter(self) -> str:
@@ -257,40 +253,38 @@ class LoraPolicy(Policy):
     def has_dropout(self) -> bool:
         return self._adapter_dropout > 0 or self.dropout > 0
 
+    @property
+    def peft_config(self) -> LoraConfig:
+        """The adapter's settings as peft has them, with the target modules resolved."""
+        assert self.split_model.adapters is not None
+        return self.split_model.adapters.config(self._adapter)
+
     def close(self) -> None:
-        peft_model = self.split_model.adapters
-        if peft_model is None or self._adapter not in peft_model.peft_config:
+        adapters = self.split_model.adapters
+        if adapters is None or self._adapter not in adapters:
             return
         self.split_model.activate(None)
-        if len(peft_model.peft_config) == 1:
-            peft_model.unload()
+        adapters.remove(self._adapter)
+        if not len(adapters):
             self.split_model.adapters = None
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peft warns that another adapter is active now; activate() sets it
-                peft_model.delete_adapter(self._adapter)
-        self.split_model.adapters_changed()
 
-    def _add(self, config: Any, seed: int) -> None:
-        from peft import PeftModel
+    def _add(self, config: LoraConfig, seed: int) -> Mapping[str, nn.Parameter]:
+        from gradwire_server.engine.model.adapter_set import AdapterSet
 
+        self.split_model.activate(None)
+        adapters = self.split_model.adapters or AdapterSet(self.split_model.model)
         try:
             with preserved_rng():
                 torch.manual_seed(seed)
-                if self.split_model.adapters is None:
-                    self.split_model.adapters = PeftModel(
-                        self.split_model.model, config, adapter_name=self._adapter, autocast_adapter_dtype=False
-                    )
-                else:
-                    self.split_model.adapters.add_adapter(self._adapter, config, autocast_adapter_dtype=False)
+                parameters = adapters.add(self._adapter, config)
         except ValueError as error:
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
                 f"the LoRA settings do not fit model {self.facts.name!r}: {error}",
                 field="lora",
             ) from error
-        finally:
-            self.split_model.adapters_changed()
+        self.split_model.adapters = adapters
+        return parameters
 
 
 class FullPolicy(Policy):
@@ -343,7 +337,7 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     )
 
 
-def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> Any:
+def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> LoraConfig:
     """peft's configuration of an adapter on a model.
 
     Raises:

@@ -27,9 +27,8 @@ from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
-    from gradwire_server.engine.model.adapters import AdapterLayers, Span
+    from gradwire_server.engine.model.adapter_set import AdapterSet
+    from gradwire_server.engine.model.adapters import Span
 
 T = TypeVar("T")
 
@@ -97,8 +96,7 @@ class SplitModel:
         placement: Where its tensors live.
         root: The module around ``model`` in whose forward everything is computed.
         trunk: The part of the model that ends in hidden states.
-        adapters: The peft wrapper around ``model`` once a LoRA run uses it, else None.
-        adapter_layers: The layers that compute the adapters.
+        adapters: Its LoRA adapters; None while there are none.
         mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
@@ -114,8 +112,7 @@ class SplitModel:
         self.mixed = mixed
         if mixed:
             self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
-        self.adapters: PeftModel | None = None
-        self.adapter_layers: AdapterLayers | None = None
+        self.adapters: AdapterSet | None = None
         self._training = False
         self._checkpointing = False
         self._dropout: float | None = None
@@ -181,14 +178,6 @@ class SplitModel:
         bias, in_place = getattr(linear, "bias", None), self.placement.adds_in_place(weight)
         return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place)
 
-    def adapters_changed(self) -> None:
-        """Rebuild the adapter layers; call after adding adapters to the model or removing them."""
-        from gradwire_server.engine.model.adapters import AdapterLayers
-
-        self.adapter_layers = AdapterLayers(self.model)
-        self._training = False
-        self.model.eval()
-
     def activate(
         self,
         adapter: str | None = None,
@@ -202,14 +191,14 @@ class SplitModel:
         Args:
             dropout: Rate of the model's own dropout in training mode.
         """
-        if self.adapter_layers is not None:
-            self.adapter_layers.use(adapter)
+        if self.adapters is not None:
+            self.adapters.use(adapter)
         self._set_mode(training, checkpointing, dropout)
 
     def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
         """Activate several adapters in training mode, each for its span, until the next :meth:`activate`."""
-        assert self.adapter_layers is not None
-        self.adapter_layers.use_spans(spans, self.device)
+        assert self.adapters is not None
+        self.adapters.use_spans(spans, self.device)
         self._set_mode(True, checkpointing)
 
     def _set_mode(self, training: bool, checkpointing: bool, dropout: float = 0.0) -> None:

@@ -263,9 +263,7 @@ def _folder_in_memory() -> Path:
 
 
 def _rank(policy: LoraPolicy) -> int:
-    assert policy.split_model.adapters is not None
-    config: Any = policy.split_model.adapters.peft_config[policy.adapter]
-    return int(config.r)
+    return int(policy.peft_config.r)
 
 
 def _seed(seed: int, prompt: int) -> int:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import torch
 from gradwire_proto.v1 import training_pb2
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import save_head
 from gradwire_server.engine.model.placement import whole_tensors
-from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
+from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy, lora_config
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.folders import replacing
 
+PREFIX = "base_model.model."
+"""What peft puts before a tensor's name in a file."""
 FORMATS = ("auto", "hf", "peft", "merged")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,14 +70,13 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
 
 def save_adapter(policy: LoraPolicy, folder: Path) -> None:
     """Write an adapter in peft's format."""
-    assert policy.split_model.adapters is not None
-    config = copy.copy(policy.split_model.adapters.peft_config[policy.adapter])
+    config = copy.copy(policy.peft_config)
     config.base_model_name_or_path = policy.facts.path
     config.inference_mode = True
     config.save_pretrained(str(folder))
     weights = _without_head(policy)
     save_file(
-        {f"base_model.model.{name}": weight for name, weight in whole_tensors(weights).items()},
+        {f"{PREFIX}{name}": weight for name, weight in whole_tensors(weights).items()},
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
@@ -82,11 +84,14 @@ def save_adapter(policy: LoraPolicy, folder: Path) -> None:
 
 def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     """Load a copy of the base model and merge the run's adapter into its weights."""
-    split_model = pool.load(run.config.base_model)
-    merged = LoraPolicy(split_model, "merged", run.config.lora, seed=0)
-    merged.load_state_tensors(_without_head(run.policy))
-    assert split_model.adapters is not None
-    model: PreTrainedModel = split_model.adapters.merge_and_unload(adapter_names=["merged"])
+    base = pool.load(run.config.base_model).model
+    merged = PeftModel(base, lora_config(base, run.config.lora), adapter_name="merged", autocast_adapter_dtype=False)
+    weights = whole_tensors(_without_head(run.policy))
+    state = {f"{PREFIX}{name}": value for name, value in weights.items()}
+    unknown = set_peft_model_state_dict(merged, state, "merged").unexpected_keys
+    if unknown:
+        raise ValueError(f"peft does not know {len(unknown)} tensors of the adapter, first {unknown[0]}")
+    model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model
 
 

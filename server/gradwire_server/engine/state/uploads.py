@@ -20,13 +20,12 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.policy import lora_config
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.checkpoints import write_checkpoint
+from gradwire_server.engine.state.exports import PREFIX
 from gradwire_server.engine.state.folders import replacing
 from gradwire_server.engine.state.snapshot import WEIGHTS
 
 ADAPTER, MODEL = "adapter", "model"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
-PREFIX = "base_model.model."
-"""What peft puts before a tensor's name in a file."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
 """Settings of peft that are taken over or checked."""
 WITHOUT_EFFECT = {

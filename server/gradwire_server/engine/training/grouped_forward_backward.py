@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
     """Whether two runs can share a forward in training mode with the same results as each alone."""
-    layers = policy.split_model.adapter_layers
+    adapters = policy.split_model.adapters
     return (
         policy.split_model is other.split_model
         and policy.adapter != other.adapter
         and policy.gradient_checkpointing == other.gradient_checkpointing
         and not (policy.has_dropout or other.has_dropout)
-        and layers is not None
-        and all(layers.computes_in_spans(each.adapter) for each in (policy, other))
+        and adapters is not None
+        and all(adapters.computes_in_spans(each.adapter) for each in (policy, other))
     )
 
 

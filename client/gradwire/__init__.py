@@ -18,6 +18,7 @@ from gradwire.descriptions import (
     ModelInfo,
     RunChange,
     RunInfo,
+    RunsHeld,
     ServerInfo,
     TokenizerInfo,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "RunChange",
     "RunInfo",
     "RunParkedError",
+    "RunsHeld",
     "Sample",
     "SampleResult",
     "SampledToken",

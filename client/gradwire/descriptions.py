@@ -124,6 +124,19 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
+class RunsHeld:
+    """The runs in one place.
+
+    Attributes:
+        runs: Number of runs.
+        nbytes: Bytes of their weights, moments and accumulated gradients.
+    """
+
+    runs: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """The engine, the server's process with the models.
 
@@ -136,6 +149,8 @@ class EngineInfo:
         device_memory_total_bytes: Memory of the device.
         device_utilization: Utilization of the device, 0 to 1; None where it is unknown.
         start_s: Seconds that the process took to start and load its models.
+        runs: The runs that it holds, by the place of their weights and moments: ``"device"``, ``"host"`` (memory beside
+            the device's), ``"disk"``. A run that was not used since the start is in none.
     """
 
     restarts: int = 0
@@ -146,6 +161,7 @@ class EngineInfo:
     device_memory_total_bytes: int = 0
     device_utilization: float | None = None
     start_s: float = 0.0
+    runs: Mapping[str, RunsHeld] = field(default_factory=dict)
 
     @staticmethod
     def from_message(engine: pb.EngineStatus) -> EngineInfo:
@@ -158,6 +174,7 @@ class EngineInfo:
             device_memory_total_bytes=engine.device_memory_total_bytes,
             device_utilization=engine.device_utilization if engine.HasField("device_utilization") else None,
             start_s=engine.start_s,
+            runs={place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())},
         )
 
 

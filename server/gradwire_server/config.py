@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from gradwire_server.engine_link.vitals import STALE_S
 
@@ -128,6 +128,17 @@ class EngineSettings(BaseModel):
         None, "GiB for kept graphs.", subject=COMPUTE, gt=0, allow_inf_nan=False
     )
     reference_cache_gib: float = setting(8.0, "GiB for reference models.", subject=COMPUTE, gt=0, allow_inf_nan=False)
+    run_memory: ByteSize | None = setting(
+        None,
+        'Memory of runs on the device, as "24 GiB"; idle LoRA runs beyond it leave. Half of the device\'s when absent.',
+        subject=COMPUTE,
+    )
+    run_host_memory: ByteSize | None = setting(
+        None,
+        "Host memory of runs that are not on the device; those beyond it go to disk. A quarter of the machine's when "
+        "absent.",
+        subject=COMPUTE,
+    )
     threads: int | None = setting(None, "CPU threads of the engine.", subject=COMPUTE, ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "warning", "info has a line an operation.", subject=OBSERVABILITY

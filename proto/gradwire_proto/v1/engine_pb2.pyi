@@ -481,11 +481,55 @@ class EngineHeartbeat(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RunsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _training_pb2.RunsHeld: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _training_pb2.RunsHeld | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class RunMovesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___RunMoves: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___RunMoves | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BUSY_S_FIELD_NUMBER: _builtins.int
     REQUEST_S_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     CACHES_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    RUN_MOVES_FIELD_NUMBER: _builtins.int
     busy_s: _builtins.float
     """time spent on requests, including the current one"""
     request_s: _builtins.float
@@ -500,6 +544,14 @@ class EngineHeartbeat(_message.Message):
     def caches(self) -> _containers.MessageMap[_builtins.str, Global___CacheUse]:
         """"references", "logprobs" """
 
+    @_builtins.property
+    def runs(self) -> _containers.MessageMap[_builtins.str, _training_pb2.RunsHeld]:
+        """by place: "device", "host", "disk" """
+
+    @_builtins.property
+    def run_moves(self) -> _containers.MessageMap[_builtins.str, Global___RunMoves]:
+        """"to_host", "to_device", "to_disk", "from_disk" """
+
     def __init__(
         self,
         *,
@@ -508,10 +560,12 @@ class EngineHeartbeat(_message.Message):
         memory_bytes: _builtins.int = ...,
         device: Global___DeviceUse | None = ...,
         caches: _abc.Mapping[_builtins.str, Global___CacheUse] | None = ...,
+        runs: _abc.Mapping[_builtins.str, _training_pb2.RunsHeld] | None = ...,
+        run_moves: _abc.Mapping[_builtins.str, Global___RunMoves] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "request_s", b"request_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -553,6 +607,31 @@ class DeviceUse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization) -> _WhichOneofReturnType__utilization | None: ...
 
 Global___DeviceUse: _TypeAlias = DeviceUse  # noqa: Y015
+
+@_typing.final
+class RunMoves(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    runs: _builtins.int
+    bytes: _builtins.int
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        runs: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "runs", b"runs", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunMoves: _TypeAlias = RunMoves  # noqa: Y015
 
 @_typing.final
 class CacheUse(_message.Message):

@@ -422,6 +422,27 @@ class EngineStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RunsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___RunsHeld: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___RunsHeld | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RESTARTS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
@@ -430,6 +451,7 @@ class EngineStatus(_message.Message):
     DEVICE_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UTILIZATION_FIELD_NUMBER: _builtins.int
     START_S_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
     heartbeat_age_s: _builtins.float
@@ -445,6 +467,10 @@ class EngineStatus(_message.Message):
     """0 to 1; absent if unknown"""
     start_s: _builtins.float
     """how long it took to start and load its models"""
+    @_builtins.property
+    def runs(self) -> _containers.MessageMap[_builtins.str, Global___RunsHeld]:
+        """the runs that it holds by place: "device", "host", "disk" """
+
     def __init__(
         self,
         *,
@@ -456,16 +482,39 @@ class EngineStatus(_message.Message):
         device_memory_total_bytes: _builtins.int = ...,
         device_utilization: _builtins.float | None = ...,
         start_s: _builtins.float = ...,
+        runs: _abc.Mapping[_builtins.str, Global___RunsHeld] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "start_s", b"start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class RunsHeld(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    runs: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        runs: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunsHeld: _TypeAlias = RunsHeld  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

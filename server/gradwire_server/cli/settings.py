@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -91,6 +91,8 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = field.annotation
     if name in _REPEATED:
         kind = list[Path] if name == "losses" else list[str]
+    elif kind == ByteSize | None:
+        kind = str
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     words = [_REPEATED[name]] if name in _REPEATED else []

@@ -47,3 +47,7 @@ class OperationError(Exception):
 def invalid(message: str, argument: str) -> OperationError:
     """Make an INVALID_ARGUMENT error that names the argument."""
     return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=argument)
+
+
+class DamagedFile(Exception):
+    """A file of this process does not hold what was written to it."""

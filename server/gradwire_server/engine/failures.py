@@ -15,7 +15,7 @@ from gradwire_proto.codec import CodecError
 from gradwire_proto.v1 import training_pb2
 from pydantic import ValidationError
 
-from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.errors import DamagedFile, OperationError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ def to_error(error: Exception, what: str) -> training_pb2.Error:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device is unusable from now on, so that only a new process helps."""
+    """Whether the device is unusable from now on, or a run's tensors are lost, so that only a new process helps."""
+    if isinstance(error, DamagedFile):
+        return True
     kind = getattr(torch, "AcceleratorError", None)
     return kind is not None and isinstance(error, kind) and not is_out_of_memory(error)
 

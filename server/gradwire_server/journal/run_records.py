@@ -251,8 +251,15 @@ class RunRecords:
         return sum(record.owner == owner for record in self._records.values())
 
     def held_bytes(self, owner: str) -> int:
-        """Memory that the runs of a key take to train: weights, gradients and moments in float32."""
-        trained = sum(record.num_trainable_parameters for record in self._records.values() if record.owner == owner)
+        """Memory that the runs of a key hold also while they are idle: weights, gradients and moments in float32.
+
+        LoRA runs hold none, because they leave the device (see ``gradwire_server.engine.state.residency``).
+        """
+        trained = sum(
+            record.num_trainable_parameters
+            for record in self._records.values()
+            if record.owner == owner and not record.config.HasField("lora")
+        )
         return TRAINED_BYTES * trained
 
     async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:

@@ -87,6 +87,14 @@ CATALOGUE = (
          "Memory of the GPU: allocated and peak by this engine, used by everyone, total. Absent on a CPU."),
     Spec("gradwire_device_utilization_ratio", "gauge", (),
          "How busy the driver says the GPU is. Needs gradwire[gpu]."),
+    Spec("gradwire_engine_runs", "gauge", ("place",),
+         "Runs that the engine holds on the device, in host memory (host) and on disk."),
+    Spec("gradwire_engine_runs_bytes", "gauge", ("place",), "Weights, moments and accumulated gradients of these."),
+    Spec("gradwire_run_moves_total", "counter", ("move",),
+         "Runs moved: to_host, to_device, to_disk, from_disk."),
+    Spec("gradwire_run_moves_bytes_total", "counter", ("move",), "Bytes of these moves."),
+    Spec("gradwire_run_moves_seconds_total", "counter", ("move",),
+         "Time of these moves; those to and from the disk are made while the engine computes."),
     Spec("gradwire_cache_requests_total", "counter", ("cache", "result"),
          "Hits and misses of reference models (references) and of their kept log-probabilities (logprobs)."),
 )  # fmt: skip
@@ -285,6 +293,16 @@ class Present(Collector):
             yield memory
             if beat.device.HasField("utilization"):
                 yield _one("gradwire_device_utilization_ratio", beat.device.utilization)
+        held, held_bytes = _family("gradwire_engine_runs"), _family("gradwire_engine_runs_bytes")
+        for place in sorted(beat.runs):
+            held.add_metric([place], beat.runs[place].runs)
+            held_bytes.add_metric([place], beat.runs[place].bytes)
+        yield from (held, held_bytes)
+        for unit, suffix in (("runs", ""), ("bytes", "_bytes"), ("seconds", "_seconds")):
+            moves = _family(f"gradwire_run_moves{suffix}_total")
+            for move in sorted(beat.run_moves):
+                moves.add_metric([move], getattr(beat.run_moves[move], unit))
+            yield moves
         caches = _family("gradwire_cache_requests_total")
         for name in sorted(beat.caches):
             caches.add_metric([name, "hit"], beat.caches[name].hits)

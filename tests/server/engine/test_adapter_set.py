@@ -139,4 +139,4 @@ def test_an_adapter_that_peft_refuses_leaves_the_others(pool: ModelPool) -> None
     with pytest.raises(Exception, match="no_such_layer"):
         policy(pool, 1, {"rank": 4, "target_modules": ["no_such_layer"]})
     assert torch.equal(states(first), before)
-    assert torch.equal(states(moved(policy(pool, 0 + 2, {"rank": 4, "target_modules": ["o_proj"]}))).isfinite(), torch.ones_like(before, dtype=torch.bool))
+    assert states(moved(policy(pool, 2, {"rank": 4, "target_modules": ["o_proj"]}))).isfinite().all()

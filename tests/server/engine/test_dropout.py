@@ -122,6 +122,7 @@ def test_masks_differ_by_operation_and_not_by_run(make: Make, batches: Any) -> N
 
 def test_dropout_of_a_run_is_also_its_adapters(make: Make) -> None:
     policy = make(lora={"rank": 4}, dropout=0.25).policy
+    policy.activate(training=True)
     rates = {
         module.p
         for name, module in policy.model.named_modules()

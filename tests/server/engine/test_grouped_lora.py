@@ -107,7 +107,9 @@ def test_one_adapter_computes_what_peft_does(make: Any, model_path: Path, dtype:
     theirs.sin().sum().backward()
     atol = TOLERANCES[dtype]
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
-    found = {name.replace(".default", ""): each.grad for name, each in plain.model.named_parameters() if "lora_" in name}
+    found = {
+        name.replace(".default", ""): each.grad for name, each in plain.model.named_parameters() if "lora_" in name
+    }
     assert mine.keys() == found.keys()
     for name, expected in found.items():
         torch.testing.assert_close(mine[name], expected, atol=10 * atol, rtol=10 * atol, msg=name)

@@ -65,7 +65,7 @@ def test_what_does_not_fit_at_present_says_what_there_is(pool: ModelPool, monkey
 
 
 def test_the_runs_of_a_key_have_a_part_of_the_memory(pool: ModelPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_memory, "_total_memory", lambda device: 10 << 20)
+    monkeypatch.setattr(run_memory, "total_memory", lambda device: 10 << 20)
     check_memory(pool, create(share=50, held=4 << 20, lora=pb.LoraSettings(rank=1)))
     with pytest.raises(OperationError, match=r"other runs of this key 5.0 MiB; this key may take 5.0 MiB") as caught:
         check_memory(pool, create(share=50, held=5 << 20, lora=pb.LoraSettings(rank=1)))
@@ -74,6 +74,6 @@ def test_the_runs_of_a_key_have_a_part_of_the_memory(pool: ModelPool, monkeypatc
 
 
 def test_free_memory_is_what_the_system_says(pool: ModelPool) -> None:
-    assert 0 < run_memory.free_memory(pool.device) < run_memory._total_memory(pool.device)
+    assert 0 < run_memory.free_memory(pool.device) < run_memory.total_memory(pool.device)
     facts = pool.facts("tiny")
     assert TRAINED_BYTES * facts.num_parameters < FLOOR_BYTES  # of a tiny model, which may have adapters all the same

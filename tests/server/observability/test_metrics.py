@@ -129,7 +129,13 @@ def full() -> Metrics:
     vitals.started()
     device = engine_pb2.DeviceUse(allocated_bytes=1, peak_bytes=2, used_bytes=3, total_bytes=4, utilization=0.5)
     caches = {"references": engine_pb2.CacheUse(hits=3, misses=1), "logprobs": engine_pb2.CacheUse(hits=9, misses=2)}
-    vitals.take(engine_pb2.EngineHeartbeat(request_s=1.5, memory_bytes=10, device=device, caches=caches))
+    runs = {"device": pb.RunsHeld(runs=2, bytes=64), "disk": pb.RunsHeld(runs=5, bytes=320)}
+    moves = {"to_disk": engine_pb2.RunMoves(runs=7, bytes=448, seconds=0.5)}
+    vitals.take(
+        engine_pb2.EngineHeartbeat(
+            request_s=1.5, memory_bytes=10, device=device, caches=caches, runs=runs, run_moves=moves
+        )
+    )
     metrics.registry.register(Present(lambda: Backlog(1, 2, 3, 4, 5.0), vitals, lambda: True))
     return metrics
 
@@ -153,6 +159,11 @@ def test_what_is_now() -> None:
     assert value(metrics, "gradwire_device_memory_bytes", state="total") == 4
     assert value(metrics, "gradwire_device_utilization_ratio") == 0.5
     assert value(metrics, "gradwire_cache_requests_total", cache="logprobs", result="hit") == 9
+    assert value(metrics, "gradwire_engine_runs", place="disk") == 5
+    assert value(metrics, "gradwire_engine_runs_bytes", place="device") == 64
+    assert value(metrics, "gradwire_run_moves_total", move="to_disk") == 7
+    assert value(metrics, "gradwire_run_moves_bytes_total", move="to_disk") == 448
+    assert value(metrics, "gradwire_run_moves_seconds_total", move="to_disk") == 0.5
     assert value(metrics, "gradwire_engine_ready") == 1
     assert value(metrics, "gradwire_engine_restarts_total") == 0
 

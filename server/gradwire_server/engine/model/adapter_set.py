@@ -10,7 +10,7 @@ same layers as an earlier one (*alike*) are made by those layers alone, without 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,15 +188,14 @@ class AdapterSet:
         # For peft's own checks of further adapters, one configuration stands for all that are alike.
         kept = f"alike-{len(self._alike)}"
         self._peft.peft_config[kept] = self._peft.peft_config.pop(name)
-        self._peft.base_model.active_adapter = kept
-        wrapped = [
-            _Layer(path, module) for path, module in self._model.named_modules() if isinstance(module, LoraLayer)
-        ]
+        tuner: Any = self._peft.base_model
+        tuner.active_adapter = kept
+        found: Iterable[tuple[str, Any]] = self._model.named_modules()
+        wrapped = [_Layer(path, module) for path, module in found if isinstance(module, LoraLayer)]
         self._layers = [place.layer for place in wrapped]
         for layer in self._layers:
             if type(layer) is LoraLinear:
-                layer.__class__ = SpanLinear
-                layer.active, layer.pairs = self._active, {}
+                SpanLinear.replace(layer, self._active)
             layer.train(self._model.training)
             layer.enable_adapters(False)
         layers = [place for place in wrapped if name in place.layer.lora_A or name in place.layer.lora_embedding_A]

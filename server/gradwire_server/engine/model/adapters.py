@@ -1,9 +1,10 @@
 """Linear layers with LoRA that choose an adapter for each range of tokens.
 
-The layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``), with a forward of their own: one autograd function computes the frozen product once for all tokens, then adds each
-adapter's product on its *span* of the token axis, so that no further tensor of the output's size is kept or summed. A
-single run has one span over all tokens. Several runs in one forward have a span each, and each span's gradient goes
-only to its own adapter's parameters. Changing the spans only sets an attribute.
+The layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``), with a forward of their own: one autograd
+function computes the frozen product once for all tokens, then adds each adapter's product on its *span* of the token
+axis, so that no further tensor of the output's size is kept or summed. A single run has one span over all tokens.
+Several runs in one forward have a span each, and each span's gradient goes only to its own adapter's parameters.
+Changing the spans only sets an attribute.
 
 peft itself computes adapters with dropout or on layers that are not linear, one adapter at a time.
 
@@ -16,7 +17,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -55,7 +56,8 @@ class Pair(NamedTuple):
     @classmethod
     def of(cls, layer: LoraLayer, adapter: str) -> Pair:
         """The pair of an adapter that one of peft's linear layers holds."""
-        return cls(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.scaling[adapter])
+        a, b = (cast(nn.Linear, side[adapter]).weight for side in (layer.lora_A, layer.lora_B))
+        return cls(cast(nn.Parameter, a), cast(nn.Parameter, b), layer.scaling[adapter])
 
 
 class SpanLinear(LoraLinear):
@@ -68,6 +70,12 @@ class SpanLinear(LoraLinear):
 
     active: Active
     pairs: dict[str, Pair]
+
+    @classmethod
+    def replace(cls, layer: Any, active: Active) -> None:
+        """Make one of peft's linear layers compute so."""
+        layer.__class__ = cls
+        layer.active, layer.pairs = active, {}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = self.active

@@ -56,6 +56,7 @@ class Policy:
         self.dropout = dropout
         self._parameters: dict[str, nn.Parameter] = {}
         self._masters: dict[str, Tensor] = {}
+        self._sizes: dict[str, int] = {}
 
     @property
     def facts(self) -> ModelFacts:
@@ -146,7 +147,7 @@ class Policy:
 
     @property
     def num_trainable_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._parameters.values())
+        return sum(self._sizes.values())
 
     def sync(self) -> None:
         """Round the masters into the parameters that are not their own masters."""
@@ -188,6 +189,19 @@ class Policy:
             assign(self._masters[name], tensors[name])
         self.sync()
 
+    def release_tensors(self) -> None:
+        """Give up the tensors of :meth:`state_tensors`, which somebody else keeps until :meth:`put_tensors`."""
+        for tensor in (*self._parameters.values(), *self._masters.values()):
+            tensor.data = tensor.new_empty(0)
+
+    def put_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors, as of :meth:`state_tensors`, as this policy's own, without a copy."""
+        for name, master in self._masters.items():
+            master.data = tensors[name]
+            parameter = self._parameters[name]
+            if parameter is not master:
+                parameter.data = master.to(parameter.dtype)
+
     def close(self) -> None:
         """Release what the policy holds of the model."""
 
@@ -201,7 +215,7 @@ class Policy:
     def drop_head(self) -> None:
         """Undo :meth:`add_head`."""
         self.head = None
-        for names in (self._parameters, self._masters):
+        for names in (self._parameters, self._masters, self._sizes):
             for name in [name for name in names if name.startswith(HEAD_PREFIX)]:
                 del names[name]
 
@@ -214,7 +228,7 @@ class Policy:
         for name, parameter in parameters.items():
             parameter.requires_grad_(True)
             wide = parameter.dtype in (torch.float32, torch.float64)
-            self._parameters[name] = parameter
+            self._parameters[name], self._sizes[name] = parameter, parameter.numel()
             self._masters[name] = parameter if wide else parameter.detach().float()
 
 

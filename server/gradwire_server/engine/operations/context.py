@@ -17,6 +17,7 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
+from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.observability.tracing import Tracing
 
@@ -34,6 +35,7 @@ class EngineContext:
         tracing: Destination of the operations' spans.
         tokenizer_files: Model name -> tokenizer file; models without a tokenizer are missing.
         runs: Every run in the engine, by id.
+        residency: Where the runs' tensors are.
         crash_marks: Marks of begun requests, in memory that outlives the process; None without a front process.
         decisions: Makes the decisions that depend on memory and on what has arrived.
         budget: Budget of the operation being executed.
@@ -46,6 +48,7 @@ class EngineContext:
     memory: Memory
     tracing: Tracing
     tokenizer_files: dict[str, Path]
+    residency: Residency
     runs: dict[str, EngineRun] = field(default_factory=dict)
     crash_marks: CrashMarks | None = None
     decisions: Decisions = field(init=False)

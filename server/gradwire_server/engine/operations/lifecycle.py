@@ -82,12 +82,14 @@ class Execution:
 
     Raises:
         OperationError: UNKNOWN_RUN.
+        DamagedFile: The run's file is damaged; a new process restores the run.
     """
 
     def __init__(self, context: EngineContext, asked: engine_pb2.EngineOperation) -> None:
         run = context.runs.get(asked.run_id)
         if run is None:
             raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, f"the engine holds no run {asked.run_id!r}")
+        context.residency.use(run)
         run.drop_accumulated(asked.dropped_step)
         crash_point("engine.before_operation")
         self.run, self._context, self._asked = run, context, asked

@@ -101,6 +101,7 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         if run is None:
             message = f"the engine holds no run {request.sampled_run!r}"
             raise OperationError(training_pb2.ERROR_CODE_UNKNOWN_RUN, message)
+        context.residency.use(run)
         policy = run.policy
     else:
         policy = context.references.resolve(asked.model, field="model").policy

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import queue
@@ -32,6 +33,7 @@ from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 from gradwire_server.engine.process.loop import Loop
 from gradwire_server.engine.process.settings_check import check_settings
+from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine_link.crash_marks import CrashMarks
 from gradwire_server.engine_link.frames import EngineLink, LinkClosed
 from gradwire_server.observability import logs
@@ -73,9 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
         return 1
     requests: queue.Queue[Request] = queue.Queue(READ_AHEAD)
+    residency = context.residency
+    gc.freeze()  # what is loaded stays, so that no collection need walk it
     try:
         link.send(hello)
-        threading.Thread(target=_read_ahead, args=(link, requests), name="reader", daemon=True).start()
+        threading.Thread(target=_read_ahead, args=(link, requests, residency), name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send)
         heartbeat.start()
         if _groups_runs(settings.group_runs, context.pool.device):
@@ -90,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).run()
     except LinkClosed:
         logger.info("the front is gone")
+    residency.close()
     tracing.close()
     return 0
 
@@ -109,11 +114,13 @@ def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
         microbatch_tokens=settings.microbatch_tokens,
         activation_bytes=None if settings.activation_budget_gib is None else int(settings.activation_budget_gib * GIB),
         reference_cache_bytes=int(settings.reference_cache_gib * GIB),
+        run_bytes=settings.run_memory,
+        run_host_bytes=settings.run_host_memory,
         tracing=tracing,
     )
 
 
-def _read_ahead(link: EngineLink, requests: queue.Queue[Request]) -> None:
+def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency) -> None:
     while True:
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
@@ -127,7 +134,9 @@ def _read_ahead(link: EngineLink, requests: queue.Queue[Request]) -> None:
                 columns = codec.decode(message.operation.tensors, payload)
             except codec.CodecError as found:
                 error = found
-        requests.put(Request(message, columns, error))
+        request = Request(message, columns, error)
+        residency.prefetch(request.run_id)
+        requests.put(request)
         if message.HasField("shutdown"):
             return
 

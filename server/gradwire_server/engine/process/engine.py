@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from gradwire_losses.registry import LossSpec, all_losses
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
-from gradwire_server.engine.failures import is_fatal, to_error
+from gradwire_server.engine.failures import is_fatal, to_error, unless_out_of_memory
 from gradwire_server.engine.model.pool import Dtype, ModelPool
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
@@ -23,16 +23,20 @@ from gradwire_server.engine.operations.table import carry_out
 from gradwire_server.engine.process.computed_with import ComputedWith
 from gradwire_server.engine.sampling.choice import make_sampler
 from gradwire_server.engine.sampling.sampler import Sampler
-from gradwire_server.engine.scoring.memory import Memory
+from gradwire_server.engine.scoring.memory import Memory, machine_memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
-from gradwire_server.engine.state.run_memory import check_memory
+from gradwire_server.engine.state.residency import Residency
+from gradwire_server.engine.state.run_memory import check_memory, total_memory
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
+
+SPILLED = "spilled"
+"""Folder in the state folder of the runs that are neither on the device nor in host memory."""
 
 
 class Engine:
@@ -52,6 +56,8 @@ class Engine:
             :mod:`gradwire_server.engine.scoring.memory`).
         activation_bytes: Maximum bytes of activations; None likewise.
         reference_cache_bytes: Maximum bytes of cached reference models that no run holds.
+        run_bytes: Maximum bytes of runs on the device; None for half of its memory.
+        run_host_bytes: Maximum bytes of runs in host memory beside it; None for a quarter of the machine's memory.
         tracing: Destination of the operations' spans; by default they are dropped.
 
     Attributes:
@@ -71,6 +77,8 @@ class Engine:
         microbatch_tokens: int | None = None,
         activation_bytes: int | None = None,
         reference_cache_bytes: int = 8 << 30,
+        run_bytes: int | None = None,
+        run_host_bytes: int | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +93,12 @@ class Engine:
             sampler=generator,
             memory=Memory(pool.device, microbatch_tokens, activation_bytes),
             tracing=tracing or Tracing(),
+            residency=Residency(
+                state_dir / SPILLED,
+                total_memory(pool.device) // 2 if run_bytes is None else run_bytes,
+                machine_memory() // 4 if run_host_bytes is None else run_host_bytes,
+                lambda run: any(each is not None and generator.uses(each) for each in (run.policy, run.ema)),
+            ),
             tokenizer_files={name: file for name, path in usable.items() if (file := find_tokenizer(path))},
         )
         self._models = list(models)
@@ -122,11 +136,24 @@ class Engine:
         Raises:
             torch.AcceleratorError: The device is lost, and the process with it.
         """
-        if len(decision.requests) > 1:
-            yield from self._groups.answer(decision)
-            return
-        for request, budget in zip(decision.requests, decision.budgets, strict=True):
-            yield self._answer(request, budget)
+        run_ids = [request.run_id for request in decision.requests]
+        with self.context.residency.executing(run_ids):
+            if len(decision.requests) > 1 and self._brings(run_ids):
+                yield from self._groups.answer(decision)
+                return
+            for request, budget in zip(decision.requests, decision.budgets, strict=True):
+                yield self._answer(request, budget)
+
+    def _brings(self, run_ids: Sequence[str]) -> bool:
+        """Whether these runs fit onto the device at once, where they are then."""
+        runs = [self.context.runs[run_id] for run_id in run_ids]
+
+        def bring() -> bool:
+            for run in runs:
+                self.context.residency.use(run)
+            return True
+
+        return unless_out_of_memory(bring) is not None
 
     def _answer(self, request: Request, budget: Budget) -> Answer:
         """Execute a request. Errors become part of the answer.
@@ -178,6 +205,7 @@ class Engine:
             run.close()
             raise
         context.runs[create.run_id] = run
+        context.residency.add(run)
         return plain_answer(
             run_created=engine_pb2.EngineRunCreated(
                 num_trainable_parameters=run.policy.num_trainable_parameters,
@@ -196,6 +224,7 @@ class Engine:
     def _drop(self, run_id: str) -> None:
         run = self.context.runs.pop(run_id, None)
         if run is not None:
+            self.context.residency.remove(run_id)
             run.close()
             self.context.references.keep_model(run.config.base_model)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from gradwire_proto.v1 import engine_pb2
+from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine_link.frames import LinkClosed
@@ -61,6 +61,11 @@ class Heartbeat:
                 "logprobs": engine_pb2.CacheUse(hits=cached.found_sequences, misses=cached.computed_sequences),
             },
         )
+        residency = self._engine.context.residency
+        for place, held in residency.held().items():
+            beat.runs[place].CopyFrom(training_pb2.RunsHeld(runs=held.runs, bytes=held.nbytes))
+        for move, done in residency.moves.items():
+            beat.run_moves[move].CopyFrom(engine_pb2.RunMoves(runs=done.runs, bytes=done.nbytes, seconds=done.seconds))
         device = self._engine.context.pool.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

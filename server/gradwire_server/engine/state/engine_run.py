@@ -59,6 +59,7 @@ class EngineRun:
         self.ema_version = -1
         self.advisor = Advisor()
         self._pool = pool
+        self._nbytes: dict[tuple[object, ...], int] = {}
         with preserved_rng():
             torch.manual_seed(config.seed)
             self._rng = generator_states()
@@ -139,6 +140,45 @@ class EngineRun:
         for forward_seq in list(self.kept):
             if seq > forward_seq + 1:
                 del self.kept[forward_seq]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The run's tensors themselves: weights, moments, accumulated gradient, moving average.
+
+        They may be released and put back only while no graph and no sample uses them.
+        """
+        parts = {"weights": self.policy.state_tensors(), "moments": self.optimizer.state_tensors()}
+        parts["gradient"] = self.accumulator.sums()
+        if self.ema is not None:
+            parts["ema"] = self.ema.state_tensors()
+        return {f"{part}:{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of :meth:`tensors`; only while the run has them."""
+        shape = (self.optimizer.num_updated, self.accumulator.num_sums, self.ema is not None, self.config.head)
+        if shape not in self._nbytes:
+            self._nbytes[shape] = sum(tensor.nbytes for tensor in self.tensors().values())
+        return self._nbytes[shape]
+
+    def release_tensors(self) -> None:
+        """Give up the tensors of :meth:`tensors`, which somebody else keeps until :meth:`put_tensors`."""
+        self.policy.release_tensors()
+        self.optimizer.release_tensors()
+        self.accumulator.release_tensors()
+        if self.ema is not None:
+            self.ema.release_tensors()
+
+    def put_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors, as of :meth:`tensors`, as this run's own, without a copy."""
+        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "moments": {}, "gradient": {}, "ema": {}}
+        for path, tensor in tensors.items():
+            part, _, name = path.partition(":")
+            parts[part][name] = tensor
+        self.policy.put_tensors(parts["weights"])
+        self.optimizer.put_tensors(parts["moments"])
+        self.accumulator.put_tensors(parts["gradient"])
+        if self.ema is not None:
+            self.ema.put_tensors(parts["ema"])
 
     def close(self) -> None:
         """Release everything that the run holds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -88,8 +89,8 @@ def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     merged = PeftModel(base, lora_config(base, run.config.lora), adapter_name="merged", autocast_adapter_dtype=False)
     weights = whole_tensors(_without_head(run.policy))
     state = {f"{PREFIX}{name}": value for name, value in weights.items()}
-    unknown = set_peft_model_state_dict(merged, state, "merged").unexpected_keys
-    if unknown:
+    loaded: Any = set_peft_model_state_dict(merged, state, "merged")
+    if unknown := loaded.unexpected_keys:
         raise ValueError(f"peft does not know {len(unknown)} tensors of the adapter, first {unknown[0]}")
     model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model

@@ -78,7 +78,7 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
 def _check_share(pool: ModelPool, create: engine_pb2.EngineCreateRun, needed: int, fields: str) -> None:
     if create.share_percent == 100:
         return
-    total = _total_memory(pool.device)
+    total = total_memory(pool.device)
     share = total * create.share_percent // 100
     if create.held_bytes + needed > share:
         raise OperationError(
@@ -121,7 +121,8 @@ def free_memory(device: torch.device) -> int:
     return min([machine_memory() - own, *(int(kib) << 10 for kib in available)])
 
 
-def _total_memory(device: torch.device) -> int:
+def total_memory(device: torch.device) -> int:
+    """Bytes of a device's memory; of the machine's, for the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()
 
 

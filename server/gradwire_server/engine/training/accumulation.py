@@ -173,6 +173,25 @@ class GradientAccumulator:
         self._sums.clear()
         self._counts.clear()
 
+    @property
+    def num_sums(self) -> int:
+        """Number of tensors in :meth:`sums`."""
+        return sum(map(len, self._sums.values()))
+
+    def sums(self) -> dict[str, Tensor]:
+        """``"loss|unit|parameter"`` -> the sum itself, not a copy."""
+        return {"|".join((*key, name)): value for key, sums in self._sums.items() for name, value in sums.items()}
+
+    def release_tensors(self) -> None:
+        """Give up the tensors of :meth:`sums`, which somebody else keeps until :meth:`put_tensors`."""
+        self._sums.clear()
+
+    def put_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take tensors, as of :meth:`sums`, as this accumulation's own, without a copy."""
+        for path, tensor in tensors.items():
+            loss, unit, name = path.rsplit("|", 2)
+            self._sums.setdefault((loss, unit), {})[name] = tensor
+
     def state_tensors(self) -> dict[str, Tensor]:
         """The accumulation as tensors.
 
@@ -181,9 +200,7 @@ class GradientAccumulator:
         """
         if self.empty:
             return {}
-        state = {
-            "|".join((*key, name)): gradient for key, sums in self._sums.items() for name, gradient in sums.items()
-        }
+        state = self.sums()
         state |= {"|".join((*key, "")): torch.tensor(n, dtype=torch.float64) for key, n in self._counts.items()}
         return state | {"||": torch.tensor(self.num_operations, dtype=torch.float64)}
 

@@ -50,6 +50,11 @@ class Optimizer:
         self._made: dict[str, torch.optim.Optimizer] = {}
         self._added: list[torch.optim.Optimizer] = []
 
+    @property
+    def num_updated(self) -> int:
+        """Number of parameters with moments, counted once for each rule."""
+        return sum(len(optimizer.state) for optimizer in self._made.values())
+
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Update these of the policy's masters from now on as well."""
         self._added.clear()
@@ -144,6 +149,18 @@ class Optimizer:
             rule = rule or "adamw"
             self._prepare(rule, self._masters[name])
             assign(self._of(rule).state[self._masters[name]][moment], tensor)
+
+    def release_tensors(self) -> None:
+        """Give up the moments of :meth:`state_tensors`, which somebody else keeps until :meth:`put_tensors`."""
+        self._made.clear()
+        self._added.clear()
+
+    def put_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take moments, as of :meth:`state_tensors`, as this optimizer's own, without a copy."""
+        for path, tensor in tensors.items():
+            stored, name = path.split("|", 1)
+            rule, _, moment = stored.rpartition(".")
+            self._of(rule or "adamw").state[self._masters[name]][moment] = tensor
 
     def _of(self, rule: str) -> torch.optim.Optimizer:
         if rule not in self._made:

@@ -97,6 +97,25 @@ async def test_no_gradient_outlives_its_step(service: gradwire.ServiceClient, na
     assert step.num_accumulated == 1
 
 
+@pytest.mark.parametrize("kind", ["optim_step", "train_step"])
+async def test_what_was_queued_behind_a_cancelled_step_starts_from_zero(
+    service: gradwire.ServiceClient, kind: str
+) -> None:
+    run = await service.create_run("tiny", seed=7)
+    await run.forward_backward(X0, "causal_lm")
+    # Few tokens come in, so that all of the rest goes to the engine while it generates.
+    sample = run.sample([[5, 6]], n=8, max_tokens=200, ignore_eos=True)
+    step: gradwire.Future[Any] = run.optim_step() if kind == "optim_step" else run.train_step(X0, "causal_lm")
+    run.forward_backward(X1, "causal_lm")
+    last = run.optim_step(learning_rate=0.0)
+    step.cancel()
+    with pytest.raises(gradwire.OperationCancelledError):
+        await step
+    await sample
+    assert (await last).num_accumulated == 1
+    assert (await last).grad_norm == pytest.approx(await alone(service), rel=1e-5)
+
+
 async def test_a_step_counts_the_operations_it_took(service: gradwire.ServiceClient) -> None:
     run = await service.create_run("tiny", seed=7)
     for _ in range(3):

@@ -20,6 +20,7 @@ from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.checks import UNKNOWN_LENGTH, check
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.fencing import reused
@@ -252,6 +253,8 @@ class Admission:
         result = cancelled(seq)
         if operation.state is OperationState.CANCELLING:
             return pb.CancelResponse(cancelled=True, error=result.error)
+        if kind_of(operation.header.operation).ends_accumulation:
+            self._withdraw_behind(queue, seq)  # sent again, knowing that their accumulation starts from zero
         if not self._dispatcher.withdraw(operation):
             stopped = await self._dispatcher.interrupt(operation) and await queue.settled(seq)
             return pb.CancelResponse(cancelled=stopped)
@@ -276,13 +279,17 @@ class Admission:
             return pb.CancelResponse()
         if not 0 < operation.deadline <= time.time():
             return pb.CancelResponse()
-        for later in [each for each in reversed(queue.sent.values()) if each.seq > seq]:
-            self._dispatcher.withdraw(later)  # it is sent again, or aborted
+        self._withdraw_behind(queue, seq)  # they are sent again, or aborted
         if not self._dispatcher.withdraw(operation):
             return pb.CancelResponse()
         error = queue.expire(operation)
         self._dispatcher.wake(queue)
         return pb.CancelResponse(cancelled=True, error=error)
+
+    def _withdraw_behind(self, queue: RunQueue, seq: int) -> None:
+        """Take the operations behind a number back that the engine has not begun."""
+        for later in [each for each in reversed(queue.sent.values()) if each.seq > seq]:
+            self._dispatcher.withdraw(later)
 
     async def discard(self, queue: RunQueue, epoch: int) -> int:
         """Cancel every operation of a parked run that has no result, and let the run go on; return their number.

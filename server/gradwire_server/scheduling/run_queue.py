@@ -26,6 +26,7 @@ from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
 from gradwire_server.journal.run_records import RunRecord
 from gradwire_server.journal.segments import Location
+from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule, progress
 from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
@@ -80,6 +81,7 @@ class RunQueue(Fencing):
         self.held = HeldOperations(self.limits, self.usage)
         self._last_sent = 0
         self._gap = False
+        self._cancelled_steps: set[int] = set()
         self._results = RecentResults(self.record)
         self._changed = asyncio.Event()
         self._replay_deaths: Counter[int] = Counter()
@@ -162,6 +164,7 @@ class RunQueue(Fencing):
         for operation in waiting.values():
             operation.enter(OperationState.DROPPED)
             self.held.remove(operation)
+            self._cancelled_steps.discard(operation.seq)
             if not operation.ack.done():
                 try:
                     self.check_epoch(operation.header.epoch)
@@ -264,10 +267,13 @@ class RunQueue(Fencing):
     def cancel(self, operation: QueuedOperation) -> None:
         """Cancel an operation that is not in the journal yet; it gets its result once it is."""
         operation.enter(OperationState.CANCELLING)
+        if kind_of(operation.header.operation).ends_accumulation:
+            self._cancelled_steps.add(operation.seq)
 
     def dropped_step(self, seq: int) -> int:
         """The newest operation before this number that ended an accumulation without succeeding; 0 for none."""
-        return self.since_checkpoint.dropped_step(seq)
+        cancelled = max((each for each in self._cancelled_steps if each < seq), default=0)
+        return max(cancelled, self.since_checkpoint.dropped_step(seq))
 
     async def settled(self, seq: int) -> bool:
         """Wait until the results up to a number are durable; False if the run is closed or rewound first."""
@@ -284,6 +290,7 @@ class RunQueue(Fencing):
         if self.pending.get(operation.seq) is not operation:
             return False
         del self.pending[operation.seq]
+        self._cancelled_steps.discard(operation.seq)
         self.held.remove(operation)
         return True
 
@@ -377,6 +384,7 @@ class RunQueue(Fencing):
             self.held.remove(operation)
         self.pending.clear()
         self.window.clear()
+        self._cancelled_steps.clear()
 
     def close(self, reason: ServiceError) -> None:
         """Close the run: fail its readers and unacknowledged submissions with ``reason``."""

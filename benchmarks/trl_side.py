@@ -166,6 +166,8 @@ def trainer(plan: dict[str, Any]) -> Any:
         )
         config = DPOConfig(beta=plan["beta"], **arguments(plan, len(batches[0])))
         return DPO(args=config, train_dataset=data, **common)
+    if plan["kind"] == "grpo-loop":
+        return grpo_loop(plan, flat, common)
     inputs = [grpo_inputs(groups) for groups in batches]
     rows = len(inputs[0]["advantages"])
     config = GRPOConfig(
@@ -178,6 +180,37 @@ def trainer(plan: dict[str, Any]) -> Any:
     made = GRPO(args=config, train_dataset=data, reward_funcs=lambda **_: [], **common)
     made.batches = [{name: value.to(made.accelerator.device) for name, value in each.items()} for each in inputs]
     return made
+
+
+def even_share(completion_ids: list[list[int]], **others: Any) -> list[float]:
+    """Reward: the share of even token ids."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+class Losses(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer as it is, generation included, that keeps the loss of each step."""
+
+    losses: list[torch.Tensor]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def grpo_loop(plan: dict[str, Any], prompts: list[str], common: dict[str, Any]) -> Any:
+    samples, answer = plan["samples"], plan["answer_tokens"]
+    config = GRPOConfig(
+        beta=0.0,
+        loss_type="grpo",
+        num_generations=samples,
+        max_completion_length=answer,
+        generation_kwargs={"min_new_tokens": answer},
+        shuffle_dataset=False,
+        **arguments(plan, samples * len(plan["batches"][0])),
+    )
+    data = datasets.Dataset.from_dict({"prompt": prompts})
+    return Losses(args=config, train_dataset=data, reward_funcs=even_share, **common)
 
 
 def main() -> None:

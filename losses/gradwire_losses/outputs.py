@@ -9,12 +9,14 @@ parts, accumulate over several calls, and divide once. Values are numbers, or 0-
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from gradwire_losses import host
 
 Figure = float | Tensor
 """A number, or a 0-d tensor that may not be computed yet."""
@@ -260,14 +262,17 @@ def merge_metrics(parts: list[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
-def settled(figures: Any) -> Any:
-    """Replace 0-d tensors by numbers in lists, dictionaries and metrics; waits for the device once."""
+def settled(figures: Any, others: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
+    """Replace 0-d tensors by numbers in lists, dictionaries and metrics, and copy other tensors to the host.
+
+    This waits for the device once.
+    """
     tensors = list(_tensors(figures))
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        numbers = iter(torch.stack([tensor.detach().double() for tensor in tensors]).tolist())
-    else:
-        numbers = (tensor.item() for tensor in tensors)
-    return _filled(figures, numbers)
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return _filled(figures, (tensor.item() for tensor in tensors)), host.fetched(others) if others else []
+    together = torch.stack([tensor.detach().double() for tensor in tensors])
+    numbers, *copies = host.fetched([together, *others])
+    return _filled(figures, iter(numbers.tolist())), copies
 
 
 def _tensors(figure: Any) -> Iterator[Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.sampling.key_values import fits_slots
 from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.pages import fits_pages
 from gradwire_server.engine.sampling.sampler import SamplingParams
 from support.tiny import tiny_model
 
@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logprobs_are_those_of_one_forward(path: Path, dtype: torch.dtype) -> None:
     policy = Policy(ModelPool({"small": str(path)}, "cuda", dtype).load("small"))
-    assert fits_slots(policy)
+    assert fits_pages(policy)
     sampler = LocalSampler()
     params = [SamplingParams(max_tokens=tokens, seed=tokens, n=2, ignore_eos=True) for tokens in (30, 7, 12)]
     jobs = []

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradwire_losses import host
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.registry import get_loss, load_builtin_losses
 from gradwire_proto.codec import Column
@@ -21,7 +22,6 @@ from gradwire_server.engine.operations.decisions import Decisions
 from gradwire_server.engine.scoring.memory import MOST, Memory
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.training import loss_report as evaluation
 from gradwire_server.engine.training.forward_backward import Training, forward_backward
 from support.tiny import tiny_model
 
@@ -73,14 +73,14 @@ def groups(prompts: int, samples: int) -> dict[str, Column]:
 @pytest.fixture
 def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A wait for the device raises, until an operation asks for its figures. How often one did."""
-    real, asked = evaluation.settled, []
+    real, asked = host.fetched, []
 
-    def settled(figures: Any) -> Any:
+    def fetched(tensors: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         asked.append(1)
-        return real(figures)
+        return real(tensors)
 
-    monkeypatch.setattr(evaluation, "settled", settled)
+    monkeypatch.setattr(host, "fetched", fetched)
     yield asked
     torch.cuda.set_sync_debug_mode("default")
 

@@ -104,11 +104,16 @@ def test_packed_and_shared_are_the_padded_ones(load: Load, name: str, settings: 
             torch.testing.assert_close(found[key], values, atol=tolerance, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_segments_one_by_one_are_the_blocks(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_masks_is_the_blocks(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     split_model = load()
     inputs = ragged(torch.Generator().manual_seed(0), LENGTHS, GROUPS, common=30)
     blocks = states_and_gradients(split_model, Packing.SHARED, *inputs)
-    monkeypatch.setattr(attention, "in_blocks", lambda *args: attention.one_by_one(*args, None, 0.0))
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        by_token = (each[0].transpose(0, 1) for each in (query, key, value))
+        return attention.masked_attention(*by_token, layout.masked, scale)[None]
+
+    monkeypatch.setattr(attention, "in_blocks", masked)
     for key, values in states_and_gradients(split_model, Packing.SHARED, *inputs).items():
         torch.testing.assert_close(values, blocks[key], atol=1e-5 * values.abs().max().item(), rtol=0)
 

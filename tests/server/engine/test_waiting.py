@@ -1,7 +1,7 @@
-"""Nothing waits for the device before an operation's end.
+"""Whole operations with everything on a device that has no numbers: nothing waits for a GPU but what has to.
 
-The device here is "meta", which has shapes and no numbers: asking it for one raises. That the figures are asked for at
-all, all at once, is where an operation ends.
+See ``support.numberless``. Packing, forward, scoring, loss, backward and optimizer run through the engine's own
+operations, as a server would run them.
 """
 
 from __future__ import annotations
@@ -9,72 +9,157 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradwire_losses.registry import all_losses, get_loss
-from gradwire_proto.v1.training_pb2 import RunConfig
-from gradwire_server.engine.model.heads import make_head
-from gradwire_server.engine.model.policy import FullPolicy, Policy
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.scoring.forward import score_batch
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.attention_paged import PagedDecode
+from gradwire_server.engine.model.split_model import OutputHead
+from gradwire_server.engine.sampling import local
+from gradwire_server.engine.sampling.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
-from gradwire_server.engine.training import loss_report as evaluation
-from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.forward_backward import Training, forward_backward
+from gradwire_server.engine.scoring.token_scores import score_tokens
+from support.engine import LocalEngine, token_rows
+from support.numberless import META, Numberless, counted_copies, without_numbers
+from torch._dynamo.utils import counters
 
-META = torch.device("meta")
 BUDGETS = {
     "whole": Budget(10**6, activation_bytes=1 << 40),
     "parts": Budget(25, activation_bytes=1 << 40),
     "recomputed": Budget(25, activation_bytes=0),
 }
+STEP = pb.OptimStep(learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, max_grad_norm=0.5)
+MOST_COPIES = 2
+"""Copies to the host in one operation."""
 
 
-class Asked(Exception):
-    """The operation has asked for its figures."""
+@pytest.fixture
+def engine(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+    without_numbers(monkeypatch)
+    return LocalEngine({"tiny": model_path}, tmp_path / "state")
 
 
-@pytest.fixture(scope="module")
-def numberless(model_path: Path) -> tuple[SplitModel, SplitModel]:
-    """A model to train and one to compare with."""
-    pool = ModelPool({"tiny": str(model_path)})
-    pair = pool.load("tiny"), pool.load("tiny")
-    for split_model in pair:
-        split_model.model.to(META)
-    return pair
+def call_of(name: str, **settings: Any) -> pb.LossCall:
+    loss = get_loss(name)
+    kwargs = ['"reference_model": "base"'] if "reference_model" in loss.config.model_fields else []
+    kwargs += ['"reduction_divisor": 4.0'] if name == "dr_grpo" else []
+    return pb.LossCall(loss_fn=name, loss_kwargs_json=f"{{{', '.join(kwargs)}}}", **settings)
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"),
-    [(loss.name, "parts") for loss in all_losses()]
-    + [(name, budget) for name in ("causal_lm", "conservative_ppo") for budget in ("whole", "recomputed")],
+    ("name", "budget", "lora"),
+    [(loss.name, "parts", None) for loss in all_losses()]
+    + [(name, budget, 4) for name in ("causal_lm", "conservative_ppo", "dpo") for budget in BUDGETS],
 )
-def test_a_loss_waits_for_its_figures_only(
-    numberless: tuple[SplitModel, SplitModel], batches: Any, name: str, budget: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_waits_for_its_figures_only(
+    engine: LocalEngine, batches: Any, name: str, budget: str, lora: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def settled(figures: Any) -> None:
-        raise Asked
-
     loss = get_loss(name)
-    config: dict[str, Any] = {"reference_model": "base"} if "reference_model" in loss.config.model_fields else {}
-    config |= {"reduction_divisor": 4.0} if name == "dr_grpo" else {}
-    split_model, frozen = numberless
     head = loss.head or ("value" if "values" in loss.optional_scores else "")
-    policy = FullPolicy(
-        split_model, head=make_head(RunConfig(head=head, num_labels=64), split_model.facts.hidden_size, META)
-    )
-    base = Policy(frozen)
-    monkeypatch.setattr(evaluation, "settled", settled)
-    training = Training(
-        policy,
-        batches.batch(loss),
-        loss,
-        loss.config(**config),
-        GradientAccumulator(),
-        reference=lambda batch, temperature: score_batch(base, batch, {"logprobs"}, budget=BUDGETS[budget])["logprobs"],
-        teacher=base,
-        budget=BUDGETS[budget],
-    )
-    with pytest.raises(Asked):
-        forward_backward(training)
+    engine.create("run", base_model="tiny", lora=lora, head=head, num_labels=64 if head == "classification" else 0)
+    assert all(master.is_meta for master in engine.context.runs["run"].policy.masters().values())
+    monkeypatch.setattr(engine.context.memory, "budget", lambda run: BUDGETS[budget])
+    columns = batches.columns(loss, 8, 1, 9)
+    for _ in range(2):  # the second step has moments, and cached log-probabilities of a reference
+        with counted_copies(monkeypatch) as copies, Numberless() as seen:
+            found = engine.op("run", columns, forward_backward=call_of(name))
+        assert found.ok, found.proto.error
+        assert 1 <= len(copies) <= MOST_COPIES and seen.calls
+        with counted_copies(monkeypatch) as copies, Numberless() as seen:
+            stepped = engine.op("run", optim_step=STEP)
+        assert stepped.ok, stepped.proto.error
+        assert len(copies) == 1
+        assert seen.calls["aten::_fused_adamw_"] <= 2 and "aten::_foreach_mul_" not in seen.calls
+
+
+KINDS: list[dict[str, Any]] = [
+    {"n": 3},
+    {"temperature": 0.0},
+    {"top_p": 0.7, "top_logprobs": 3},
+    {"top_k": 5, "min_p": 0.1},
+    {"logit_bias": ((5, 2.0),), "repetition_penalty": 1.2, "presence_penalty": 0.5, "n": 2},
+]
+
+
+def test_a_token_of_any_kinds_waits_once(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "fits_pages", lambda policy: True)  # it compares numbers, once for each model
+    engine.create("run", base_model="tiny", lora=4)
+    policy, sampler = engine.context.runs["run"].policy, local.LocalSampler()
+    for number, settings in enumerate(KINDS):
+        prompt = [4 + number] * (9 + 7 * number)
+        sampler.begin(policy, [prompt], SamplingParams(max_tokens=6 + number, seed=1, ignore_eos=True, **settings))
+    tokens = 0
+    while sampler.turn():
+        with counted_copies(monkeypatch) as copies, Numberless() as seen:
+            sampler.step()
+        assert len(copies) == 1 and seen.calls, "one copy for all rows and kinds"
+        tokens += 1
+    assert tokens == 10
+
+
+def test_decoding_has_few_shapes(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of kernels is captured once for each, and replayed as long as nothing but numbers changes."""
+    monkeypatch.setattr(local, "fits_pages", lambda policy: True)
+    engine.create("run", base_model="tiny")
+    policy, sampler, shapes = engine.context.runs["run"].policy, local.LocalSampler(), []
+    attend = PagedDecode.attend
+
+    def seen(self: PagedDecode, layer: Any, query: Any, *others: Any) -> Any:
+        classes = [each.table.shape for lists in (self.shared, self.own) for each in lists.classes]
+        shapes.append((query.shape, tuple(classes)))
+        return attend(self, layer, query, *others)
+
+    monkeypatch.setattr(PagedDecode, "attend", seen)
+    for number in range(3):
+        prompt = [4 + number] * (17 + number)
+        sampler.begin(policy, [prompt], SamplingParams(max_tokens=40, seed=number, n=4, ignore_eos=True))
+    with counted_copies(monkeypatch):
+        while sampler.turn():
+            sampler.step()
+    steps = len(shapes) // policy.facts.num_layers
+    assert steps == 39
+    assert len(set(shapes)) <= 3  # one, two, and four pages of each sample's own
+
+
+def test_segments_of_similar_lengths_are_one_call(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel for sequences of different lengths, the calls grow with how far the lengths spread."""
+    engine.create("run", base_model="tiny")
+    lengths = list(range(2, 60))
+    with counted_copies(monkeypatch), Numberless() as seen:
+        engine.op("run", token_rows([[5] * length for length in lengths]), forward=pb.LossCall(outputs=["logprobs"]))
+    calls = sum(count for name, count in seen.calls.items() if "scaled_dot_product" in name or name == "aten::_softmax")
+    assert 0 < calls <= 2 * engine.context.runs["run"].policy.facts.num_layers * 12
+
+
+def test_no_chunk_makes_a_second_gradient_of_the_output_weight() -> None:
+    vocabulary, width, places = 4096, 64, 96
+    weight = torch.nn.Parameter(torch.empty(vocabulary, width, dtype=torch.bfloat16, device=META))
+    hidden = torch.empty(places, width, dtype=torch.bfloat16, device=META, requires_grad=True)
+    ids = torch.empty(places, 1, dtype=torch.int64, device=META)
+    with Numberless() as seen:
+        scores = score_tokens(hidden, OutputHead(weight), ids, chunk_elements=16 * vocabulary)
+    assert seen.largest <= 16 * vocabulary  # logits of a chunk
+    with Numberless() as seen:
+        torch.autograd.backward([scores.logprobs], [torch.empty_like(scores.logprobs)])
+    made = seen.sizes.count(vocabulary * width)
+    assert made <= 1, "the gradient itself, for the whole call"
+
+
+@pytest.mark.slow
+def test_compiled_layers_compile_nothing_for_fifty_ragged_batches(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile_module(self, backend="eager", **how))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    torch._dynamo.reset()
+    engine, rng = LocalEngine({"tiny": model_path}, tmp_path / "state", compiled=True), np.random.default_rng(0)
+    engine.create("run", base_model="tiny", lora=4)
+    for batch in range(50):
+        rows = token_rows([[5] * int(length) for length in rng.integers(2, 60, int(rng.integers(1, 9)))])
+        engine.train("run", rows)
+        if not batch:
+            counters.clear()
+    assert counters["stats"]["unique_graphs"] <= 4
+    torch._dynamo.reset()

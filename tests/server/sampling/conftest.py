@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gradwire_server.engine.model.policy import Policy
@@ -30,6 +31,11 @@ SHAPE = {
 
 MakePolicy = Callable[..., Policy]
 FullLogprobs = Callable[..., torch.Tensor]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.draw import Uniforms
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.key_values import Slots, fits_slots
 from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.pages import Pages, fits_pages
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
 from support.sampling import samples_of
 
@@ -84,27 +84,27 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(policy: Policy) ->
 
 def test_models_with_windows_take_one_batch_after_another(make_policy: MakePolicy) -> None:
     policy = make_policy("mistral", sliding_window=6)
-    assert not fits_slots(policy)
+    assert not fits_pages(policy)
     check_alone(policy, run(LocalSampler(), policy))
 
 
-def test_slots_are_for_models_that_attend_to_everything(make_policy: MakePolicy) -> None:
-    assert fits_slots(make_policy("qwen3"))
-    assert not fits_slots(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8))
+def test_pages_are_for_models_that_attend_to_everything(make_policy: MakePolicy) -> None:
+    assert fits_pages(make_policy("qwen3"))
+    assert not fits_pages(make_policy("gemma2", sliding_window=6, query_pre_attn_scalar=8))
 
 
 def test_memory_that_runs_out_makes_batches_smaller(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decode, widest = Slots.decode, []
+    decode, widest = Pages.decode, []
 
-    def small(self: Slots, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
+    def small(self: Pages, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
         if len(tokens) > 4:
             raise MemoryError
         widest.append(len(tokens))
         return decode(self, policy, tokens, positions)
 
-    monkeypatch.setattr(Slots, "decode", small)
+    monkeypatch.setattr(Pages, "decode", small)
     found = run(LocalSampler(), policy)
     monkeypatch.undo()
     assert max(widest) <= 4 and "out of memory" in caplog.text
@@ -112,12 +112,12 @@ def test_memory_that_runs_out_makes_batches_smaller(
 
 
 def test_a_sample_that_never_fits_fails_its_request(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(self: Slots, *args: Any) -> torch.Tensor:
+    def never(self: Pages, *args: Any) -> torch.Tensor:
         raise MemoryError
 
     sampler = LocalSampler()
     samples_of(policy, [[1, 2]], SamplingParams(max_tokens=3, seed=0), sampler=sampler)
-    monkeypatch.setattr(Slots, "prefill", never)
+    monkeypatch.setattr(Pages, "prefill", never)
     with pytest.raises(MemoryError):
         samples_of(policy, [[1, 2], [3, 4]], SamplingParams(max_tokens=3, seed=0), sampler=sampler)
 

@@ -16,8 +16,8 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.adjustments import adjusted
 from gradwire_server.engine.sampling.draw import draw
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.key_values import Slots
 from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.pages import Pages
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
 from support.sampling import samples_of
 from transformers import (
@@ -193,14 +193,14 @@ def test_neighbours_change_nothing(policy: Policy) -> None:
 
 
 def test_a_restart_after_memory_ran_out_changes_nothing(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Slots.decode
+    decode = Pages.decode
 
-    def small(self: Slots, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
+    def small(self: Pages, policy: Policy, tokens: Any, positions: Any) -> torch.Tensor:
         if len(tokens) > 5:
             raise MemoryError
         return decode(self, policy, tokens, positions)
 
-    monkeypatch.setattr(Slots, "decode", small)
+    monkeypatch.setattr(Pages, "decode", small)
     found = begun_together(policy, LocalSampler())
     monkeypatch.undo()
     check_alone(policy, found)

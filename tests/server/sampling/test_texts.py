@@ -15,8 +15,8 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.tokenizers import TextTokenizer, find_tokenizer
 from gradwire_server.engine.sampling.growing_text import GrowingText, StopString
-from gradwire_server.engine.sampling.key_values import Slots
 from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.pages import Pages
 from gradwire_server.engine.sampling.prompt_scores import score_prompts
 from gradwire_server.engine.sampling.sampler import SamplingParams
 from gradwire_server.engine.scoring.planner import Budget
@@ -156,14 +156,14 @@ def test_a_stream_is_the_sample(
     wanted = {"max_tokens": 50, "seed": 6, "n": 3, "stop": ("ca", "t;"), "top_logprobs": 2}
     whole = samples_of(bpe, [[1, 70], [1, 80]], SamplingParams(**wanted), tokens)  # type: ignore[arg-type]
     if short_of_memory:
-        decode, steps = Slots.decode, iter(range(10_000))
+        decode, steps = Pages.decode, iter(range(10_000))
 
-        def failing(self: Slots, policy: Policy, ids: object, positions: object) -> torch.Tensor:
+        def failing(self: Pages, policy: Policy, ids: object, positions: object) -> torch.Tensor:
             if len(ids) > 3 and next(steps) > 4:  # type: ignore[arg-type]
                 raise MemoryError
             return decode(self, policy, ids, positions)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Slots, "decode", failing)
+        monkeypatch.setattr(Pages, "decode", failing)
     sampler = LocalSampler()
     job = sampler.begin(bpe, [[1, 70], [1, 80]], SamplingParams(**wanted, stream=True), tokens)  # type: ignore[arg-type]
     rows: dict[int, list[training_pb2.SampleDelta]] = {row: [] for row in range(6)}

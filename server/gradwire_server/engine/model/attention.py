@@ -5,8 +5,8 @@ Without a layout it is transformers' own SDPA, so a model can keep this implemen
 the token axis attends causally to itself and fully to its prefix. Legend: ``M`` tokens, ``H`` heads, ``D`` head size.
 
 CUDA uses one varlen kernel (:mod:`.attention_varlen`), the CPU a kernel over blocks of segments
-(:mod:`.attention_blocks`). Other devices, and windows and dropout where those do not support them, compute each segment
-on its own.
+(:mod:`.attention_blocks`). Other devices, and windows and dropout where those do not support them, use masks
+(:mod:`.attention_masked`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from gradwire_server.engine.model.attention_blocks import in_blocks
-from gradwire_server.engine.model.attention_varlen import one_by_one, varlen_kernel
+from gradwire_server.engine.model.attention_masked import masked_attention
+from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
+from gradwire_server.engine.model.attention_varlen import varlen_kernel
 from gradwire_server.engine.model.packing import Layout
 
 NAME = "gradwire"
 """Name of the attention implementation."""
 LAYOUT = "token_layout"
-"""Keyword that carries a :class:`.packing.Layout` through a model."""
+"""Keyword that carries a :class:`.packing.Layout`, or a plan of :mod:`.attention_paged`, through a model."""
 
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
@@ -49,7 +51,7 @@ def packed_attention(
     Raises:
         NotImplementedError: The model asks for something other than causal attention within a window.
     """
-    layout: Layout | None = kwargs.pop(LAYOUT, None)
+    layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
     if layout is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **kwargs
@@ -62,6 +64,16 @@ def packed_attention(
         _observed.attention_windows.add(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not isinstance(layout, Layout):
+        if sliding_window:
+            raise NotImplementedError("pages keep all tokens, and a window would leave some out")
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        if isinstance(layout, PagedDecode):
+            return layout.attend(module, q, k, v, scale)[None], None
+        keys, values = layout.write(module, k, v)
+        if layout.layout is None:
+            return masked_attention(q, keys, values, layout.segments, scale)[None], None
+        layout = layout.layout
     window = sliding_window if sliding_window and sliding_window < layout.reach else None
     one_size = query.shape[-1] == value.shape[-1]
     varlen = None
@@ -71,7 +83,8 @@ def packed_attention(
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
     if query.device.type == "cpu" and one_size and not dropout and window is None:
         return in_blocks(query, key, value, layout, scale), None
-    return one_by_one(query, key, value, layout, scale, window, dropout), None
+    by_token = (each[0].transpose(0, 1) for each in (query, key, value))
+    return masked_attention(*by_token, layout.masked, scale, window, dropout)[None], None
 
 
 # ------------------------------------------------------------------ attention features that a model uses

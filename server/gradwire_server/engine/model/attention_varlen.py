@@ -1,4 +1,4 @@
-"""Attention over a layout of sequences: with a varlen kernel (CUDA), or segment by segment where there is none.
+"""Attention over a layout of sequences with a varlen kernel (CUDA).
 
 Legend: ``M`` tokens, ``H`` heads, ``K`` heads of keys and values, ``D`` head size.
 """
@@ -13,9 +13,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire_server.engine.model.attention_blocks import repeated
+from gradwire_server.engine.model.attention_masked import masked_attention
 from gradwire_server.engine.model.packing import Layout, lay_out
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Varlen | None:
 
 @torch.no_grad()
 def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel agrees with :func:`one_by_one` on prefixes, windows and shared key heads."""
+    """Whether a kernel agrees with :func:`masked_attention` on prefixes, windows and shared key heads."""
     lengths, group_sizes = torch.tensor([40, 50, 33, 1]), torch.tensor([2, 1, 1])
     layout = lay_out(torch.arange(int(lengths.sum())) % 40, lengths, group_sizes)
     generator = torch.Generator().manual_seed(0)
@@ -55,7 +56,7 @@ def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
     k, v = k[:, :2], v[:, :2]
     for window in (None, 8):
         found = kernel(q[0], k[0], v[0], layout, 0.2, window)
-        expected = one_by_one(q, k, v, layout, 0.2, window, 0.0)[0]
+        expected = masked_attention(*(each[0].transpose(0, 1) for each in (q, k, v)), layout.masked, 0.2, window)
         if not (found - expected).abs().max().item() < 0.05:
             return False
     return True
@@ -92,33 +93,3 @@ def _varlen_arguments(
     if places is not None:
         k, v = k.index_select(0, places), v.index_select(0, places)
     return q, k, v, (queries, keys, layout.longest, layout.reach)
-
-
-def one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, window: int | None, dropout: float
-) -> Tensor:
-    """Attention by one SDPA call per segment: ``[1, H, M, D], [1, K, M, D], [1, K, M, D] -> [1, M, H, D]``."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
-    lengths = [segment.length for segment in layout.segments]
-    queries, keys, values = (each.split(lengths, dim=2) for each in (query, key, value))
-    index = {segment.start: number for number, segment in enumerate(layout.segments)}
-    outputs = []
-    for number, segment in enumerate(layout.segments):
-        q, k, v, mask = queries[number], keys[number], values[number], None
-        if segment.prefix_length:
-            holder = index[segment.prefix_start]
-            k = torch.cat([keys[holder][:, :, : segment.prefix_length], k], dim=2)
-            v = torch.cat([values[holder][:, :, : segment.prefix_length], v], dim=2)
-        if segment.prefix_length or (window is not None and window < segment.length):
-            at = torch.arange(segment.prefix_length, segment.reach, device=q.device)[:, None]
-            others = torch.arange(segment.reach, device=q.device)
-            mask = others <= at
-            if window is not None:
-                mask &= others > at - window
-        outputs.append(
-            nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()

@@ -19,22 +19,12 @@ KINDS = 64
 """Maximum number of compiled versions of a layer's code; beyond it the layer runs uncompiled."""
 
 
-_LEFT_OUT: list[tuple[type, str]] = [(SpanLinear, "forward")]
-
-
-def leave_out(kind: type, method: str) -> None:
-    """Exclude a method called by the layers from compilation, because its control flow changes between calls."""
-    _LEFT_OUT.append((kind, method))
-
-
 def compile_layers(trunk: nn.Module) -> None:
     """Compile the layers of a trunk, each on its first call."""
     torch._dynamo.config.recompile_limit = KINDS
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
-    for kind, method in _LEFT_OUT:
-        function = getattr(kind, method)
-        if not hasattr(function, "_torchdynamo_disable"):
-            setattr(kind, method, torch.compiler.disable(function))
+    if not hasattr(SpanLinear.forward, "_torchdynamo_disable"):
+        SpanLinear.forward = torch.compiler.disable(SpanLinear.forward)  # type: ignore[method-assign]
     layers = max((module for module in trunk.modules() if isinstance(module, nn.ModuleList)), key=len)
     for layer in layers:
         layer.compile(dynamic=True)

@@ -16,8 +16,10 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
-from gradwire_losses.batch import segment_ids
+from gradwire_losses.batch import segment_ids, sent
 from torch import Tensor
+
+from gradwire_server.engine.model.attention_masked import MaskedSegments, QuerySegment
 
 MIN_SAVED = 16
 """Minimum number of tokens that sharing must save in an example; below it the extra attention calls cost more."""
@@ -129,6 +131,16 @@ class Layout:
         return [_bucket(members) for members in buckets]
 
     @cached_property
+    def masked(self) -> MaskedSegments:
+        """The segments for attention with masks."""
+        segments = []
+        for start, length, prefix_start, prefix_length in self.segments:
+            own = torch.arange(start, start + length)
+            prefix = torch.arange(prefix_start, prefix_start + prefix_length)
+            segments.append(QuerySegment(start, length, torch.cat([prefix, own])))
+        return MaskedSegments(segments)
+
+    @cached_property
     def offsets(self) -> tuple[Tensor, Tensor]:
         """``[segments + 1]`` int32, twice: offsets of each segment's queries, and of its concatenated keys."""
         own = torch.tensor([0, *(segment.length for segment in self.segments)])
@@ -147,8 +159,8 @@ class Layout:
         """:attr:`offsets`, and :attr:`key_places` unless they equal the axis, copied once to the device."""
         if device not in self._copies:
             places = self.key_places if self.prefix_blocks else None
-            queries, keys = (each.to(device, non_blocking=True) for each in self.offsets)
-            self._copies[device] = queries, keys, None if places is None else places.to(device, non_blocking=True)
+            queries, keys = (sent(each, device) for each in self.offsets)
+            self._copies[device] = queries, keys, None if places is None else sent(places, device)
         return self._copies[device]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from gradwire_losses.batch import sent
 from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
@@ -37,15 +38,14 @@ def logits_to_choose_by(logits: Tensor, params: SamplingParams, rows: Rows, draw
         choices = adjusted(logits, params, prompts, rows.tokens[drawing], rows.count[drawing])
     if not params.json_schema:
         return choices
-    choices = logits.clone() if choices is None else choices
+    choices = logits if choices is None else choices
+    refused = np.zeros(choices.shape, np.bool_)
     for place, row in enumerate(drawing.tolist()):
         try:
-            allowed = rows.growing[row].allowed()
+            refused[place] = ~rows.growing[row].allowed()
         except OperationError as error:
             rows.job[row].error = error
-            continue
-        choices[place].masked_fill_(~torch.from_numpy(allowed).to(choices.device), -torch.inf)
-    return choices
+    return choices.masked_fill(sent(torch.from_numpy(refused), choices.device), -torch.inf)
 
 
 def adjusted(
@@ -66,8 +66,8 @@ def adjusted(
     chosen = logits.clone()
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
-        bias = torch.tensor(biases, dtype=logits.dtype, device=logits.device) / temperature
-        chosen[:, torch.tensor(ids, device=logits.device)] += bias
+        bias = sent(torch.tensor(biases, dtype=logits.dtype) / temperature, logits.device)
+        chosen[:, sent(torch.tensor(ids), logits.device)] += bias
     penalises_sample = bool(params.presence_penalty or params.frequency_penalty)
     if params.repetition_penalty == 1 and not penalises_sample:
         return chosen
@@ -91,4 +91,4 @@ def _times(tokens: npt.NDArray[np.int32], counts: npt.NDArray[np.int64], like: T
     ids = torch.from_numpy(tokens[:, :width].astype(np.int64))
     there = torch.from_numpy(np.arange(width) < counts[:, None])
     times = torch.zeros_like(like)
-    return times.scatter_add_(1, ids.to(like.device), there.to(like.device, like.dtype))
+    return times.scatter_add_(1, sent(ids, like.device), sent(there.to(like.dtype), like.device))

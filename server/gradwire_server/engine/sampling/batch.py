@@ -1,8 +1,8 @@
 """Continuous batching of one policy's samples.
 
-A prompt shared by several rows of one prefill goes through the model once. Rows join between two tokens; when rows end,
-the last rows take their places. A token is drawn by inverting the cumulative distribution at one uniform number. These
-numbers belong to the sample, so batching with other samples changes only float rounding.
+A prompt shared by several rows goes through the model once. Rows join and leave between two tokens. All that the host
+needs of a token is copied at once. A token is drawn by inverting the cumulative distribution at one uniform number.
+These numbers belong to the sample, so batching with other samples changes only float rounding.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from gradwire_losses import host
+from gradwire_losses.batch import sent
 from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory
@@ -25,7 +27,7 @@ from gradwire_server.engine.sampling.adjustments import logits_to_choose_by
 from gradwire_server.engine.sampling.draw import Uniforms, draw, top_tokens
 from gradwire_server.engine.sampling.growing_sample import GrowingSample
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.key_values import IntArray, KeyValues, Slots, Together
+from gradwire_server.engine.sampling.key_values import IntArray, KeyValues
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
 from gradwire_server.engine.sampling.sampler import SamplingParams, TopTokens
 from gradwire_server.engine.scoring.token_scores import token_logits
@@ -53,27 +55,29 @@ class Batch:
 
     Args:
         policy: The policy.
-        slots: Whether the model's keys and values fit in slots, so that rows can join at any time.
+        values: Makes the keys and values of no rows.
         cache_tokens: Maximum tokens of key-value cache, including room for tokens to come.
         rows: Maximum rows at a time.
         uniforms: Source of random numbers.
+
+    Attributes:
+        values: Keys and values of the rows in progress.
     """
 
-    def __init__(self, policy: Policy, slots: bool, cache_tokens: int, rows: int, uniforms: Uniforms) -> None:
+    def __init__(
+        self, policy: Policy, values: Callable[[], KeyValues], cache_tokens: int, rows: int, uniforms: Uniforms
+    ) -> None:
         self.policy = policy
-        self._slots = slots
+        self._make_values = values
         self._cache_tokens, self._most = cache_tokens, rows
         self._waiting: dict[LocalJob, deque[int]] = {}  # the job whose turn it is comes first
         self._joining: list[tuple[LocalJob, int]] = []
         self._kinds: dict[int, _Kind] = {}
         self._jobs: list[LocalJob] = []
         self._uniforms = uniforms
-        self._empty()
-
-    def _empty(self) -> None:
-        self._values: KeyValues = Slots() if self._slots else Together()
+        self.values = values()
         self._rows = self._begin([])
-        self._width = 0
+        self._room = self.values.room()
 
     @property
     def jobs(self) -> Sequence[LocalJob]:
@@ -113,13 +117,14 @@ class Batch:
     def _step(self) -> None:
         self.policy.activate()
         self._joining = self._admit()
-        if self._joining:
-            self._prefill()
+        states = []
         if len(self._rows):
-            self._values.longest = self._width
-            states = self._values.decode(self.policy, self._rows.last, self._rows.length)
+            states.append(self.values.decode(self.policy, self._rows.last, self._rows.length))
             self._rows.length += 1
-            self._draw(states, 0)
+        if self._joining:
+            states.append(self._prefill())
+        if states:
+            self._draw(states[0] if len(states) == 1 else torch.cat(states))
 
     def _give_up(self, failure: Exception) -> None:
         """Handle the failure of a step.
@@ -130,7 +135,8 @@ class Batch:
         """
         started = [*zip(self._rows.job, self._rows.row.tolist(), strict=True), *self._joining]
         self._joining = []
-        self._empty()
+        self.values, self._rows = self._make_values(), self._begin([])
+        self._room = self.values.room()
         if is_out_of_memory(failure) and len(started) > 1:
             self._most = len(started) // 2
             logger.warning("out of memory with %d samples, going on with %d: %s", len(started), self._most, failure)
@@ -147,42 +153,43 @@ class Batch:
 
     def _admit(self) -> list[tuple[LocalJob, int]]:
         """Choose the rows that join now: of each job in turn, as many as fit."""
-        if not self._waiting or (len(self._rows) and not self._values.joins):
+        if not self._waiting or (len(self._rows) and not self.values.joins):
             return []
         admitted: list[tuple[LocalJob, int]] = []
-        width, longest = self._width, 0
+        longest = 0
         prompts: set[tuple[int, ...]] = set()
         while self._waiting:
             job, rows = next(iter(self._waiting.items()))
             row = rows[0]
             prompt = job.prompt_of(row)
-            width = max(width, len(prompt) + int(job.limits[row]))
+            needs = _needs(job, row)
             prompts.add(prompt)
             longest = max(longest, len(prompt))
             count = len(self._rows) + len(admitted) + 1
-            if count > 1 and (count > self._most or count * width > self._cache_tokens):
+            if count > 1 and (count > self._most or self._room.with_row(*needs) > self._cache_tokens):
                 break
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
+                break
+            if not admitted and self.values.warm(self.policy, prompt):
                 break
             admitted.append((job, rows.popleft()))
             del self._waiting[job]
             if rows:
                 self._waiting[job] = rows
-            self._width = width
+            self._room.add(*needs)
         return admitted
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> Tensor:
+        """Add the rows that join; returns their states, ``[R, H]``."""
         new = self._begin(self._joining)
         numbers: dict[tuple[int, ...], int] = {}
         spread = [numbers.setdefault(job.prompt_of(row), len(numbers)) for job, row in self._joining]
-        self._values.longest = self._width
-        states = self._values.prefill(self.policy, list(numbers), np.array(spread))
-        start = len(self._rows)
-        if start:
+        states = self.values.prefill(self.policy, list(numbers), np.array(spread))
+        if len(self._rows):
             room = max(self._rows.tokens.shape[1], new.tokens.shape[1])
             new = widened(self._rows, room).beside(widened(new, room))
         self._rows, self._joining = new, []
-        self._draw(states, start)
+        return states
 
     def _begin(self, newcomers: list[tuple[LocalJob, int]]) -> Rows:
         jobs, rows = [job for job, _ in newcomers], [row for _, row in newcomers]
@@ -228,37 +235,43 @@ class Batch:
 
     # ---- drawing ----
 
-    def _draw(self, states: Tensor, start: int) -> None:
-        """Draw the next token of the rows from ``start`` on, given their states, and remove rows that end."""
+    def _draw(self, states: Tensor) -> None:
+        """Draw the next token of every row, given their states, and remove rows that end."""
         rows = self._rows
-        drawing = np.arange(start, len(rows))
-        count = rows.count[start:]
+        drawing = np.arange(len(rows))
+        count = rows.count
         if count.max() >= rows.tokens.shape[1]:
             rows = self._rows = widened(rows, 2 * rows.tokens.shape[1])
         uniform = self._next_uniform(drawing)
         tokens, by_token = np.empty(len(drawing), np.int64), np.empty(len(drawing), np.bool_)
         tops: dict[int, TopTokens] = {}
+        drawn: list[tuple[_Kind, IntArray]] = []
+        found: list[Tensor] = []
         head = self.policy.output_head()
-        for number in np.unique(rows.kind[start:]).tolist():
+        for number in np.unique(rows.kind).tolist():
             kind = self._kinds[number]
-            of_kind = np.flatnonzero(rows.kind[start:] == number)
+            of_kind = np.flatnonzero(rows.kind == number)
             part = states
             if len(of_kind) < len(drawing):
-                part = states[torch.from_numpy(of_kind).to(states.device)]
+                part = states.index_select(0, sent(torch.from_numpy(of_kind), states.device))
             logits = token_logits(part, head, temperature=kind.params.temperature or 1.0)
-            choices = logits_to_choose_by(logits, kind.params, rows, drawing[of_kind])
-            drawn, logprobs = draw(logits, torch.from_numpy(uniform[of_kind]).to(logits.device), kind.params, choices)
-            tokens[of_kind] = drawn.cpu().numpy()
-            by_token[of_kind] = kind.ends[tokens[of_kind]]
-            rows.logprobs[drawing[of_kind], count[of_kind]] = logprobs.float().cpu().numpy()
+            choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
+            drawn.append((kind, of_kind))
+            found += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
             if kind.params.top_logprobs:
-                top_ids, top_logprobs = top_tokens(logits, kind.params.top_logprobs)
-                ids, values = top_ids.int().cpu().numpy(), top_logprobs.float().cpu().numpy()
-                tops.update(zip(drawing[of_kind].tolist(), zip(ids, values, strict=True), strict=True))
+                found += top_tokens(logits, kind.params.top_logprobs)
+        copies = iter(host.fetched(found))
+        for kind, of_kind in drawn:
+            tokens[of_kind] = next(copies).numpy()
+            by_token[of_kind] = kind.ends[tokens[of_kind]]
+            rows.logprobs[of_kind, count[of_kind]] = next(copies).float().numpy()
+            if kind.params.top_logprobs:
+                ids, values = next(copies).int().numpy(), next(copies).float().numpy()
+                tops.update(zip(of_kind.tolist(), zip(ids, values, strict=True), strict=True))
         rows.tokens[drawing, count] = tokens
-        rows.last[start:] = tokens
+        rows.last[:] = tokens
         count += 1
-        self._end(drawing, by_token, count >= rows.limit[start:], tops)
+        self._end(by_token, count >= rows.limit, tops)
 
     def _next_uniform(self, drawing: IntArray) -> npt.NDArray[np.float64]:
         rows = self._rows
@@ -270,39 +283,42 @@ class Batch:
         uniform: npt.NDArray[np.float64] = rows.uniform[drawing, count % DRAWS]
         return uniform
 
-    def _end(self, drawing: IntArray, by_token: BoolArray, at_limit: BoolArray, tops: Mapping[int, TopTokens]) -> None:
+    def _end(self, by_token: BoolArray, at_limit: BoolArray, tops: Mapping[int, TopTokens]) -> None:
         """Hand new tokens to the samples that follow them, and finished samples to their jobs."""
         rows = self._rows
         texts: dict[int, str | None] = {}
-        for row in [row for row in drawing.tolist() if rows.growing[row] is not None]:
+        for row in [row for row in range(len(rows)) if rows.growing[row] is not None]:
             growing: GrowingSample = rows.growing[row]
             logprob = float(rows.logprobs[row, rows.count[row] - 1])
-            text = growing.add(int(rows.last[row]), logprob, tops.get(row), ends=bool(by_token[row - drawing[0]]))
+            text = growing.add(int(rows.last[row]), logprob, tops.get(row), ends=bool(by_token[row]))
             if text is not None:
                 texts[row] = text
         over = by_token | at_limit
-        over[[row - int(drawing[0]) for row in texts]] = True
+        over[list(texts)] = True
         if not over.any():
             return
-        for row, ended in zip(drawing[over].tolist(), by_token[over].tolist(), strict=True):
+        for row, ended in zip(np.flatnonzero(over).tolist(), by_token[over].tolist(), strict=True):
             count = rows.count[row]
             tokens, logprobs = rows.tokens[row, :count].copy(), rows.logprobs[row, :count].copy()
             top = rows.growing[row].top if rows.growing[row] is not None else None
             rows.job[row].end(int(rows.row[row]), tokens, logprobs, ended, texts.get(row), top)
-        kept = np.ones(len(rows), np.bool_)
-        kept[drawing[over]] = False
-        self._keep(kept)
+        self._keep(~over)
 
     def _keep(self, kept: BoolArray) -> None:
-        """Keep only these rows; the last of them move to the places of removed ones."""
-        stay = int(kept.sum())
-        if stay == len(kept):
+        """Keep only these rows."""
+        if kept.all():
             return
-        order = np.arange(stay)
-        order[~kept[:stay]] = np.flatnonzero(kept[stay:]) + stay
+        order = np.flatnonzero(kept)
         self._rows = rows = self._rows.select(order)
-        if stay:
-            self._values.keep(order)
-            self._width = int((rows.length + rows.limit - rows.count).max()) + 1
+        if len(order):
+            self.values.keep(order)
         else:
-            self._empty()
+            self.values.end()
+        self._room = self.values.room()
+        for job, row in zip(rows.job, rows.row.tolist(), strict=True):
+            self._room.add(*_needs(job, row))
+
+
+def _needs(job: LocalJob, row: int) -> tuple[Hashable, int, int]:
+    """What a row needs of the cache, as arguments of :class:`.key_values.Room`."""
+    return (id(job), row // job.params.n), len(job.prompt_of(row)), int(job.limits[row])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary
 
 from gradwire_server.engine.model.policy import Policy
@@ -11,8 +11,12 @@ from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.batch import Batch
 from gradwire_server.engine.sampling.draw import Uniforms
 from gradwire_server.engine.sampling.jobs import LocalJob
-from gradwire_server.engine.sampling.key_values import fits_slots
+from gradwire_server.engine.sampling.key_values import KeyValues, Together
+from gradwire_server.engine.sampling.pages import Pages, fits_pages
 from gradwire_server.engine.sampling.sampler import SamplingParams
+
+KEPT_POLICIES = 4
+"""Policies whose keys and values are kept at a time."""
 
 
 class LocalSampler:
@@ -21,14 +25,21 @@ class LocalSampler:
     Args:
         cache_tokens: Maximum tokens of a batch's key-value cache, including room for tokens to come.
         logits_elements: Maximum entries of ``[R, V]`` at a time.
+        kept_bytes: Maximum bytes of keys and values to keep of a policy whose requests are done, for prompts that begin
+            like theirs: the next turns of conversations. They are dropped when the weights change. A request that is
+            computed alone neither keeps nor finds any.
     """
 
-    def __init__(self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25) -> None:
+    def __init__(
+        self, cache_tokens: int = 1 << 16, logits_elements: int = 1 << 25, kept_bytes: int = 128 << 20
+    ) -> None:
         self._cache_tokens = cache_tokens
         self._logits_elements = logits_elements
         self._uniforms = Uniforms()
         self._batches: dict[tuple[object, ...], Batch] = {}
-        self._slots: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
+        self._kept_bytes = kept_bytes
+        self._kept: WeakKeyDictionary[Policy, tuple[tuple[int, ...], Pages]] = WeakKeyDictionary()
+        self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
     def begin(
         self,
@@ -46,7 +57,8 @@ class LocalSampler:
         key = (policy.split_model, policy.adapter, job if alone else None)
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)
-            self._batches[key] = Batch(policy, self._fits_slots(policy), self._cache_tokens, rows, self._uniforms)
+            values = self._values(policy, alone=alone)
+            self._batches[key] = Batch(policy, values, self._cache_tokens, rows, self._uniforms)
         self._batches[key].add(job)
         return job
 
@@ -57,6 +69,7 @@ class LocalSampler:
                 batch.remove(job)
                 if not batch.jobs:
                     del self._batches[key]
+                    self._keep(key, batch)
 
     def uses(self, policy: Policy) -> bool:
         """See :class:`.sampler.Sampler`."""
@@ -73,9 +86,32 @@ class LocalSampler:
         batch.step()
         if batch.jobs:
             self._batches[key] = batch
+        else:
+            self._keep(key, batch)
 
-    def _fits_slots(self, policy: Policy) -> bool:
-        if policy.split_model not in self._slots:
+    def _values(self, policy: Policy, *, alone: bool) -> Callable[[], KeyValues]:
+        """What makes the keys and values of a batch: at first those that were kept of the same weights."""
+        if policy.split_model not in self._fits:
             policy.activate()
-            self._slots[policy.split_model] = policy.compute(lambda: fits_slots(policy))
-        return self._slots[policy.split_model]
+            self._fits[policy.split_model] = policy.compute(lambda: fits_pages(policy))
+        if not self._fits[policy.split_model]:
+            return Together
+        if alone:
+            return Pages
+        version, kept = self._kept.pop(policy, (None, None))
+        found = [kept] if kept is not None and version == _version(policy) else []
+        return lambda: found.pop() if found else Pages(self._kept_bytes)
+
+    def _keep(self, key: tuple[object, ...], batch: Batch) -> None:
+        """Keep the known pages of a batch whose requests are done."""
+        alone = key[-1] is not None
+        if not alone and isinstance(batch.values, Pages):
+            batch.values.end()
+            while len(self._kept) >= KEPT_POLICIES:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[batch.policy] = _version(batch.policy), batch.values
+
+
+def _version(policy: Policy) -> tuple[int, ...]:
+    """Number that changes whenever a weight is changed in place, for each weight that may change."""
+    return tuple(tensor._version for tensor in policy.masters().values())

@@ -7,13 +7,19 @@ float32 (float64 for float64 inputs) whatever the weights' dtype.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
 
+logger = logging.getLogger(__name__)
+
+TILE_ROWS = 8192
+"""Rows of the output weight whose gradient is in memory a second time, where a product cannot add to what is there."""
 WHOLE = slice(None)
 """The whole vocabulary."""
 
@@ -106,12 +112,12 @@ class HeadGradients:
 class HeadProduct:
     """Products with the output weight that accumulate in, and return, at least float32.
 
-    CUDA multiplies low-precision operands this way without widening them; elsewhere the weight is widened once.
+    GPUs multiply low-precision operands this way without widening them; on a CPU the weight is widened once.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.mixed = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+        self.mixed = weight.device.type != "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
         self.weight = weight if self.mixed else weight.to(self.dtype)
 
     def part(self, vocabulary: slice) -> HeadProduct:
@@ -140,6 +146,31 @@ class HeadProduct:
         """Add the weight's gradient: ``total [V, H] += grad^T [V, C] states [C, H]``."""
         if self.mixed:
             low = self.weight.dtype
-            total += torch.mm(grad.to(low).T, states.to(low), out_dtype=self.dtype)
+            _add_product(total, grad.to(low).T, states.to(low))
         else:
             total.addmm_(grad.T, states.to(self.dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left [V, C] right [C, H]`` of low precision to ``total [V, H]`` of float32."""
+    if _adds_products(total.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
+    for start in range(0, len(total), TILE_ROWS):
+        rows = slice(start, start + TILE_ROWS)
+        total[rows] += torch.mm(left[rows], right, out_dtype=total.dtype)
+
+
+@cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of low precision to a float32 tensor on the device, and does so correctly."""
+    numbers = torch.arange(128, device=device)
+    left, right = (numbers % 7).view(8, 16).to(dtype).T, (numbers % 5).view(8, 16).to(dtype)
+    total = torch.ones(16, 16, device=device)
+    expected = total + left.float() @ right.float()
+    try:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        logger.info("no products added in place on %s in %s: %s", device, dtype, error)
+        return False
+    return device.type == "meta" or bool((total == expected).all())

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from gradwire_losses import host
 from gradwire_losses.batch import Batch, segment_ids
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
@@ -174,7 +175,8 @@ class References:
             return ()
         keys, lengths, logprobs = self._new
         self._new = None
-        by_sequence = [values.clone() for values in logprobs.cpu().split(lengths)]
+        (copied,) = host.fetched([logprobs])
+        by_sequence = [values.clone() for values in copied.split(lengths)]
         for key, values in zip(keys, by_sequence, strict=True):
             self._logprobs.put(key, values)
         return by_sequence

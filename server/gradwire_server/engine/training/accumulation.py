@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from gradwire_losses import host
 from torch import Tensor, nn
 
 from gradwire_server.engine.model.placement import placed_like, total_norm
@@ -85,7 +86,8 @@ class GradientCollector:
 
     def finite(self) -> bool:
         """Whether all gradients are finite; waits for the device."""
-        return bool(total_norm(self._gradients(), norm_type=float("inf")).isfinite())
+        (largest,) = host.fetched([total_norm(self._gradients(), norm_type=float("inf"))])
+        return bool(largest.isfinite())
 
     def _gradients(self) -> list[Tensor]:
         return [gradient for buffers in self.by_key.values() for gradient in buffers.values()]

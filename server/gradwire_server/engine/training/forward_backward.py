@@ -124,7 +124,8 @@ class Training:
             OperationError: NON_FINITE, with the row at fault where one is found.
         """
         sums = self._sums
-        sums.settle([part.totals() for part in self._evaluated], collector.norm())
+        wanted = {name: self._output_scores[name] for name in self._outputs}
+        outputs = sums.settle([part.totals() for part in self._evaluated], collector.norm(), outputs=wanted)
         if not sums.finite:
             for part in self._evaluated:
                 part.check_finite()
@@ -135,7 +136,7 @@ class Training:
                 "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
             )
         self._accumulator.merge(collector.by_key, sums.counts)
-        found = reported(self.batch, self._output_scores, self._outputs, num_microbatches, sums)
+        found = reported(self.batch, outputs, num_microbatches, sums)
         return replace(found, recomputed=recomputed)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from gradwire_losses import host
 from gradwire_losses.batch import Batch, sent
 from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1 import training_pb2
@@ -70,9 +71,9 @@ def forward(
             scores["ref_logprobs"] = reference_logprobs(loss, config, reference, batch, policy)
         with torch.no_grad():
             sums.add(call_loss(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
-        sums.settle()
+    copies = sums.settle(outputs={name: scores[name] for name in outputs})
     num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing()))
-    return reported(batch, scores, outputs, num_microbatches, sums if loss else None)
+    return reported(batch, copies, num_microbatches, sums if loss else None)
 
 
 def kept_forward(
@@ -86,7 +87,8 @@ def kept_forward(
 ) -> tuple[DifferentiableScores, LossEvaluation]:
     """Compute scores for a loss on the client and keep their graph for :func:`custom_backward`."""
     kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
-    evaluation = reported(batch, kept.by_name, names, kept.num_microbatches, None)
+    copies = host.fetched([kept.by_name[name] for name in names])
+    evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
     return kept, replace(evaluation, recomputed=kept.recomputed)
 
 

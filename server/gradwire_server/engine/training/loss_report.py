@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +70,22 @@ class LossSums:
         self._units |= {name: term.unit for name, term in output.terms.items()}
         self._metrics.append(dict(output.metrics))
 
-    def settle(self, *checks: Any) -> None:
-        """Wait for the figures of all parts and of ``checks``: 0-d tensors, possibly in lists, that must be finite."""
-        terms, self._metrics, checked = settled([self._terms, self._metrics, list(checks)])
+    def settle(self, *checks: Any, outputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Wait for the figures of all parts and of ``checks``: 0-d tensors, possibly in lists, that must be finite.
+
+        Returns:
+            The ``outputs``, copied to the host in the same transfer.
+        """
+        given = outputs or {}
+        (terms, self._metrics, checked), copies = settled(
+            [self._terms, self._metrics, list(checks)], list(given.values())
+        )
         for part in terms:
             for name, (total, count) in part.items():
                 self._sums[name] = self._sums.get(name, 0.0) + total
                 self._counts[name] = count if self._units[name] == "sum" else self._counts.get(name, 0.0) + count
         self.finite = all(map(math.isfinite, [*self._sums.values(), *_flat(checked)]))
+        return dict(zip(given, copies, strict=True))
 
     @property
     def counts(self) -> dict[Key, float]:
@@ -99,19 +107,19 @@ class LossSums:
 
 
 def reported(
-    batch: Batch, scores: Mapping[str, Tensor], outputs: Collection[str], num_microbatches: int, sums: LossSums | None
+    batch: Batch, outputs: Mapping[str, Tensor], num_microbatches: int, sums: LossSums | None
 ) -> LossEvaluation:
     """Make the report on a batch.
 
     Args:
-        scores: Scores of the whole batch, including ``outputs``, on any device.
+        outputs: Wanted scores of the whole batch, on the host.
         sums: The settled loss; None without a loss.
     """
     metrics = sums.metrics() if sums else {}
     return LossEvaluation(
         loss=sums.loss() if sums else None,
         metrics=metrics,
-        outputs={name: scores[name].detach().to("cpu", torch.float32) for name in outputs},
+        outputs={name: values.to(torch.float32) for name, values in outputs.items()},
         row_lengths=batch.row_lengths,
         num_sequences=batch.num_sequences,
         num_tokens=len(batch.input_ids),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from gradwire_losses import host
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import assign, total_norm
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.update_rules import RULES, parameter_groups, rule_of, set_groups
+from gradwire_server.engine.training.update_rules import RULES, parameter_groups, rule_of, scale, set_groups
 
 MIN_EPS = 1e-30
 """Smallest eps. AdamW divides by the root of the second moment plus eps; an eps that underflows in float32 would make
@@ -96,7 +97,7 @@ class Optimizer:
         found, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
         gradients = {name: found[name] for name in self._masters if name in found}
-        norm = total_norm(list(gradients.values())).item() * factor if gradients else 0.0
+        norm = host.fetched([total_norm(list(gradients.values()))])[0].item() * factor if gradients else 0.0
         if not math.isfinite(norm):
             if not settings.skip_nonfinite:
                 raise OperationError(
@@ -110,8 +111,6 @@ class Optimizer:
         rules = {name: rule_of(settings.optimizer or "adamw", name, self._masters[name]) for name in gradients}
         for name, rule in rules.items():
             self._prepare(rule, self._masters[name])
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients.values()), factor)
         for rule in RULES:
             chosen = [name for name in gradients if rules[name] == rule]
             if not chosen:
@@ -120,6 +119,7 @@ class Optimizer:
             set_groups(optimizer.param_groups, RULES[rule], settings)
             for name in chosen:
                 self._masters[name].grad = gradients[name].to(self._masters[name].dtype)
+            scale(optimizer, [self._masters[name] for name in chosen], factor)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         crash_point("engine.inside_optim_step")

@@ -37,7 +37,7 @@ class UpdateRule:
 
 def _adamw(groups: Groups) -> torch.optim.Optimizer:
     parameters: list[Tensor] = [each for group in groups for each in group["params"]]
-    fused = all(each.is_floating_point() and each.device.type in ("cpu", "cuda") for each in parameters)
+    fused = all(each.is_floating_point() for each in parameters)
     return torch.optim.AdamW(groups, lr=0.0, fused=fused)
 
 
@@ -86,6 +86,22 @@ def set_groups(groups: Sequence[dict[str, Any]], rule: UpdateRule, call: trainin
         decays = group["matrices"] or not call.decay_matrices_only
         group["weight_decay"] = call.weight_decay if decays else 0.0
         group.update(rule.settings(call))
+
+
+def scale(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], factor: float) -> None:
+    """Multiply the gradients of parameters by a factor: within the step if it is fused, else at once.
+
+    A fused step divides each gradient by ``grad_scale`` while it has it at hand, which saves a pass over all of them.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    plain = all(type(gradient) is Tensor and gradient.dtype == torch.float32 for gradient in gradients)
+    fused = plain and bool(optimizer.defaults.get("fused"))
+    devices = {gradient.device for gradient in gradients}
+    within = fused and factor not in (0.0, 1.0) and len(devices) == 1
+    given = torch.full((), 1.0 / factor, dtype=torch.float32, device=devices.pop()) if within else None
+    optimizer.grad_scale = given  # type: ignore[attr-defined]  # read by fused optimizers
+    if not within and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def is_head(name: str) -> bool:

@@ -1,0 +1,212 @@
+"""Keys and values in pages: what is shared, what is found again, and what they take of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2
+from gradwire_server.engine.model.attention_paged import PAGE
+from gradwire_server.engine.model.policy import LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.sampling import pages as paging
+from gradwire_server.engine.sampling.draw import draw
+from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.page_table import PageTable, page_digests
+from gradwire_server.engine.sampling.pages import Pages
+from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
+from support.sampling import samples_of
+
+MakePolicy = Callable[..., Policy]
+FullLogprobs = Callable[..., torch.Tensor]
+
+
+def prompt_of(rng: np.random.Generator, length: int) -> list[int]:
+    return [int(token) for token in rng.integers(4, 60, length)]
+
+
+def sampled(sampler: LocalSampler, policy: Policy, prompts: Sequence[Sequence[int]], **settings: Any) -> Samples:
+    """Samples of one request beside which nothing is in progress, not computed alone."""
+    job = sampler.begin(policy, prompts, SamplingParams(**{"seed": 0, "ignore_eos": True} | settings))
+    while not job.done:
+        sampler.step()
+    return job.samples()
+
+
+def kept_pages(sampler: LocalSampler, policy: Policy) -> Pages:
+    _, pages = sampler._kept[policy]
+    return pages
+
+
+@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE + 3])
+def test_samples_of_any_prompt_are_scored_as_a_fresh_forward_scores_them(
+    policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator, length: int
+) -> None:
+    prompts = [prompt_of(rng, length), prompt_of(rng, 2 * PAGE), prompt_of(rng, 7)]
+    samples = samples_of(policy, prompts, SamplingParams(max_tokens=2 * PAGE + 5, seed=3, n=5, ignore_eos=True))
+    for prompt, of_prompt in zip(prompts, samples.by_prompt(), strict=True):
+        for sample in of_prompt:
+            expected = full_logprobs(policy, prompt, sample.token_ids)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_group_takes_the_memory_of_one_prompt_and_its_answers(policy: Policy, rng: np.random.Generator) -> None:
+    prompt, answer, count = prompt_of(rng, 160), 40, 16
+    sampler = LocalSampler()
+    job = sampler.begin(policy, [prompt], SamplingParams(max_tokens=answer, seed=0, n=count, ignore_eos=True))
+    most, pages = 0, None
+    while not job.done:
+        for batch in sampler._batches.values():
+            pages = batch.values
+        sampler.step()
+        assert isinstance(pages, Pages)
+        most = max(most, pages.nbytes)
+    config = policy.model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_size
+    own_pages = count * PAGE  # up to a page of each sample is not full
+    assert most <= 1.2 * token_bytes * (len(prompt) + count * answer) + token_bytes * own_pages
+    assert most <= 0.4 * token_bytes * count * (len(prompt) + answer)  # what a copy for each sample would take
+
+
+def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
+    policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator
+) -> None:
+    sampler, prompt = LocalSampler(), prompt_of(rng, 70)
+    (first,) = sampled(sampler, policy, [prompt], max_tokens=30).by_prompt()[0]
+    pages = kept_pages(sampler, policy)
+    before = pages.computed_tokens
+    turn = [*prompt, *first.token_ids, *prompt_of(rng, 9)]
+    (second,) = sampled(sampler, policy, [turn], max_tokens=12, seed=1).by_prompt()[0]
+    assert kept_pages(sampler, policy) is pages
+    assert pages.computed_tokens - before == len(turn) - (len(prompt) + len(first.token_ids) - 1) // PAGE * PAGE
+    expected = full_logprobs(policy, turn, second.token_ids)
+    torch.testing.assert_close(torch.tensor(second.logprobs), expected, atol=1e-5, rtol=0)
+    (fresh,) = samples_of(policy, [turn], SamplingParams(max_tokens=12, seed=1, ignore_eos=True)).by_prompt()[0]
+    assert second.token_ids == fresh.token_ids
+
+
+def test_what_is_kept_is_bounded_and_nothing_is_kept_alone(policy: Policy, rng: np.random.Generator) -> None:
+    sampler = LocalSampler(kept_bytes=1 << 14)
+    for _ in range(4):
+        sampled(sampler, policy, [prompt_of(rng, 100)], max_tokens=20, n=3)
+    assert kept_pages(sampler, policy).nbytes <= (1 << 14) + kept_pages(sampler, policy).nbytes // 4
+    other = LocalSampler()
+    samples_of(policy, [prompt_of(rng, 100)], SamplingParams(max_tokens=4, seed=0), sampler=other)
+    assert not other._kept
+
+
+def test_changed_weights_find_nothing(tiny_model_path: Path, rng: np.random.Generator) -> None:
+    split_model = ModelPool({"tiny": str(tiny_model_path)}).get("tiny")
+    policy = LoraPolicy(split_model, "run", training_pb2.LoraSettings(rank=4), seed=0)
+    sampler, prompt = LocalSampler(), prompt_of(rng, 50)
+    sampled(sampler, policy, [prompt], max_tokens=3)
+    with torch.no_grad():
+        for master in policy.masters().values():
+            master.add_(0.5 * torch.randn(master.shape, generator=torch.Generator().manual_seed(1)))
+    policy.sync()
+    old = kept_pages(sampler, policy)
+    again = sampled(sampler, policy, [prompt], max_tokens=10)
+    assert kept_pages(sampler, policy) is not old
+    fresh = samples_of(policy, [prompt], SamplingParams(max_tokens=10, seed=0, ignore_eos=True))
+    assert again.token_ids.tolist() == fresh.token_ids.tolist()
+    policy.close()
+
+
+def test_a_policy_that_is_gone_keeps_nothing(tiny_model_path: Path, rng: np.random.Generator) -> None:
+    policy = Policy(ModelPool({"tiny": str(tiny_model_path)}).get("tiny"))
+    sampler = LocalSampler()
+    sampled(sampler, policy, [prompt_of(rng, 50)], max_tokens=3)
+    assert len(sampler._kept) == 1
+    del policy
+    assert not len(sampler._kept)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_long_prompt_is_computed_in_parts_between_the_tokens_of_others(
+    policy: Policy,
+    full_logprobs: FullLogprobs,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: bool,
+) -> None:
+    monkeypatch.setattr(paging, "CHUNK_TOKENS", 40)
+    sampler, long, short = LocalSampler(), prompt_of(rng, 190), prompt_of(rng, 5)
+    running = sampler.begin(policy, [short], SamplingParams(max_tokens=30, seed=0, ignore_eos=True))
+    sampler.step()
+    job = sampler.begin(policy, [long], SamplingParams(max_tokens=6, seed=1, n=2, ignore_eos=True), alone=alone)
+    tokens = []
+    while not job.done:
+        sampler.step()
+        batch = next((each for each in sampler._batches.values() if running in each.jobs), None)
+        tokens.append(int(batch._rows.count[0]) if batch is not None and not running.done else 0)
+    assert len({*tokens}) >= 4  # the short one went on meanwhile
+    for sample in job.samples().by_prompt()[0]:
+        expected = full_logprobs(policy, long, sample.token_ids)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_page_table_frees_what_nobody_uses() -> None:
+    table, tokens = PageTable(), list(range(3 * PAGE))
+    digests = page_digests(tokens)
+    pages = [table.new() for _ in digests]
+    table.know(pages, digests)
+    assert table.find(digests) == pages and table.find(page_digests(tokens[1:])) == []
+    table.release(pages)
+    table.release(pages)
+    assert table.find(digests) == []
+    assert sorted(table.new() for _ in digests) == sorted(pages)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 100])
+def test_page_table_keeps_the_counts_through_any_use(rng: np.random.Generator, kept: int) -> None:
+    table, held = PageTable(), []
+    table.kept = kept
+    for _ in range(400):
+        if held and rng.random() < 0.5:
+            table.release(held.pop(int(rng.integers(len(held)))))
+        else:
+            digests = page_digests([int(rng.integers(2)) for _ in range(3)] * PAGE)
+            found = table.find(digests)
+            new = [table.new() for _ in range(len(digests) - len(found))]
+            table.know([*found, *new], digests)
+            held.append([*found, *new])
+        if rng.random() < 0.05:
+            number = {page: place for place, page in enumerate(table.compact())}
+            held = [[number[page] for page in pages] for pages in held]
+        used = {page for pages in held for page in pages}
+        assert table.pages >= len(used) + 1 and 0 not in used
+    for pages in held:
+        table.release(pages)
+    assert len(table.compact()) <= kept + 1
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_draws_what_a_full_sort_draws(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 5000, generator=generator) * torch.linspace(0.1, 6, 64)[:, None]
+    uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+    tokens, _ = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0, top_p=top_p))
+    p, order = logits.double().softmax(-1).sort(-1, descending=True)
+    p[p.cumsum(-1) - p >= top_p] = 0
+    cumulative = p.cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    differ = tokens != order.gather(1, expected)[:, 0]
+    assert differ.sum() <= 1  # where rounding decides
+
+
+def test_a_whole_distribution_is_inverted_exactly() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(200, 1000, generator=generator) * 3
+    logits[:, ::3] = -torch.inf
+    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    tokens, logprobs = draw(logits, uniform, SamplingParams(max_tokens=1, seed=0))
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    assert (tokens == expected).float().mean() > 0.99  # the others are one place beside it, by rounding
+    assert logprobs.isfinite().all()

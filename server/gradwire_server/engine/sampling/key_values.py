@@ -122,4 +122,7 @@ class Together:
     def keep(self, rows: IntArray) -> None:
         kept = torch.from_numpy(rows)  # on the CPU, because the cache may be spread over devices
         self._cache.batch_select_indices(kept)
-        self._mask = self._mask[kept]
+        self._mask = self._mask[sent(kept, self._mask.device)]
+
+    def end(self) -> None:
+        self._cache = None

@@ -73,9 +73,16 @@ class Groups:
         tokens = self.prompts * self.samples * (self.prompt_tokens + self.answer_tokens)
         pages = ContinuousBatchingConfig(page_size=32, num_blocks=tokens // 32 + 64, max_batch_tokens=2048)
         found = self._batching.generate_batch(
-            prompts, generation_config=self._config(), continuous_batching_config=pages, warmup=False
+            prompts,
+            generation_config=self._config(),
+            continuous_batching_config=pages,
+            persistent_manager=True,
+            warmup=False,
         )
         assert sum(len(each.generated_tokens) for each in found.values()) == self.tokens
+
+    def close(self) -> None:
+        self._batching.destroy_cached_continuous_batching_manager()
 
     def _config(self, **settings: Any) -> GenerationConfig:
         return GenerationConfig(
@@ -99,7 +106,7 @@ class Groups:
 
 
 def measure(size: Size) -> list[Figure]:
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     sides = [each for each in (GENERATE, BATCHING) if size.wants(each)] or [GENERATE, BATCHING]
     tables = {side: Turns(OURS, side) for side in sides}
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +119,7 @@ def measure(size: Size) -> list[Figure]:
                     groups.ours(prompts)
                 with table.turn(side, groups.tokens):
                     ways[side](prompts)
+        groups.close()
     words = f"{groups.prompts} groups of {groups.samples} x {groups.answer_tokens} tokens, "
     words += f"prompts of {groups.prompt_tokens}"
     figures = []

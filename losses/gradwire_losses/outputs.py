@@ -268,11 +268,13 @@ def settled(figures: Any, others: Sequence[Tensor] = ()) -> tuple[Any, list[Tens
     This waits for the device once.
     """
     tensors = list(_tensors(figures))
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return _filled(figures, (tensor.item() for tensor in tensors)), host.fetched(others) if others else []
-    together = torch.stack([tensor.detach().double() for tensor in tensors])
+    on_device = [tensor.detach().double() for tensor in tensors if tensor.device.type != "cpu"]
+    if not on_device and not others:
+        return _filled(figures, (tensor.item() for tensor in tensors)), []
+    together = torch.stack(on_device) if on_device else torch.empty(0)
     numbers, *copies = host.fetched([together, *others])
-    return _filled(figures, iter(numbers.tolist())), copies
+    fetched = iter(numbers.tolist())
+    return _filled(figures, (each.item() if each.device.type == "cpu" else next(fetched) for each in tensors)), copies
 
 
 def _tensors(figure: Any) -> Iterator[Tensor]:

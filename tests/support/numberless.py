@@ -123,6 +123,8 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     # The fused step itself computes with shapes; only its list of devices leaves this one out.
     optimizer = importlib.import_module("torch.optim.optimizer")
     devices = [*optimizer._get_fused_kernels_supported_devices(), "meta"]
+    autocast = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": kind != "meta" and autocast(kind))
     monkeypatch.setattr(ModelPool, "load", loaded)
     monkeypatch.setattr(LoraPolicy, "_add", added)
     monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: devices)

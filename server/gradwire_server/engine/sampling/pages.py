@@ -26,17 +26,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from gradwire_server.engine.failures import is_out_of_memory
 from gradwire_server.engine.model.attention import LAYOUT
 from gradwire_server.engine.model.attention_masked import MaskedSegments, QuerySegment
-from gradwire_server.engine.model.attention_paged import (
-    PAGE,
-    PagedDecode,
-    PagedPrefill,
-    PageLists,
-    PageStore,
-    RowLists,
-)
+from gradwire_server.engine.model.attention_paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.key_values import IntArray, Prompt, Room
+from gradwire_server.engine.sampling.page_lists import own_lists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.page_table import SCRATCH, PageTable, page_digests
 
 logger = logging.getLogger(__name__)
@@ -170,8 +164,8 @@ class Pages:
                 row.tokens.append(token)
         self._store.reserve(self._table.pages)
         if self._shared is None:
-            self._shared = _shared_lists(rows, fills)
-        count = _power_of_two(len(rows)) if fills else len(rows)
+            self._shared = shared_lists([row.shared for row in rows], fills)
+        count = power_of_two(len(rows)) if fills else len(rows)
         table = np.full((count, int(pages.max()) + 1), SCRATCH, np.int64)
         for number, row in enumerate(rows):
             table[number, : len(row.own)] = row.own
@@ -179,7 +173,7 @@ class Pages:
         place[: len(rows)] = table[np.arange(len(rows)), pages] * PAGE + inside % PAGE
         lengths, ids, at = (np.zeros(count, np.int64) for _ in range(3))
         lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
-        own = _own_lists(table, lengths + 1, fills)
+        own = own_lists(table, lengths + 1, fills)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
         return _trunk(policy, torch.from_numpy(ids), torch.from_numpy(at), plan)[: len(rows)]
 
@@ -269,63 +263,6 @@ def _pieces(prompts: Sequence[_Prompt]) -> list[list[tuple[int, int, int]]]:
             room -= stop - start
             start = stop
     return forwards
-
-
-def _shared_lists(rows: Sequence[_Row], fills: bool) -> RowLists:
-    """The lists of shared pages, each with its rows, in classes of similar numbers of rows and pages."""
-    lists: dict[tuple[int, ...], list[int]] = {}
-    for number, row in enumerate(rows):
-        if row.shared:
-            lists.setdefault(row.shared, []).append(number)
-    classes: dict[tuple[int, int], list[tuple[tuple[int, ...], list[int]]]] = {}
-    for pages, of_list in lists.items():
-        size = _power_of_two(len(of_list)), _power_of_two(len(pages))
-        classes.setdefault(size, []).append((pages, of_list))
-    made, total = [], 0
-    order = np.full(_power_of_two(len(rows)) if fills else len(rows), -1, np.int64)
-    for size, members in classes.items():
-        most = size if fills else tuple(max(map(len, each)) for each in zip(*[m[::-1] for m in members], strict=True))
-        count = _power_of_two(len(members)) if fills else len(members)
-        of_rows, table = np.zeros((count, most[0]), np.int64), np.full((count, most[1]), SCRATCH, np.int64)
-        lengths = np.ones(count, np.int64)
-        for number, (pages, of_list) in enumerate(members):
-            of_rows[number] = of_list[0]
-            of_rows[number, : len(of_list)] = of_list
-            table[number, : len(pages)] = pages
-            lengths[number] = len(pages) * PAGE
-            order[of_list] = total + number * most[0] + np.arange(len(of_list))
-        total += of_rows.size
-        full = not fills and bool((lengths == most[1] * PAGE).all())
-        made.append(
-            PageLists(torch.from_numpy(of_rows), torch.from_numpy(table), None if full else torch.from_numpy(lengths))
-        )
-    order[order < 0] = total
-    return RowLists(made, torch.from_numpy(order))
-
-
-def _own_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
-    """The lists of the rows' own pages ``[R, N]`` with ``[R]`` tokens, in classes of similar numbers of pages."""
-    counts = -(-lengths // PAGE)
-    if fills:
-        wide = np.full((len(table), _power_of_two(table.shape[1])), SCRATCH, np.int64)
-        wide[:, : table.shape[1]] = table
-        table, sizes = wide, np.zeros(len(table), np.int64)
-        counts = np.full(len(table), table.shape[1])
-    else:
-        sizes = np.ceil(np.log2(counts)).astype(np.int64)
-    made, parts = [], []
-    for size in np.unique(sizes):
-        (rows,) = np.nonzero(sizes == size)
-        parts.append(rows)
-        own = np.ascontiguousarray(table[rows, : counts[rows].max()])
-        made.append(PageLists(torch.from_numpy(rows)[:, None], torch.from_numpy(own), torch.from_numpy(lengths[rows])))
-    order = np.empty(len(table), np.int64)
-    order[np.concatenate(parts)] = np.arange(len(table))
-    return RowLists(made, torch.from_numpy(order))
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _is_plain(layer: Any) -> bool:

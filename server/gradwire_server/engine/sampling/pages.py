@@ -195,8 +195,9 @@ class Pages:
         if self._kept:
             full = len(row.tokens) // PAGE
             self._table.know([*row.shared, *row.own][:full], page_digests(row.tokens))
-        self._table.release(row.shared)
-        self._table.release(row.own)
+        # The end first, because what was released first is dropped first, and an end alone is never found.
+        self._table.release(reversed(row.own))
+        self._table.release(reversed(row.shared))
 
     def _add(self, tokens: Prompt) -> _Prompt:
         """Give a prompt its pages; those of a known beginning are computed already."""

@@ -110,8 +110,8 @@ def test_attention_with_masks_is_the_blocks(load: Load, monkeypatch: pytest.Monk
     blocks = states_and_gradients(split_model, Packing.SHARED, *inputs)
 
     def masked(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        by_token = (each[0].transpose(0, 1) for each in (query, key, value))
-        return attention.masked_attention(*by_token, layout.masked, scale)[None]
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        return attention.masked_attention(q, k, v, layout.masked, scale)[None]
 
     monkeypatch.setattr(attention, "in_blocks", masked)
     for key, values in states_and_gradients(split_model, Packing.SHARED, *inputs).items():

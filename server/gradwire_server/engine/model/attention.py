@@ -64,10 +64,10 @@ def packed_attention(
         _observed.attention_windows.add(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     if not isinstance(layout, Layout):
         if sliding_window:
             raise NotImplementedError("pages keep all tokens, and a window would leave some out")
-        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         if isinstance(layout, PagedDecode):
             return layout.attend(module, q, k, v, scale)[None], None
         keys, values = layout.write(module, k, v)
@@ -83,8 +83,7 @@ def packed_attention(
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
     if query.device.type == "cpu" and one_size and not dropout and window is None:
         return in_blocks(query, key, value, layout, scale), None
-    by_token = (each[0].transpose(0, 1) for each in (query, key, value))
-    return masked_attention(*by_token, layout.masked, scale, window, dropout)[None], None
+    return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 
 
 # ------------------------------------------------------------------ attention features that a model uses

@@ -49,6 +49,10 @@ class _Class:
     at: Tensor
     whole: bool
 
+    def to(self, device: torch.device) -> _Class:
+        queries, keys, at = (sent(each, device) for each in (self.queries, self.keys, self.at))
+        return _Class(self.shape, queries, keys, at, self.whole)
+
 
 @dataclass(frozen=True, eq=False)
 class MaskedSegments:
@@ -83,13 +87,7 @@ class MaskedSegments:
         """The classes and places on a device, copied once."""
         if device not in self._sent:
             classes, places = self._classes
-            self._sent[device] = (
-                [
-                    _Class(each.shape, *(sent(one, device) for one in (each.queries, each.keys, each.at)), each.whole)
-                    for each in classes
-                ],
-                sent(places, device),
-            )
+            self._sent[device] = [each.to(device) for each in classes], sent(places, device)
         return self._sent[device]
 
     def mask(self, device: torch.device, number: int, window: int | None) -> Tensor | None:

@@ -56,7 +56,8 @@ def _is_right(kernel: Varlen, device: torch.device, dtype: torch.dtype) -> bool:
     k, v = k[:, :2], v[:, :2]
     for window in (None, 8):
         found = kernel(q[0], k[0], v[0], layout, 0.2, window)
-        expected = masked_attention(*(each[0].transpose(0, 1) for each in (q, k, v)), layout.masked, 0.2, window)
+        by_token = [each[0].transpose(0, 1) for each in (q, k, v)]
+        expected = masked_attention(by_token[0], by_token[1], by_token[2], layout.masked, 0.2, window)
         if not (found - expected).abs().max().item() < 0.05:
             return False
     return True

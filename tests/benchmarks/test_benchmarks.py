@@ -21,7 +21,8 @@ from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
-QUICK = [row for row in ROWS if row not in ("against_trl", "real_shapes", "rl_rollouts", "growth", "router")]
+SLOW = ("against_trl", "real_shapes", "groups", "grpo_loop", "rl_rollouts", "growth", "router")
+QUICK = [row for row in ROWS if row not in SLOW]
 
 
 def run(module: str, *args: str) -> str:
@@ -67,6 +68,19 @@ def test_the_routers_throughput_is_counted() -> None:
     (figure,) = importlib.import_module("benchmarks.router").measure(Size(1, smoke=True, only=("throughput",)))
     assert figure.value > 0
     assert figure.target == 200_000
+
+
+def test_groups_are_sampled_beside_generate_within_their_memory() -> None:
+    rate, memory = importlib.import_module("benchmarks.groups").measure(Size(1, smoke=True, only=("generate",)))
+    assert rate.value > 0 and rate.detail
+    assert 0 < memory.value < 4  # a page of each sample is not full, which is much of so few tokens
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="no TRL here: make .venv-parity/.installed")
+def test_an_iteration_of_grpo_runs_on_both_sides() -> None:
+    (figure,) = importlib.import_module("benchmarks.grpo_loop").measure(Size(1, smoke=True, only=("short prompts",)))
+    assert figure.value > 0
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ class LocalSampler:
         self._uniforms = Uniforms()
         self._batches: dict[tuple[object, ...], Batch] = {}
         self._kept_bytes = kept_bytes
-        self._kept: WeakKeyDictionary[Policy, tuple[tuple[int, ...], Pages]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Policy, tuple[tuple[tuple[int, int], ...], Pages]] = WeakKeyDictionary()
         self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
 
     def begin(
@@ -112,6 +112,6 @@ class LocalSampler:
             self._kept[batch.policy] = _version(batch.policy), batch.values
 
 
-def _version(policy: Policy) -> tuple[int, ...]:
-    """Number that changes whenever a weight is changed in place, for each weight that may change."""
-    return tuple(tensor._version for tensor in policy.masters().values())
+def _version(policy: Policy) -> tuple[tuple[int, int], ...]:
+    """Numbers that change whenever a weight is replaced or changed in place, for each weight that may change."""
+    return tuple((id(tensor), tensor._version) for tensor in policy.masters().values())

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from gradwire_losses import host
-from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import SplitModel
 from torch import Tensor
@@ -108,17 +107,13 @@ def counted_copies(monkeypatch: pytest.MonkeyPatch, numbers: Numbers = torch.one
 
 
 def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put every model that is loaded from now on, and every adapter, on the device without numbers."""
-    load, add = ModelPool.load, LoraPolicy._add
+    """Put every model that is loaded from now on, and so its adapters, on the device without numbers."""
+    load = ModelPool.load
 
     def loaded(self: ModelPool, *args: Any, **kwargs: Any) -> SplitModel:
         split_model = load(self, *args, **kwargs)
         split_model.model.to(META)
         return split_model
-
-    def added(self: LoraPolicy, *args: Any) -> None:
-        add(self, *args)
-        self.split_model.model.to(META)
 
     # The fused step itself computes with shapes; only its list of devices leaves this one out.
     optimizer = importlib.import_module("torch.optim.optimizer")
@@ -126,5 +121,4 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     autocast = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": kind != "meta" and autocast(kind))
     monkeypatch.setattr(ModelPool, "load", loaded)
-    monkeypatch.setattr(LoraPolicy, "_add", added)
     monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: devices)

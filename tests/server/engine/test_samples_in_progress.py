@@ -114,7 +114,7 @@ def test_samples_outside_runs_share_their_steps(engine: Looped) -> None:
     sampler.step = lambda: (steps.append(len(sampler.turn())), step())  # type: ignore[method-assign]
     ids = [engine.give("", sample=request) for request in asked]
     answers = engine.work()
-    assert steps == [3] * 4 + [2] * 2 + [1] * 2  # the first step is a prompt's and gives two tokens
+    assert steps == [3] * 5 + [2] * 2 + [1] * 2
     sampler.step = step  # type: ignore[method-assign]
     for number, request in zip(ids, asked, strict=True):
         reply, payload = engine.request(sample=request)

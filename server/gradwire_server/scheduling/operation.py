@@ -158,6 +158,12 @@ def cancelled(seq: int) -> pb.OperationResult:
     return pb.OperationResult(seq=seq, status=pb.STATUS_CANCELLED, error=error)
 
 
+def expired(seq: int) -> pb.Error:
+    """The error of an operation whose deadline passed before the engine began it."""
+    message = f"operation {seq} was not begun when its timeout was over; it was not carried out"
+    return pb.Error(code=pb.ERROR_CODE_DEADLINE_EXCEEDED, message=message, field="timeout")
+
+
 def retrieved(done: asyncio.Future[Any]) -> None:
     """Mark a future's exception as retrieved, so that asyncio logs no warning if its caller has left."""
     if not done.cancelled():

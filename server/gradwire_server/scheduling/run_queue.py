@@ -30,12 +30,10 @@ from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule, progress
 from gradwire_server.scheduling.fencing import Fencing, reused
 from gradwire_server.scheduling.held_operations import HeldOperations
-from gradwire_server.scheduling.operation import QueuedOperation
+from gradwire_server.scheduling.operation import QueuedOperation, expired
 from gradwire_server.scheduling.recent_results import RecentResults
 from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
-from gradwire_server.scheduling.states import OperationState, Parked
-
-_UNSENT = (OperationState.WRITING, OperationState.QUEUED)
+from gradwire_server.scheduling.states import UNSENT, OperationState, Parked
 
 
 @dataclass(eq=False)
@@ -180,7 +178,7 @@ class RunQueue(Fencing):
             return None
         for seq in range(self._last_sent + 1, self.next_seq) if self.sent else self.pending:
             head = self.pending.get(seq)
-            if head is not None and head.state in _UNSENT and seq not in self.sent:
+            if head is not None and head.state in UNSENT and seq not in self.sent:
                 return head
         return None
 
@@ -257,11 +255,7 @@ class RunQueue(Fencing):
         """
         if operation.seq in self.sent:
             self._gap = self.apart = True
-        operation.refusal = pb.Error(
-            code=pb.ERROR_CODE_DEADLINE_EXCEEDED,
-            message=f"operation {operation.seq} was not begun when its timeout was over; it was not carried out",
-            field="timeout",
-        )
+        operation.refusal = expired(operation.seq)
         return operation.refusal
 
     def cancel(self, operation: QueuedOperation) -> None:

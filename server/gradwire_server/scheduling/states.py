@@ -77,6 +77,9 @@ TRANSITIONS: Mapping[OperationState, frozenset[OperationState]] = {
 }
 """The states that may follow each state, as drawn in :class:`OperationState`."""
 
+UNSENT = (_S.WRITING, _S.QUEUED)
+"""The states of an operation that may be sent to the engine."""
+
 JOURNALED = (_S.QUEUED, _S.SENT)
 """The states of an operation that is in the journal and may still be executed."""
 

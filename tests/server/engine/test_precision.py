@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.compilation import KINDS
 from gradwire_server.engine.model.packing import Packing
 from support.engine import LocalEngine, token_rows
 from torch import nn
@@ -65,13 +66,13 @@ def test_a_model_says_what_it_computes_in(tiny_model_path: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=KINDS)  # restores what the engine sets
 def test_compiled_layers_compile_nothing_for_a_new_shape_or_another_run(
     tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dynamo traces as ever; what it found is run as it is, which spares the test the C++ compiler."""
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compile_module(self, backend="eager", **how))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
     torch._dynamo.reset()
     expected = trained(engine_of(tiny_model_path, tmp_path / "a"), lora=4)
     engine = engine_of(tiny_model_path, tmp_path / "b", compiled=True)

@@ -94,7 +94,7 @@ test-faults: setup
 	GRADWIRE_SEED=$${GRADWIRE_SEED:-random} $(BIN)/python -m pytest tests/server -m faults -s
 
 # The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
-bench: setup .venv-parity/.installed .venv-sb3/.installed
+bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup

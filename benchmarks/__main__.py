@@ -30,7 +30,7 @@ BEGIN, END = "<!-- figures: begin (python -m benchmarks --write-docs) -->", "<!-
 ROWS = (
     "overhead", "step_counts", "short_engine", "in_process", "padded_loop", "vocabulary", "against_trl", "real_shapes",
     "memory", "second_epoch", "lora_runs", "many_runs", "growth", "sampling", "groups", "grpo_loop", "rl_rollouts",
-    "router", "shortcuts",
+    "router", "shortcuts", "tinker_door",
 )  # fmt: skip
 LIMIT_S = 900.0
 

@@ -30,6 +30,9 @@ class Limits(BaseModel):
     max_http_body_bytes: int = Field(
         default=64 << 20, ge=1 << 16, description="the body of one HTTP request, decompressed"
     )
+    max_json_body_bytes: int = Field(
+        default=8 << 20, ge=1 << 16, description="one that is JSON; parsing it holds up all other requests"
+    )
     max_payload_bytes: int = Field(default=1 << 30, ge=1, description="the tensors of one operation")
     max_tensors: int = Field(default=64, ge=1, description="tensors of one operation")
     max_rows: int = Field(default=65_536, ge=1, description="rows of one batch")

@@ -21,7 +21,8 @@ from benchmarks.turns import Turns, check_losses
 from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
-SLOW = ("against_trl", "real_shapes", "groups", "grpo_loop", "rl_rollouts", "growth", "router")
+TINKER_PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker/bin/python"))
+SLOW = ("against_trl", "real_shapes", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door")
 QUICK = [row for row in ROWS if row not in SLOW]
 
 
@@ -81,6 +82,13 @@ def test_groups_are_sampled_beside_generate_within_their_memory() -> None:
 def test_an_iteration_of_grpo_runs_on_both_sides() -> None:
     (figure,) = importlib.import_module("benchmarks.grpo_loop").measure(Size(1, smoke=True, only=("short prompts",)))
     assert figure.value > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TINKER_PYTHON.exists(), reason="no Tinker SDK here: make .venv-tinker/.installed")
+def test_tinkers_sdk_loses_nothing() -> None:
+    awaited, beside, clients = importlib.import_module("benchmarks.tinker_door").measure(Size(repeats=1, smoke=True))
+    assert awaited.target == 12 and beside.value > 0 and clients.value > 0
 
 
 @pytest.mark.slow

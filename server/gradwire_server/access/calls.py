@@ -53,7 +53,7 @@ class CallKind(Enum):
         "one message of the key is taken at a time; `max_incoming_bytes`, `key_queued_operations`, `key_queued_bytes`,"
         " `key_tokens_per_minute`; turns at the engine",
     )  # fmt: skip
-    HTTP = (None, "`max_http_body_bytes`, `key_call_bytes`; what its operations are bound by")
+    HTTP = (None, "`max_http_body_bytes`, `max_json_body_bytes`, `key_call_bytes`; what its operations are bound by")
 
     def __init__(self, of_key: int | None, bounds: str) -> None:
         self.of_key, self.bounds = of_key, bounds

@@ -105,6 +105,54 @@ async def test_a_plain_body_is_bounded(server: Server) -> None:
         assert odd.status_code == 400 and "gzip, zstd or neither" in odd.json()["detail"]
 
 
+async def test_a_client_that_is_still_sending_reads_why_it_is_refused(server: Server) -> None:
+    assert server.http is not None
+    host, _, port = server.http.address.partition(":")
+    head = f"POST {CONFIG} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {64 << 20}\r\n"
+    for extra, size in (("", 64), ("Expect: 100-continue\r\n", 0)):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}{extra}\r\n".encode())
+        for _ in range(size):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+        assert b" 413 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_json_has_a_limit_of_its_own(start: Start) -> None:
+    limits = {"max_json_body_bytes": 1 << 16}
+    async with start(http="127.0.0.1:0", limits=limits) as door, _http(door.server) as http:
+        route, content = "/api/v1/forward_backward", bytes(1 << 17)
+        refused = await http.post(route, content=content, headers={"Content-Type": "application/json"})
+        assert refused.status_code == 413 and "--limit max_json_body_bytes=N" in refused.json()["detail"]
+        read = await http.post(route, content=content, headers={"Content-Type": "application/x-protobuf"})
+        assert read.status_code == 400 and "protobuf" in read.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not a JSON object"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a": 1,}', "not JSON: Expecting property name enclosed in double quotes, at character 8"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"a": "\xff"}', "not JSON in UTF-8: invalid start byte at byte 7"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "4300 digits"),
+    ],
+    ids=["none", "no object", "comma", "deep", "no UTF-8", "digits"],
+)
+async def test_a_body_that_cannot_be_read_is_explained(server: Server, content: bytes, words: str) -> None:
+    async with _http(server) as http:
+        for path, where in (("/api/v1/create_session", ("detail",)), ("/v1/completions", ("error", "message"))):
+            limit = server.core.config.limits.max_http_body_bytes
+            answer = await http.post(path, content=content[:limit], headers={"Content-Type": "application/json"})
+            message = answer.json()
+            for key in where:
+                message = message[key]
+            assert answer.status_code in (400, 422) and words in message, answer.text
+
+
 async def test_requests_are_counted_by_route(server: Server) -> None:
     async with _http(server) as http:
         await http.get("/v1/models")

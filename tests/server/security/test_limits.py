@@ -79,6 +79,7 @@ CALLS: list[tuple[str, int, str, Any]] = [
 ]  # fmt: skip
 ELSEWHERE = {
     "max_http_body_bytes": "tests/server/doors/test_http.py",
+    "max_json_body_bytes": "tests/server/doors/test_http.py",
     "max_message_bytes": "test_a_message_too_large_is_refused_by_number",
     "max_queued_operations": "tests/server/scheduling/test_operations.py",
     "max_queued_bytes": "test_the_bytes_queued_by_a_run_are_bounded",

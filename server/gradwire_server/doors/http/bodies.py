@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from dataclasses import dataclass
 
 import zstandard
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 READ_BYTES = 1 << 20
@@ -20,9 +22,32 @@ MAX_WINDOW_BYTES = 128 << 20
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
 
-def too_large(size: str, limit: int) -> ServiceError:
-    """LIMIT_EXCEEDED for a body."""
-    return limit_exceeded(f"a body of {size} bytes", "max_http_body_bytes", limit, "body")
+@dataclass(frozen=True)
+class BodyLimit:
+    """The most bytes that a body may have, and the name of that limit."""
+
+    bytes: int
+    name: str
+
+    @staticmethod
+    def of(limits: Limits, content_type: str) -> BodyLimit:
+        """The limit of a body of this type: of JSON, unless it is protobuf."""
+        if "protobuf" in content_type or limits.max_http_body_bytes <= limits.max_json_body_bytes:
+            return BodyLimit(limits.max_http_body_bytes, "max_http_body_bytes")
+        return BodyLimit(limits.max_json_body_bytes, "max_json_body_bytes")
+
+    def exceeded(self, size: str) -> ServiceError:
+        """LIMIT_EXCEEDED for a body of this size."""
+        return limit_exceeded(f"a body of {size} bytes", self.name, self.bytes, "body")
+
+    def check(self, size: int) -> None:
+        """Check what has come so far.
+
+        Raises:
+            ServiceError: LIMIT_EXCEEDED.
+        """
+        if size > self.bytes:
+            raise self.exceeded(f"more than {self.bytes}")
 
 
 def unknown_encoding(encoding: str) -> ServiceError:
@@ -31,12 +56,12 @@ def unknown_encoding(encoding: str) -> ServiceError:
     return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding")
 
 
-async def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
     """Decompress a body.
 
     Raises:
         ServiceError: INVALID_ARGUMENT for a body that is not in this encoding, LIMIT_EXCEEDED for one that becomes
-            larger than ``limit`` bytes; no more than that is ever in memory.
+            larger than the limit; no more than that is ever in memory.
     """
     if encoding in ("", "identity"):
         return body
@@ -50,7 +75,7 @@ async def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding") from error
 
 
-def _unzstd(body: bytes, limit: int) -> bytes:
+def _unzstd(body: bytes, limit: BodyLimit) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
     view = memoryview(body)
     parts, size = [], 0
@@ -58,21 +83,21 @@ def _unzstd(body: bytes, limit: int) -> bytes:
         if decoder.eof:
             break
         parts.append(decoder.decompress(view[start : start + ZSTD_STEP_BYTES]))
-        if (size := size + len(parts[-1])) > limit:
-            raise too_large(f"more than {limit}", limit)
+        size += len(parts[-1])
+        limit.check(size)
     if not decoder.eof:
         raise EOFError("it ends too early")
     return b"".join(parts)
 
 
-def _gunzip(body: bytes, limit: int) -> bytes:
+def _gunzip(body: bytes, limit: BodyLimit) -> bytes:
     decoder = zlib.decompressobj(wbits=31)
     parts, size, rest = [], 0, body
     while rest and not decoder.eof:
         parts.append(decoder.decompress(rest, READ_BYTES))
         rest = decoder.unconsumed_tail
-        if (size := size + len(parts[-1])) > limit:
-            raise too_large(f"more than {limit}", limit)
+        size += len(parts[-1])
+        limit.check(size)
     if not decoder.eof:
         raise EOFError("it ends too early")
     return b"".join(parts)

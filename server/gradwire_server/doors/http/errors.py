@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from gradwire_server.doors.http.protocol import ErrorBody
@@ -22,6 +26,7 @@ from gradwire_server.errors import Code, ServiceError
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 4000
+MAX_FIELD_CHARS = 200
 HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_UNSPECIFIED: 500,
     pb.ERROR_CODE_INTERNAL: 500,
@@ -93,8 +98,41 @@ def internal_error(error: Exception, path: str) -> pb.Error:
     return pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id)
 
 
-def install(app: FastAPI, body: ErrorBody) -> None:
-    """Make an application answer every error in a protocol's form."""
+def body_problem(problem: Mapping[str, Any]) -> str:
+    """What is wrong with a body as a whole, by pydantic's description; empty if something in it is wrong."""
+    if problem["type"] == "json_invalid":
+        return f"the body is not JSON: {problem['ctx']['error']}, at character {problem['loc'][-1]}"
+    if len(problem["loc"]) > 1:
+        return ""
+    return "the body is not a JSON object; send one, with Content-Type: application/json"
+
+
+def _unreadable(cause: BaseException) -> str:
+    """Why a body could not be parsed, where the parser does not say it of a place."""
+    if isinstance(cause, RecursionError):
+        return "the body is not JSON that this server reads: it is nested too deep"
+    if isinstance(cause, UnicodeDecodeError):
+        return f"the body is not JSON in UTF-8: {cause.reason} at byte {cause.start}"
+    return f"the body is not JSON that this server reads: {str(cause)[:200]}"
+
+
+def application(title: str, answer: type[BaseModel], body: ErrorBody) -> FastAPI:
+    """An application without routes that answers every error in a protocol's form.
+
+    Args:
+        answer: The form, for the OpenAPI document at ``openapi.json``.
+        body: Gives an error that form.
+    """
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": answer, "description": "Refused: the request has to change, or to come later (429)."},
+        "5XX": {"model": answer, "description": "The server or its engine is away, or made a mistake."},
+    }
+    app = FastAPI(title=title, version=version("gradwire"), responses=errors, docs_url=None, redoc_url=None)
+    _install(app, body)
+    return app
+
+
+def _install(app: FastAPI, body: ErrorBody) -> None:
 
     @app.exception_handler(ServiceError)
     async def refused(_request: Request, error: ServiceError) -> JSONResponse:
@@ -103,8 +141,9 @@ def install(app: FastAPI, body: ErrorBody) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:])
-        text = f"{field or 'the body'}: {str(first['msg'])[:500]}"
+        problem = body_problem(first)
+        field = "" if problem else ".".join(str(part) for part in first["loc"][1:])[:MAX_FIELD_CHARS]
+        text = problem or f"{field}: {str(first['msg'])[:500]}"
         return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field), body, 422)
 
     @app.exception_handler(DecodeError)
@@ -120,7 +159,9 @@ def install(app: FastAPI, body: ErrorBody) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
-        if error.status_code in (404, 405):
+        if error.status_code == 400 and error.__cause__ is not None:
+            message = _unreadable(error.__cause__)
+        elif error.status_code in (404, 405):
             message = f"{request.method} {request.url.path[:200]} is not served here"
         code = pb.ERROR_CODE_UNSUPPORTED if error.status_code in (404, 405, 501) else pb.ERROR_CODE_INVALID_ARGUMENT
         response = error_response(pb.Error(code=code, message=message), body, error.status_code)

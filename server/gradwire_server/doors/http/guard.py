@@ -6,6 +6,8 @@ received in its key's turn, and counts against the bytes that the key's calls ma
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Iterable
 
@@ -13,10 +15,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.bodies import ENCODINGS, decompressed, too_large, unknown_encoding
+from gradwire_server.doors.http.bodies import ENCODINGS, BodyLimit, decompressed, unknown_encoding
 from gradwire_server.doors.http.errors import error_response, internal_error
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.errors import ServiceError
+
+DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
+"""What is read, at most, of a body that is refused."""
+BODY_LIMITS = ("max_http_body_bytes", "max_json_body_bytes")
 
 
 class GuardedProtocol:
@@ -55,7 +61,7 @@ class GuardedProtocol:
                 await self._protocol.app(scope, receive, starting)
                 return
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
-            limit = self._core.config.limits.max_http_body_bytes
+            limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls
             async with (
                 calls.turn(caller.name, CallKind.HTTP),
@@ -64,7 +70,7 @@ class GuardedProtocol:
                 self._core.keys.check(caller)
                 await self._protocol.app(scope, _replayed(content, receive), starting)
         except ServiceError as error:
-            status = 413 if error.error.rule.startswith("max_http_body_bytes") else None
+            status = 413 if error.error.rule.startswith(BODY_LIMITS) else None
             await error_response(error.error, self._protocol.error_body, status)(scope, receive, send)
         except _Disconnected:
             return
@@ -87,24 +93,48 @@ class _Headers:
         self.secret = found.get(b"x-api-key") or (bearer[7:] if bearer[:7].lower() == "bearer " else "")
         self.encoding = found.get(b"content-encoding", "").strip().lower()
         self.length = found.get(b"content-length", "")
+        self.waits = bool(found.get(b"expect"))  # sends its body only when it is asked for
+        self.content_type = found.get(b"content-type", "").lower()
 
 
-async def _body(headers: _Headers, receive: Receive, limit: int) -> bytes:
+async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:
     if headers.encoding not in ENCODINGS:
         raise unknown_encoding(headers.encoding)
-    if headers.length.isdigit() and int(headers.length) > limit:
-        raise too_large(headers.length, limit)
     parts: list[bytes] = []
     size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Disconnected
-        part, more = message.get("body", b""), message.get("more_body", False)
-        if (size := size + len(part)) > limit:
-            raise too_large(f"more than {limit}", limit)
-        parts.append(part)
+    try:
+        if headers.length.isdigit() and int(headers.length) > limit.bytes:
+            raise limit.exceeded(headers.length)
+        while more:
+            part, more = await _part(receive)
+            size += len(part)
+            limit.check(size)
+            parts.append(part)
+    except ServiceError:
+        parts.clear()
+        if more and not headers.waits:
+            await _discard(receive)
+        raise
     return await decompressed(b"".join(parts), headers.encoding, limit)
+
+
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """The next part of a body, and whether there are more."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise _Disconnected
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body that is refused: clients that are still sending would see a reset connection instead of
+    the answer."""
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while more and size < DISCARD_BYTES:
+                part, more = await _part(receive)
+                size += len(part)
 
 
 def _replayed(content: bytes, receive: Receive) -> Receive:

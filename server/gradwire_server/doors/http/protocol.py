@@ -34,12 +34,13 @@ class Protocol:
     open_paths: tuple[str, ...] = field(default=())
 
 
-def _caller(request: Request) -> Caller:
+# Both are coroutines, as FastAPI calls plain functions in a thread.
+async def _caller(request: Request) -> Caller:
     caller: Caller = request.scope["gradwire.caller"]
     return caller
 
 
-def _traceparent(request: Request) -> str:
+async def _traceparent(request: Request) -> str:
     return request.headers.get("traceparent", "")
 
 

@@ -6,22 +6,37 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.errors import error_response, install
+from gradwire_server.doors.http.errors import application, body_problem, error_response
 from gradwire_server.doors.http.openai import chat, completions
 from gradwire_server.doors.http.openai.names import base_model, described, listed
 from gradwire_server.doors.http.protocol import CallerOf, Protocol
 
 
+class ErrorReason(BaseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    """An error."""
+
+    error: ErrorReason
+
+
 def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
     """The protocol over a core; ``stopping`` is set when the server is about to stop."""
-    app = FastAPI(openapi_url=None)
-    install(app, error_body)
+    app = application("gradwire for OpenAI's clients", ErrorAnswer, error_body)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -50,11 +65,10 @@ def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:
 
 def _reason(error: RequestValidationError) -> pb.Error:
     first = error.errors()[0]
-    field = str(first["loc"][1]) if len(first["loc"]) > 1 else ""
+    problem = body_problem(first)
+    field = "" if problem else str(first["loc"][1])[:100]
     if first["type"] == "extra_forbidden":
-        text = f"{field[:100]} is not a parameter that this server knows"
-    elif first["type"] == "model_attributes_type":
-        text = "the body is not a JSON object; send one, with Content-Type: application/json"
+        text = f"{field} is not a parameter that this server knows"
     else:
-        text = f"{field[:100] or 'the body'}: {str(first['msg'])[:500]}"
-    return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field[:100])
+        text = problem or f"{field}: {str(first['msg'])[:500]}"
+    return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field)

@@ -11,7 +11,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from gradwire_server.errors import ServiceError
 
@@ -88,10 +88,27 @@ class SamplingRequest(BaseModel):
         return call
 
 
+def _prompt_kind(prompt: Any) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else ""
+    if not isinstance(prompt, list):
+        return "text"
+    return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[TokenId], Tag("ids")]
+    | Annotated[list[list[TokenId]], Tag("rows")],
+    Discriminator(_prompt_kind),
+]
+"""Told apart by the first element: a long list is validated once, and its error is of one kind."""
+
+
 class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompt
     max_tokens: int | None = Field(default=None, ge=0, lt=MAX_TOKENS)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, lt=2**31)

@@ -6,17 +6,23 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from gradwire_proto.v1 import training_pb2 as pb
+from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.errors import install
+from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import checkpoints, futures, sampling, sessions, training
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.store import TinkerStore
+
+
+class ErrorAnswer(BaseModel):
+    """An error."""
+
+    detail: str
 
 
 class Tinker:
@@ -50,13 +56,13 @@ class Tinker:
 
 def protocol(tinker: Tinker) -> Protocol:
     """The protocol over the door's state."""
-    app = FastAPI(openapi_url=None)
-    install(app, error_body)
-    app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
+    app = application("gradwire for Tinker's SDK", ErrorAnswer, error_body)
+    # In order of use, as each request is compared with one route after another.
+    app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
     app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
     app.include_router(sampling.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
     app.include_router(checkpoints.routes(tinker.core, tinker.store, tinker.models))
-    app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
+    app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
     return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz",))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -20,6 +21,8 @@ UNUSED_S = 3600.0
 """A snapshot goes when its sampler was not used for so long, or when its session has ended."""
 RESULTS_KEPT_S = 600.0
 """A result is kept for so long after it was sent, as the answer may have been lost on the way."""
+RESULTS_KEPT = 1024
+"""Results of one model beyond this number go earlier, those sent first."""
 SNAPSHOTS_KEPT = 64
 """Snapshots of one session beyond this number go too, those unused for longest."""
 
@@ -49,12 +52,13 @@ class TinkerCollection:
     async def collect(self) -> None:
         """Delete what is due now."""
         now = time.time()
+        self._samplers.many_made.clear()
         for saved in list(self._store.saved.values()):
             if saved.expires_at is not None and saved.expires_at <= now:
                 await self._expire(saved.owner, saved.path)
         for sampler in self._due_snapshots(now):
             await self._drop_snapshot(sampler)
-        await self._models.release_delivered(now - RESULTS_KEPT_S)
+        await self._models.release_delivered(now - RESULTS_KEPT_S, RESULTS_KEPT)
 
     def _due_snapshots(self, now: float) -> list[SamplerRecord]:
         of_session: dict[str, list[SamplerRecord]] = {}
@@ -78,6 +82,8 @@ class TinkerCollection:
         try:
             await self._core.runs.delete_checkpoint(Caller(sampler.owner), sampler.source)
         except ServiceError as error:
+            if time.time() - sampler.created_at < UNUSED_S:
+                return  # its operation may still be in the queue
             log.info("the snapshot %s: %s", sampler.source, error)
         self._samplers.used_at.pop(sampler.sampler_id, None)
         await self._store.delete(self._store.samplers, sampler.sampler_id)
@@ -91,7 +97,8 @@ class TinkerCollection:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._samplers.many_made.wait(), EVERY_S)
             try:
                 await self.collect()
             except Exception as error:  # tried again after the next interval

@@ -56,10 +56,10 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
             if kind == "sample":
                 return Response(await _held(samplers.result(caller, owner_id, seq)), media_type=PROTOBUF)
             model = models.get(caller, owner_id)
-            if seq == 0:
+            if not model.run_id:
                 model = await _held(models.created(caller, owner_id))
+            if seq == 0:
                 return JSONResponse(_created(model))
-            model = await _held(models.created(caller, owner_id))
             return await _training(caller, model, seq, kind)
         except _NotYet as waiting:
             body = {"type": "try_again", "request_id": request.request_id, "queue_state": waiting.state}

@@ -252,8 +252,12 @@ class Models:
         """Note that a result was sent to the client, which may ask for it again if the answer was lost."""
         self._delivered.setdefault(model_id, {}).setdefault(seq, time.time())
 
-    async def release_delivered(self, before: float) -> None:
-        """Delete the results that were sent before this time, of each model up to the first that was not."""
+    async def release_delivered(self, before: float, kept: int) -> None:
+        """Delete the results that were sent before this time, of each model up to the first that was not.
+
+        Args:
+            kept: Results of a model beyond this number go too, those sent first.
+        """
         for model_id, sent in list(self._delivered.items()):
             model = self._store.models.get(model_id)
             if model is None:
@@ -261,9 +265,9 @@ class Models:
                 continue
             owner = Caller(model.owner)
             run = self._core.runs.get(owner, model.run_id)
-            seq = run.released_seq
-            while sent.get(seq + 1, before) < before:
-                seq += 1
+            seq, spare = run.released_seq, len(sent) - kept
+            while seq + 1 in sent and (sent[seq + 1] < before or spare > 0):
+                seq, spare = seq + 1, spare - 1
             if seq == run.released_seq:
                 continue
             epoch = self._core.epoch_of(owner, model.run_id, writer_of(model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ MAX_KEPT = 20_000
 MAX_KEPT_BYTES = 256 << 20
 """Samples that were computed are kept up to this number and size, the newest ones, as an answer may be lost."""
 MAX_IN_PROGRESS = 20_000
+MANY_SNAPSHOTS = 64
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Samplers:
 
     Attributes:
         used_at: Unix time of each sampler's last request.
+        many_made: Set when many snapshots were made since it was cleared.
     """
 
     def __init__(self, core: Core, store: TinkerStore) -> None:
@@ -51,7 +53,10 @@ class Samplers:
         self._asked: OrderedDict[tuple[str, int], _Asked] = OrderedDict()
         self.used_at: dict[str, float] = {}
         self._in_progress = 0
+        self._busy: Counter[str] = Counter()
         self._kept_bytes = 0
+        self._made = 0
+        self.many_made = asyncio.Event()
 
     async def stop(self) -> None:
         """End the samples in progress."""
@@ -86,6 +91,10 @@ class Samplers:
                 raise ServiceError(pb.ERROR_CODE_SEQ_REUSED, message, field="sampling_session_seq_id")
             return known
         await self._store.put(self._store.samplers, asked)
+        self._made += asked.snapshot
+        if self._made >= MANY_SNAPSHOTS:
+            self._made = 0
+            self.many_made.set()
         return asked
 
     def ask(
@@ -112,9 +121,10 @@ class Samplers:
             message = f"{self._in_progress} samples are in progress; try again"
             raise ServiceError(pb.ERROR_CODE_LIMIT_EXCEEDED, message, rule="samples_in_progress")
         self._in_progress += 1
+        self._busy[sampler.sampler_id] += 1
         asked = _Asked(caller.name, digest, asyncio.ensure_future(_run(work)))
         self._asked[key] = asked
-        asked.task.add_done_callback(lambda done: self._ended(asked, done))
+        asked.task.add_done_callback(lambda done: self._ended(sampler.sampler_id, asked, done))
         return request_id_of(*key, "sample")
 
     def refused(self, sampler: SamplerRecord, seq: int) -> ServiceError | None:
@@ -143,10 +153,13 @@ class Samplers:
 
     def busy(self, sampler_id: str) -> bool:
         """Whether a sample of it is in progress."""
-        return any(key[0] == sampler_id and not asked.task.done() for key, asked in self._asked.items())
+        return sampler_id in self._busy
 
-    def _ended(self, asked: _Asked, done: asyncio.Task[bytes]) -> None:
+    def _ended(self, sampler_id: str, asked: _Asked, done: asyncio.Task[bytes]) -> None:
         self._in_progress -= 1
+        self._busy[sampler_id] -= 1
+        if not self._busy[sampler_id]:
+            del self._busy[sampler_id]
         if not done.cancelled() and done.exception() is None:
             asked.size = len(done.result())
             self._kept_bytes += asked.size

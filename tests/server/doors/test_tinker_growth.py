@@ -1,0 +1,136 @@
+"""A long RL run through the Tinker door: a snapshot, samples from it and a step, over and over, in bounded space."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from gradwire_proto.v1 import tinker_pb2 as pb
+from gradwire_server.doors.http.tinker.collection import SNAPSHOTS_KEPT
+from gradwire_server.doors.http.tinker.samplers import MANY_SNAPSHOTS
+from support.front import Start
+from support.server import free_port
+from support.tinker import HttpServer, TinkerClient, forward_backward
+from support.tiny import tiny_model
+
+STEPS, PARTS = 10_000, 10
+"""Steps of the long run, and how often it is measured."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[HttpServer]:
+    served = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1")
+    served.start()
+    yield served
+    served.end()
+
+
+class Space:
+    """What a server holds at one time: files and bytes of its folder, rows of its databases, memory of its front."""
+
+    def __init__(self, server: HttpServer, folder: Path) -> None:
+        sizes = list(_sizes(folder))
+        self.files, self.snapshots, self.bytes = len(sizes), 0, sum(size for _, size in sizes)
+        self.rows: dict[str, int] = {}
+        self.kinds: Counter[str] = Counter()
+        for name, size in sizes:
+            self.kinds[name.rpartition(".")[2] if "." in name else "other"] += size
+        for path in folder.glob("*.db"):
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+                tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+                for (table,) in tables:
+                    (count,) = database.execute(f'SELECT count(*) FROM "{table}"').fetchone()
+                    self.rows[f"{path.stem}.{table}"] = count
+                if path.stem == "tinker":
+                    query = "SELECT count(*) FROM records WHERE kind = 'sampler'"
+                    (self.snapshots,) = database.execute(query).fetchone()
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        self.front = int(status.split("VmRSS:")[1].split()[0]) << 10
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{name} {count}" for name, count in self.rows.items() if count)
+        kinds = ", ".join(f"{size / 2**20:.1f} of {name}" for name, size in self.kinds.most_common(4))
+        return (
+            f"{self.files} files, {self.bytes / 2**20:.1f} MiB ({kinds}), {self.snapshots} snapshots, front "
+            f"{self.front / 2**20:.0f} MiB; {rows}"
+        )
+
+
+def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+    """The files below a folder, some of which may go meanwhile."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield name, os.stat(os.path.join(root, name)).st_size
+
+
+async def _step(client: TinkerClient, model: str, number: int) -> str:
+    """Save a snapshot and take a step; the snapshot's sampler."""
+    row = {"tokens": [1, 2, 3], "target_tokens": [2, 3, 4], "weights": np.ones(3)}
+    seq = 3 * number + 1
+    asked = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": number}
+    promises = [
+        await client.post("save_weights_for_sampler", asked),
+        await client.post("forward_backward", forward_backward(model, seq + 1, [row])),
+        await client.step(model, seq + 2),
+    ]
+    saved, _, step = [await client.wait(promise) for promise in promises]
+    assert step["metrics"]["step:max"] == number + 1
+    return str(saved["sampling_session_id"])
+
+
+async def test_old_snapshots_go_while_new_ones_come(start: Start, tmp_path: Path) -> None:
+    steps = 3 * MANY_SNAPSHOTS + 8
+    async with start(http="127.0.0.1:0") as door, httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http:
+        client = await TinkerClient(http).begin()
+        model = await client.model()
+        for number in range(steps):
+            asked = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number}
+            await client.done("save_weights_for_sampler", asked)
+        names = await asyncio.to_thread(_at_most, SNAPSHOTS_KEPT + 8, tmp_path)
+        assert len(names) >= SNAPSHOTS_KEPT
+        numbers = {int(name.rpartition(".")[2]) for name in names}
+        assert steps - 1 in numbers and 0 not in numbers
+        session = await client.send("GET", f"sessions/{client.session_id}")
+        assert len(session["sampler_ids"]) <= len(names) + 1
+
+
+def _at_most(count: int, folder: Path) -> list[str]:
+    """Wait until there are at most so many checkpoints; their names."""
+    while len(names := [path.name for path in folder.glob("runs/*/checkpoints/*")]) > count:
+        time.sleep(0.05)
+    return names
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(4 * 3600)
+async def test_ten_thousand_steps_leave_a_bounded_folder(server: HttpServer, tmp_path: Path) -> None:
+    seen = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
+        client = await TinkerClient(http).begin()
+        model = await client.model()
+        prompt = {"chunks": [{"tokens": [1, 2]}]}
+        for number in range(STEPS):
+            sampler = await _step(client, model, number)
+            asked = {
+                "sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}
+            }  # fmt: skip
+            assert len(pb.SampleResponse.FromString(await client.done("asample", asked)).sequences) == 1
+            if (number + 1) % (STEPS // PARTS) == 0:
+                seen.append(Space(server, tmp_path / "state"))
+                print(f"after {number + 1} steps at {time.strftime('%X')}: {seen[-1]}")
+    half, end = seen[PARTS // 2 - 1], seen[-1]
+    assert max(space.snapshots for space in seen) <= 3 * SNAPSHOTS_KEPT
+    assert end.files <= half.files + 4 * SNAPSHOTS_KEPT
+    assert end.front <= half.front + (64 << 20)
+    for name in ("gradwire.operations", "gradwire.results", "tinker.records"):
+        assert end.rows[name] <= 2 * half.rows[name] + 1000

@@ -153,6 +153,25 @@ async def test_a_body_that_cannot_be_read_is_explained(server: Server, content: 
             assert answer.status_code in (400, 422) and words in message, answer.text
 
 
+async def test_a_mistake_of_the_server_is_said_in_the_protocols_form(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(server.core, "models", broken)
+    async with _http(server) as http:
+        for path, where in (("/api/v1/get_server_capabilities", ("detail",)), ("/v1/models", ("error", "message"))):
+            caplog.clear()
+            answer = await http.get(path)
+            message = answer.json()
+            for key in where:
+                message = message[key]
+            (logged,) = [record for record in caplog.records if record.exc_info]
+            assert answer.status_code == 500 and "odd" not in answer.text
+            assert answer.headers["X-Request-Id"] in message and answer.headers["X-Request-Id"] in logged.getMessage()
+
+
 async def test_requests_are_counted_by_route(server: Server) -> None:
     async with _http(server) as http:
         await http.get("/v1/models")

@@ -286,11 +286,12 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not served"),
     ("completions", {"prompt": "a", "wrong": 1}, "wrong", "not a parameter"),
     ("completions", {"prompt": "a", "stop": [""]}, "stop", "empty"),
-    ("completions", {"prompt": "a", "logprobs": 1000}, "top_logprobs", "max_top_logprobs"),
+    ("completions", {"prompt": "a", "logprobs": 1000}, "logprobs", "max_top_logprobs"),
     ("completions", {"prompt": "a", "logit_bias": {"cat": 1}}, "logit_bias", "ids"),
     ("completions", {"prompt": "a", "n": 0}, "n", "greater"),
     ("completions", {"prompt": "\ud800"}, "prompt", "surrogate"),
-    ("completions", {"prompt": [1] * 2000}, "prompts", "context"),
+    ("completions", {"prompt": [1] * 2000}, "prompt", "context"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "cat " * 2000}]}, "messages", "context"),
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0", "role"),
     ("chat/completions", {"messages": [{"role": "user", "content": 7}]}, "messages.0", "not text"),
@@ -308,7 +309,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     (
         "chat/completions",
         {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
-        "json_schema",
+        "response_format",
         "Invalid type",
     ),
 ]

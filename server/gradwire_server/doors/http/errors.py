@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 4000
 MAX_FIELD_CHARS = 200
+LOGGED = "gradwire.logged"
+"""Key of a scope whose unforeseen error was logged and answered."""
 HTTP_STATUS: dict[Code, int] = {
     pb.ERROR_CODE_UNSPECIFIED: 500,
     pb.ERROR_CODE_INTERNAL: 500,
@@ -133,6 +135,11 @@ def application(title: str, answer: type[BaseModel], body: ErrorBody) -> FastAPI
 
 
 def _install(app: FastAPI, body: ErrorBody) -> None:
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        request.scope[LOGGED] = True
+        return error_response(internal_error(error, request.url.path), body)
 
     @app.exception_handler(ServiceError)
     async def refused(_request: Request, error: ServiceError) -> JSONResponse:

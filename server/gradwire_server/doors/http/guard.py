@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import ENCODINGS, BodyLimit, decompressed, unknown_encoding
-from gradwire_server.doors.http.errors import error_response, internal_error
+from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.errors import ServiceError
 
@@ -75,6 +75,8 @@ class GuardedProtocol:
         except _Disconnected:
             return
         except Exception as error:  # the outermost handler: callers see only errors that were written for them
+            if LOGGED in scope:
+                return
             reason = internal_error(error, scope["path"])
             if not started:
                 await error_response(reason, self._protocol.error_body)(scope, receive, send)

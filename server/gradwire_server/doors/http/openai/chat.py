@@ -18,7 +18,7 @@ from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, To
 from gradwire_server.doors.http.openai.completions import usage
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import base_model
-from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, unsupported
+from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named, unsupported
 from gradwire_server.doors.http.openai.tools import (
     checked_tools,
     forced,
@@ -29,6 +29,8 @@ from gradwire_server.doors.http.openai.tools import (
 )
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
+PARAMETERS = {"prompts": "messages", "texts": "messages", "conversations": "messages", "json_schema": "response_format"}
+
 
 def routes(core: Core, error_body: ErrorBody) -> APIRouter:
     """The route."""
@@ -36,11 +38,12 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
 
     @router.post("/chat/completions", response_model=None)
     async def create_chat_completion(asked: ChatRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
-        chat = Chat(core, caller, asked)
-        call = await chat.request()
-        if asked.stream:
-            return await event_stream(chat.events(call), error_body, http.url.path)
-        return await chat.answer(call, http)
+        with named(PARAMETERS):
+            chat = Chat(core, caller, asked)
+            call = await chat.request()
+            if asked.stream:
+                return await event_stream(chat.events(call), error_body, http.url.path)
+            return await chat.answer(call, http)
 
     return router
 

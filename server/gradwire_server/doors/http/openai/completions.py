@@ -16,11 +16,12 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, TokenTexts, sampled, streamed, tokens_of
 from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import base_model
-from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, unsupported
+from gradwire_server.doors.http.openai.requests import CompletionRequest, check_encodable, invalid, named, unsupported
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
 MAX_TOKENS = 16
 """Tokens of a completion that does not say how many."""
+PARAMETERS = {"prompts": "prompt", "texts": "prompt", "top_logprobs": "logprobs"}
 
 
 def routes(core: Core, error_body: ErrorBody) -> APIRouter:
@@ -29,11 +30,12 @@ def routes(core: Core, error_body: ErrorBody) -> APIRouter:
 
     @router.post("/completions", response_model=None)
     async def create_completion(asked: CompletionRequest, http: Request, caller: CallerOf) -> Response | dict[str, Any]:
-        completion = Completion(core, caller, asked)
-        call = await completion.request()
-        if asked.stream:
-            return await event_stream(completion.events(call), error_body, http.url.path)
-        return await completion.answer(call, http)
+        with named(PARAMETERS):
+            completion = Completion(core, caller, asked)
+            call = await completion.request()
+            if asked.stream:
+                return await event_stream(completion.events(call), error_body, http.url.path)
+            return await completion.answer(call, http)
 
     return router
 

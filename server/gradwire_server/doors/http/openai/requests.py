@@ -8,6 +8,8 @@ say something about the caller, or how to bill or cache, are taken and have no e
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -67,6 +69,8 @@ class SamplingRequest(BaseModel):
         """
         temperature = 1.0 if self.temperature is None else self.temperature
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if "" in stop:
+            raise invalid("stop has an empty text, at which every answer would stop before it begins", "stop")
         call = pb.SampleCall(
             n=self.n or 1,
             max_tokens=max_tokens,
@@ -168,6 +172,20 @@ class ChatRequest(SamplingRequest):
 def invalid(message: str, field: str) -> ServiceError:
     """INVALID_ARGUMENT for a field."""
     return ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field=field)
+
+
+@contextmanager
+def named(parameters: Mapping[str, str]) -> Iterator[None]:
+    """Give errors of the core the name of the parameter that the client knows.
+
+    Args:
+        parameters: The core's field -> the parameter.
+    """
+    try:
+        yield
+    except ServiceError as error:
+        error.error.field = parameters.get(error.error.field, error.error.field)
+        raise
 
 
 def unsupported(message: str, field: str) -> ServiceError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,6 +20,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
 from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
@@ -179,17 +180,18 @@ class Models:
         """
         model = await self.created(caller, model_id)
         specs, buffers = codec.encode(columns or {})
+        size = sum(buffer.nbytes for buffer in buffers)
+        digest, payload = await asyncio.to_thread(_copied, buffers) if size > IN_THREAD_BYTES else _copied(buffers)
         header = pb.OperationHeader(
             seq=seq,
             operation=operation,
             tensors=specs,
-            payload_bytes=sum(buffer.nbytes for buffer in buffers),
-            payload_digest=codec.digest(buffers),
+            payload_bytes=size,
+            payload_digest=digest,
             failure_seen=model.failure_seen,
             traceparent=traceparent[:MAX_TRACEPARENT],
             refusal=refusal,
         )
-        payload = [bytes(buffer) for buffer in buffers]
         accepted = self._accept(caller, model, header, payload)
         if self._core.awaits_number(caller, model.run_id, seq):
             content = pb.SubmitFrame(header=header, chunk=b"".join(payload)).SerializeToString()
@@ -310,6 +312,11 @@ class Models:
         if named.stored_name not in {checkpoint.name for checkpoint in saved}:
             raise unknown_checkpoint(path)
         return f"{model.run_id}/{named.stored_name}"
+
+
+def _copied(buffers: Sequence[memoryview]) -> tuple[bytes, list[bytes]]:
+    """The digest of a payload, and its parts."""
+    return codec.digest(buffers), [bytes(buffer) for buffer in buffers]
 
 
 def writer_of(model: ModelRecord) -> str:

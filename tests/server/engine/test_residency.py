@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,39 @@ def test_the_least_recently_used_leave_first(make_run: Any, residency: Any) -> N
     assert [moving.place(run.run_id) for run in runs] == ["host", "device", "device", "disk"]
     moving.use(runs[0])
     assert moving.read_ahead == 1
+
+
+def test_runs_read_ahead_beside_those_in_use_lose_nothing(make_run: Any, residency: Any) -> None:
+    runs = [make_run(lora=SETTINGS[i % 5], seed=i, run_id=f"run-{i}") for i in range(8)]
+    before = [state(run) for run in runs]
+    one = max(Layout.of(run.tensors()).nbytes for run in runs)
+    moving = residency(one, 2 * one)
+    for run in runs:
+        moving.add(run)
+    ended = threading.Event()
+
+    def read_ahead() -> None:
+        draw = random.Random(3)
+        while not ended.wait(0.0002):
+            moving.prefetch(f"run-{draw.randrange(8)}")
+
+    thread = threading.Thread(target=read_ahead)
+    thread.start()
+    draw = random.Random(4)
+    try:
+        for _ in range(400):
+            number = draw.randrange(8)
+            with moving.executing([f"run-{number}"]):
+                moving.use(runs[number])
+                assert runs[number].nbytes > 0
+    finally:
+        ended.set()
+        thread.join()
+    for run, expected in zip(runs, before, strict=True):
+        moving.use(run)
+        assert_same(state(run), expected)
+    held = moving.held()
+    assert sum(each.runs for each in held.values()) == 8
 
 
 def test_a_run_in_use_stays(make_run: Any, residency: Any) -> None:

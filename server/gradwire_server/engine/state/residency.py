@@ -286,12 +286,18 @@ class Residency:
                 self.read_ahead += 1
             elif away.packed is None:
                 self._read(away)
-        if away.reading is not None:
-            began = time.perf_counter()
-            away.reading.result()
-            self.waited_s += time.perf_counter() - began
-        assert away.packed is not None
-        return away.packed
+            self._ahead.pop(away.run_id, None)  # or it could be dropped before it is used
+            packed, reading = away.packed, away.reading
+        if packed is not None:  # the mover may be about to leave it in its file only
+            return packed
+        assert reading is not None
+        began = time.perf_counter()
+        reading.result()
+        self.waited_s += time.perf_counter() - began
+        with self._lock:
+            assert away.packed is not None
+            self._idle[away.run_id] = away
+            return away.packed
 
     def _moves_to(self, place: str, away: _Away) -> None:
         self._held[away.place].add(-away.nbytes, -1)

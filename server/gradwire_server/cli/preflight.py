@@ -73,12 +73,12 @@ def _files(config: ServerConfig) -> Iterator[str]:
 def _models(config: ServerConfig) -> Iterator[str]:
     for flag, models in (("--model", config.models), ("--allow-model", config.allow_models)):
         for path in models.values():
-            fault = _model_fault(path)
+            fault = model_fault(path)
             if fault:
                 yield f"{flag} {path}: {fault}"
 
 
-def _model_fault(path: str) -> str:
+def model_fault(path: str) -> str:
     """Why a model cannot be loaded from a folder or the Hugging Face hub; empty if nothing speaks against it."""
     folder = Path(path).expanduser()
     if folder.is_dir():

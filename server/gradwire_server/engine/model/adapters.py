@@ -90,7 +90,7 @@ class SpanLinear(LoraLinear):
         found = [pairs_here[span.adapter] for span in spans]
         pairs: list[Tensor] = [side for pair in found for side in (pair.a, pair.b)]
         scales = [pair.scale for pair in found]
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             weight, bias, result = (each if each is None else each.to(dtype) for each in (weight, bias, result))

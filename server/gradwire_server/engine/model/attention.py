@@ -81,7 +81,7 @@ def packed_attention(
         varlen = varlen_kernel(query.device, query.dtype)
     if varlen is not None:
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
-    if query.device.type == "cpu" and one_size and not dropout and window is None:
+    if query.device.type in ("cpu", "meta") and one_size and not dropout and window is None:
         return in_blocks(query, key, value, layout, scale), None
     return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 

@@ -26,7 +26,7 @@ def add_rows_in_place(embedding: nn.Module, placement: Placement) -> None:
 def _embed(embedding: nn.Embedding, placement: Placement, ids: Tensor) -> Tensor:
     weight = embedding.weight
     trains = weight.requires_grad and torch.is_grad_enabled()
-    if trains and weight.is_cpu and placement.adds_in_place(weight):
+    if trains and weight.device.type in ("cpu", "meta") and placement.adds_in_place(weight):
         embedded: Tensor = _Embed.apply(ids, weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
         return embedded
     return nn.functional.embedding(ids, weight, embedding.padding_idx)

@@ -88,7 +88,13 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Addresses of the memory that this process permanently holds of these tensors."""
-    return {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+    return {storage_address(_local(tensor)) for tensor in tensors}
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Address of a tensor's memory; of the storage's own record for a meta tensor, which has no memory."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _local(tensor: Tensor) -> Tensor:

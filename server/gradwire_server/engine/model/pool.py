@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from accelerate import init_empty_weights
 from gradwire_proto.v1 import training_pb2
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -22,7 +23,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.compilation import compile_layers
 from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.split_model import ModelFacts, SplitModel
+from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class ModelPool:
     def _meta_model(self, name: str, path: str) -> PreTrainedModel:
         with _explained(name, path), preserved_rng():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            with torch.device("meta"):
+            with init_empty_weights(include_buffers=True):
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model
 
@@ -128,6 +129,7 @@ class ModelPool:
                 **self.placement.loading_arguments(),
             )
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
+        check_split(split_model)
         split_model.packing = choose_packing(split_model)
         if self._compiled:
             compile_layers(split_model.trunk)

@@ -1,8 +1,8 @@
 """One copy of a model, split into trunk and output head.
 
 The *trunk* maps token ids to final hidden states, and the *output head* maps hidden states to logits, which
-:mod:`gradwire_server.engine.scoring` computes in chunks. The split is checked once, at load, against the model's own
-logits, so that an architecture that does more between the two is refused rather than trained wrongly.
+:mod:`gradwire_server.engine.scoring` computes in chunks. :func:`check_split` compares the split once, at load, with the
+model's own logits, so that an architecture that does more between the two is refused rather than trained wrongly.
 
 Both run inside the forward of one module, the *root*: see :meth:`SplitModel.compute`.
 """
@@ -119,7 +119,6 @@ class SplitModel:
         self._dropout_places = DropoutPlaces(model)
         model.eval()
         add_rows_in_place(model.get_input_embeddings(), placement)
-        check_split(self)
         self.packing = Packing.PADDED
 
     @property

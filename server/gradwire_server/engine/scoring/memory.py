@@ -29,7 +29,7 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.placement import storage_addresses
+from gradwire_server.engine.model.placement import storage_address, storage_addresses
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 
@@ -123,7 +123,10 @@ class Memory:
         """Measure, by a forward, what a token of such runs takes, unless that is known or the limit is configured."""
         kind = _kind(run)
         if self._microbatch_tokens is None and kind not in self._token_bytes:
-            self._token_bytes[kind] = token_bytes(run.policy)
+            self._token_bytes[kind] = self._measured(run)
+
+    def _measured(self, run: MemoryUser) -> float:
+        return token_bytes(run.policy)
 
     def ran_out(self, run: MemoryUser) -> None:
         """Record that an operation ran out of memory: on a GPU, the next ones of such runs get half as much."""
@@ -156,10 +159,10 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
         self._seen = storage_addresses(tensors)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
+        address = storage_address(tensor)
+        if address not in self._seen:
+            self._seen.add(address)
+            self.bytes += tensor.untyped_storage().nbytes()
         return tensor
 
 

@@ -1,0 +1,104 @@
+"""Six workloads on a CPU whose peak memory is measured and computed: ``gradwire estimate`` against the kernel.
+
+Each runs on a server of its own. Measured is the most that the engine's process ever held (``VmHWM``), beyond what the
+engine of the same server held before any model was loaded. Every run takes two steps, because the first has no moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gradwire
+
+from benchmarks.machine import engine_process, memory_bytes
+from benchmarks.report import Figure, Size
+from benchmarks.workload import FIRST_WORD, Draw, standard_model
+
+TOLERANCE = 0.15
+BASE = {"hidden_size": 1024, "num_layers": 12}
+SMALL = {"hidden_size": 512, "num_layers": 8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload.
+
+    Attributes:
+        name: Name of the figure.
+        shape: The model.
+        flags: Arguments of ``gradwire estimate`` beside model and device, without dashes before them.
+        rows, tokens: Of each batch.
+        runs: Number of runs.
+        head: Head of the runs.
+        settings: Of the server.
+        reference: Whether the loss compares with another model.
+    """
+
+    name: str
+    shape: dict[str, int]
+    flags: Sequence[str]
+    rows: int
+    tokens: int
+    runs: int = 1
+    lora: int = 32
+    head: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    reference: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of ``gradwire estimate``."""
+        size = ["--tokens", str(self.tokens), "--rows", str(self.rows), "--runs", str(self.runs)]
+        return [*size, *(["--lora-rank", str(self.lora)] if self.lora else ["--full"]), *self.flags]
+
+
+CASES = (
+    Case("full", SMALL | {"hidden_size": 768}, (), rows=8, tokens=256, lora=0),
+    Case("LoRA", BASE, (), rows=8, tokens=256),
+    Case("QLoRA", BASE, ("--quantize", "nf4"), rows=8, tokens=256, settings={"quantize": "nf4"}),
+    Case("long rows", SMALL, (), rows=2, tokens=6144),
+    Case("many runs", SMALL, (), rows=2, tokens=128, runs=24, lora=64),
+    Case("reward and reference", BASE, ("--head", "reward"), rows=8, tokens=256, head="reward", reference=True),
+)
+
+
+async def measured(case: Case, model: Path, reference: Path | None) -> int:
+    """Bytes at the peak of a case, beyond an engine that holds no model."""
+    models = [f"m={model}"] + ([f"reference={reference}"] if reference else [])
+    draw = Draw.of(5)
+    async with gradwire.connect(models=models, **case.settings) as service:
+        engine = engine_process()
+        before = memory_bytes(engine, "VmRSS")
+        lora = {"rank": case.lora} if case.lora else None
+        runs = [await service.create_run("m", lora=lora, head=case.head) for _ in range(case.runs)]
+        for _ in range(2):
+            await gradwire.gather(*(_accumulate(case, run, draw) for run in runs))
+            await gradwire.gather(*(run.optim_step(learning_rate=1e-5) for run in runs))
+        return memory_bytes(engine, "VmHWM") - before
+
+
+def _accumulate(case: Case, run: gradwire.TrainingClient, draw: Draw) -> Any:
+    rows = [draw.tokens(case.tokens) for _ in range(case.rows)]
+    if case.head != "reward":
+        return run.forward_backward({"input_ids": rows}, "causal_lm")
+    half = case.rows // 2
+    pairs = {"chosen_input_ids": rows[:half], "rejected_input_ids": rows[half:]}
+    if not case.reference:
+        return run.forward_backward(pairs, "reward_modeling")
+    run.forward_backward(pairs, "reward_modeling")
+    pairs["prompt_lengths"] = [1] * half
+    return run.forward_backward(pairs, "dpo", {"reference_model": "reference"})
+
+
+def make_models(case: Case, folder: Path) -> tuple[Path, Path | None]:
+    """The model of a case, and the model it is compared with."""
+    context = max(1024, case.tokens)
+    model = standard_model(folder / "model", context_length=context, **case.shape)
+    if not case.reference:
+        return model, None
+    return model, standard_model(folder / "reference", context_length=context, seed=1, **SMALL)

@@ -1,0 +1,176 @@
+"""``gradwire estimate``: the memory of a training, from the model's configuration alone.
+
+It runs in a process of its own, so it may use torch, which the server's front may not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gradwire_server.cli.preflight import model_fault
+
+if TYPE_CHECKING:
+    from gradwire_server.engine.sizing.estimate import Device, Estimate
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+console = Console(soft_wrap=True, highlight=False)
+
+UNITS = {"mib": 1 << 20, "gib": 1 << 30, "mb": 10**6, "gb": 10**9}
+DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9.]+)\s*(mib|gib|mb|gb))?", re.IGNORECASE)
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Option(help="Hugging Face name, folder or config.json; no weights are read.")],
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of each run's adapter.")] = 32,
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest row.")] = 8192,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
+    runs: Annotated[int, typer.Option(min=1, help="Runs on the model at the same time.")] = 1,
+    samples: Annotated[int, typer.Option(min=0, help="Rows sampled at the same time.")] = 0,
+    head: Annotated[Literal["value", "reward"] | None, typer.Option(help="A head beside the output head.")] = None,
+    reference: Annotated[
+        list[str] | None, typer.Option(help='"base", or a model as for --model; repeat for more.')
+    ] = None,
+    quantize: Annotated[
+        Literal["nf4", "int8"] | None, typer.Option(help="Hold the frozen base in 4 or 8 bits.")
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="With create_run(gradient_checkpointing=True).")
+    ] = False,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float64"] | None,
+        typer.Option(help="Of the weights; bfloat16 on a GPU and float32 on a CPU when absent."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help='Memory of a GPU ("80 GiB"), or "cpu", "cpu 16 GiB"; this machine when absent.')
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes by part and total_bytes as JSON.")] = False,
+) -> None:
+    """Compute what a training takes in memory, whether it fits a device, and what to turn on if not.
+
+    Nothing is downloaded but the model's configuration. The total comes on top of an engine that holds no model.
+    """
+    references = tuple(reference or ())
+    for flag, path in [("--model", model), *(("--reference", each) for each in references if each != "base")]:
+        if not Path(path).is_file() and (fault := model_fault(path)):
+            _fail(f"{flag} {path}: {fault}")
+    if full and quantize:
+        _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # of other packages, about their own future
+    try:
+        import torch
+
+        from gradwire_server.engine.errors import OperationError
+        from gradwire_server.engine.sizing.advice import advice
+        from gradwire_server.engine.sizing.estimate import Workload
+        from gradwire_server.engine.sizing.estimate import estimate as compute
+    except ModuleNotFoundError as missing:
+        _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
+    where = _device(device)
+    default = "float32" if where.kind == "cpu" else "bfloat16"
+    try:
+        found = compute(
+            Workload(
+                model=model,
+                lora_rank=0 if full else lora_rank,
+                tokens=tokens,
+                rows=rows,
+                runs=runs,
+                samples=samples,
+                head=head or "",
+                checkpointing=checkpointing,
+                dtype=getattr(torch, dtype or default),
+                quantize=quantize or "",
+                references=references,
+            ),
+            where,
+        )
+        sentences = advice(found)
+    except OperationError as error:
+        _fail(error.message)
+    if as_json:
+        print(json.dumps(_document(found, sentences), indent=2))
+    else:
+        _show(found, sentences)
+    raise typer.Exit(0 if found.fits else 1)
+
+
+def _device(text: str) -> Device:
+    from gradwire_server.engine.scoring.memory import machine_memory
+    from gradwire_server.engine.sizing.estimate import Device
+
+    match = DEVICE.fullmatch(text.strip())
+    if match is None:
+        _fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
+    kind, amount, unit = match.groups()
+    on_cpu = (kind or "").lower() == "cpu"
+    if amount:
+        return Device("cpu" if on_cpu else "cuda", int(float(amount) * UNITS[unit.lower()]))
+    import torch
+
+    if not on_cpu and torch.cuda.is_available():
+        return Device("cuda", torch.cuda.mem_get_info()[1])
+    if kind and not on_cpu:
+        _fail(f'--device {text}: torch finds no GPU here; give the memory of one, as in --device "80 GiB"')
+    return Device("cpu", machine_memory())
+
+
+def _document(found: Estimate, sentences: list[str]) -> dict[str, object]:
+    return {
+        "model": found.workload.model,
+        "parameters": found.num_parameters,
+        "trained_parameters": found.trained_parameters,
+        "device": found.device.kind,
+        "device_bytes": found.device.bytes,
+        "dtype": str(found.workload.dtype).removeprefix("torch."),
+        "bytes": dict(found.parts),
+        "total_bytes": found.total_bytes,
+        "needed_bytes": found.needed_bytes,
+        "usable_bytes": found.usable_bytes,
+        "fits": found.fits,
+        "activation_bytes": {
+            "checkpointing": found.activations[True],
+            "no_checkpointing": found.activations[False],
+        },
+        "microbatch_rows": found.microbatch_rows,
+        "key_value_bytes_per_token": found.key_value_token_bytes,
+        "advice": sentences,
+    }
+
+
+def _show(found: Estimate, sentences: list[str]) -> None:
+    from gradwire_server.engine.sizing.estimate import PARTS
+    from gradwire_server.engine.sizing.parts import readable
+
+    trained = f"{found.trained_parameters:,} trained"
+    table = Table(title=f"{found.workload.model}: {found.num_parameters:,} parameters, {trained}", title_justify="left")
+    table.add_column("part")
+    table.add_column("memory", justify="right")
+    for name, count in found.parts.items():
+        if count:
+            table.add_row(PARTS[name], readable(count))
+    table.add_section()
+    table.add_row("total, beyond an engine that holds no model", readable(found.total_bytes))
+    console.print(table)
+    kept, recomputed = found.activations[False], found.activations[True]
+    console.print(
+        f"Activations: {readable(kept)} kept, or {readable(recomputed)} with gradient checkpointing.", markup=False
+    )
+    for sentence in sentences:
+        console.print(sentence, markup=False)
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(f"gradwire: {sentence}", style="red", markup=False)
+    raise typer.Exit(2)

@@ -1,0 +1,88 @@
+"""What an estimate means for its reader: what fits, what to turn on, which batch to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, estimate
+from gradwire_server.engine.sizing.parts import readable
+
+
+def advice(found: Estimate) -> list[str]:
+    """Sentences about an estimate; the first says whether it fits."""
+    return [_verdict(found), *(_batches(found) if found.fits else _changes(found))]
+
+
+def _verdict(found: Estimate) -> str:
+    engine = readable(ENGINE_BYTES[found.device.kind])
+    needs = f"{readable(found.total_bytes)} and {engine} for the engine itself"
+    room = f"{readable(found.usable_bytes)} that can be planned with of {readable(found.device.bytes)}"
+    return f"It fits: {needs}, of {room}." if found.fits else f"It does not fit: {needs}, and there are {room}."
+
+
+def _batches(found: Estimate) -> Iterator[str]:
+    workload = found.workload
+    rows = found.microbatch_rows
+    yield (
+        f"Use batches of any number of rows: the server splits them into micro-batches, here of {rows}"
+        f" {'row' if rows == 1 else 'rows'} of {workload.tokens:,} tokens."
+    )
+    longest = longest_row(found)
+    if longest > workload.tokens:
+        yield f"A row may have up to about {longest:,} tokens."
+    more = more_runs(found)
+    if more:
+        yield f"There is room for {more:,} more such {'run' if more == 1 else 'runs'}."
+    if not workload.samples:
+        yield (
+            f"Sampling adds {readable(found.key_value_token_bytes * workload.tokens)} for each row of"
+            f" {workload.tokens:,} tokens in progress (--samples)."
+        )
+
+
+def longest_row(found: Estimate) -> int:
+    """Tokens of the longest row that fits, as a micro-batch's bytes are proportional to its tokens."""
+    step = found.parts["activations"] + found.parts["logits"] + found.parts["passing"]
+    room = found.usable_bytes - found.needed_bytes + step
+    return int(found.workload.tokens * room / max(1, found.row_bytes))
+
+
+def more_runs(found: Estimate) -> int:
+    """Number of further runs that fit."""
+    of_runs = ["adapters", "masters", "gradients", "moments"] + ([] if found.workload.lora_rank else ["weights"])
+    each = sum(found.parts[name] for name in of_runs) // found.workload.runs
+    return max(0, (found.usable_bytes - found.needed_bytes) // max(1, each))
+
+
+def _changes(found: Estimate) -> Iterator[str]:
+    """The first change that makes the workload fit, the smallest changes first."""
+    for words, workload in _alternatives(found.workload):
+        other = estimate(workload, found.device)
+        if other.fits:
+            yield f"It fits with {words}: {readable(other.total_bytes)}."
+            return
+    yield "No setting makes it fit: take a smaller model, shorter rows, fewer runs or a larger device."
+
+
+def _alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    words = ""
+    if workload.runs > 1:
+        half = replace(workload, runs=workload.runs // 2)
+        yield f"half as many runs ({half.runs})", half
+    if not workload.checkpointing:
+        words, workload = "gradient_checkpointing=True (--checkpointing)", replace(workload, checkpointing=True)
+        yield words, workload
+    if not workload.lora_rank:
+        words, workload = _joined(words, "LoRA (--lora-rank 32)"), replace(workload, lora_rank=32)
+        yield words, workload
+    if not workload.quantize:
+        words, workload = _joined(words, "the base in 4 bits (--quantize nf4)"), replace(workload, quantize="nf4")
+        yield words, workload
+    while workload.tokens > 512:
+        workload = replace(workload, tokens=workload.tokens // 2)
+        yield _joined(words, f"rows of {workload.tokens:,} tokens"), workload
+
+
+def _joined(words: str, more: str) -> str:
+    return f"{words} and {more}" if words else more

@@ -1,0 +1,212 @@
+"""The memory that a workload takes, from the model's configuration, and whether it fits a device.
+
+The parts are those of an engine that trains: weights, references, what each run holds, and one micro-batch of the size
+that the engine would choose on this device. They come on top of an engine that holds no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.scoring.memory import Memory, MemoryUser
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
+from gradwire_server.engine.sizing.parts import GRADIENT_BYTES, MOMENT_BYTES, key_value_bytes, master_bytes
+
+USABLE = 0.9
+"""Part of a device's memory that is planned with; the rest is left to fragmentation."""
+ENGINE_BYTES = {"cpu": 600 << 20, "cuda": 1 << 30}
+"""An engine that holds no model: its libraries, or the context and libraries of CUDA on the device."""
+SCORES = {"": "logprobs", "value": "values", "reward": "rewards"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the engine computes.
+
+    Attributes:
+        kind: ``"cpu"`` or ``"cuda"``.
+        bytes: Its memory.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be trained.
+
+    Attributes:
+        model: Folder, ``config.json`` or hub name.
+        lora_rank: Rank of the adapters; 0 trains all weights.
+        tokens: Tokens of the longest row.
+        rows: Rows of a batch.
+        runs: Number of runs.
+        samples: Rows sampled at the same time, of ``tokens`` tokens each.
+        head: ``""``, ``"value"`` or ``"reward"``.
+        checkpointing: Whether activations are recomputed in the backward pass.
+        dtype: Dtype of the weights.
+        quantize: ``""``, ``"nf4"`` or ``"int8"``: how the frozen base is held.
+        references: ``"base"``, or folders, configurations and hub names.
+    """
+
+    model: str
+    lora_rank: int = 32
+    tokens: int = 8192
+    rows: int = 32
+    runs: int = 1
+    samples: int = 0
+    head: str = ""
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    quantize: str = ""
+    references: tuple[str, ...] = ()
+
+    @property
+    def run_config(self) -> training_pb2.RunConfig:
+        config = training_pb2.RunConfig(
+            base_model=MODEL, head=self.head, gradient_checkpointing=self.checkpointing
+        )
+        if self.lora_rank:
+            config.lora.rank = self.lora_rank
+        return config
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of a workload on a device.
+
+    Attributes:
+        workload: What was asked.
+        device: Where.
+        num_parameters: Of the model.
+        trained_parameters: Of each run.
+        parts: Name -> bytes; the names are those of :data:`PARTS`.
+        activations: With (True) and without (False) gradient checkpointing.
+        microbatch_rows: Rows that go through the model together.
+        budget: The engine's limits for an operation.
+        row_bytes: Activations, logits and passing bytes of a micro-batch of one row.
+        key_value_token_bytes: Keys and values of a sampled token.
+    """
+
+    workload: Workload
+    device: Device
+    num_parameters: int
+    trained_parameters: int
+    parts: Mapping[str, int]
+    activations: Mapping[bool, int]
+    microbatch_rows: int
+    budget: Budget
+    row_bytes: int
+    key_value_token_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together, beyond an engine that holds no model."""
+        return sum(self.parts.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The total, and the engine itself."""
+        return self.total_bytes + ENGINE_BYTES[self.device.kind]
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(USABLE * self.device.bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.usable_bytes
+
+
+PARTS = {
+    "weights": "the model's weights",
+    "references": "reference models",
+    "adapters": "adapters and heads, with their float32 masters",
+    "masters": "float32 masters of trained weights",
+    "gradients": "accumulated gradients",
+    "moments": "AdamW's moments",
+    "activations": "activations of one micro-batch",
+    "logits": "logits of one micro-batch",
+    "passing": "what a forward and backward need for a moment",
+    "key_values": "keys and values of samples in progress",
+}
+"""Name of a part -> what it is."""
+
+
+def estimate(workload: Workload, device: Device) -> Estimate:
+    """Compute the memory of a workload.
+
+    Raises:
+        OperationError: UNSUPPORTED if a model is not a causal LM of transformers, INVALID_ARGUMENT for LoRA settings.
+    """
+    model = MetaModel(workload.model, workload.dtype, workload.run_config, workload.quantize)
+    parts = _held(workload, model)
+    held = sum(parts.values()) + ENGINE_BYTES[device.kind]
+    planned = _Planned(device, model, held, workload.checkpointing)
+    budget = planned.budget(model.run)
+    per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // workload.tokens))
+    scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
+
+    def step(rows: int, checkpointing: bool) -> Mapping[str, float]:
+        return model.step(rows, workload.tokens, scores, budget, checkpointing)
+
+    steps = {checkpointing: step(per_microbatch, checkpointing) for checkpointing in (False, True)}
+    one_row = steps[workload.checkpointing] if per_microbatch == 1 else step(1, workload.checkpointing)
+    parts |= {name: int(count) for name, count in steps[workload.checkpointing].items()}
+    per_token = key_value_bytes(model.model, workload.dtype)
+    parts["key_values"] = workload.samples * workload.tokens * per_token
+    return Estimate(
+        workload=workload,
+        device=device,
+        num_parameters=model.num_parameters,
+        trained_parameters=model.trained_parameters,
+        parts=parts,
+        activations={checkpointing: int(each["activations"]) for checkpointing, each in steps.items()},
+        microbatch_rows=per_microbatch,
+        budget=budget,
+        row_bytes=int(sum(one_row.values())),
+        key_value_token_bytes=per_token,
+    )
+
+
+def _held(workload: Workload, model: MetaModel) -> dict[str, int]:
+    """What is held between operations."""
+    width, master = workload.dtype.itemsize, master_bytes(workload.dtype)
+    trained, runs = model.trained_parameters, workload.runs
+    parts = dict.fromkeys(PARTS, 0)
+    if workload.lora_rank:
+        parts["weights"] = model.weight_bytes
+        parts["adapters"] = runs * model.adapter_bytes
+    else:
+        parts["weights"] = runs * trained * width
+        parts["masters"] = runs * trained * master
+    parts["gradients"] = runs * trained * GRADIENT_BYTES
+    parts["moments"] = runs * trained * MOMENT_BYTES
+    for reference in workload.references:
+        if reference != "base":
+            parts["references"] += MetaModel(reference, workload.dtype, training_pb2.RunConfig()).weight_bytes
+        elif not workload.lora_rank:  # a run that trains all weights has a copy of its own
+            parts["references"] += model.weight_bytes
+    return parts
+
+
+class _Planned(Memory):
+    """The engine's plan of micro-batches on a device that need not be here."""
+
+    def __init__(self, device: Device, model: MetaModel, held_bytes: int, checkpointing: bool) -> None:
+        super().__init__(torch.device(device.kind), machine_bytes=1 << (device.bytes.bit_length() - 1))
+        self._model, self._checkpointing = model, checkpointing
+        self._unused_bytes = max(0, device.bytes - held_bytes) if device.kind == "cuda" else None
+
+    def _measured(self, run: MemoryUser) -> float:
+        return self._model.token_bytes(self._checkpointing)
+
+    def _room(self, run: MemoryUser) -> float:
+        return super()._room(run) if self._unused_bytes is None else USABLE * self._unused_bytes

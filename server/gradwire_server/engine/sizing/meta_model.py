@@ -1,0 +1,122 @@
+"""Sizes of one model and of a run on it, from meta tensors.
+
+Where all layers are alike, bytes are linear in their number, and models of two and three layers stand for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import nn
+from transformers import PreTrainedModel
+
+from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.scoring.memory import token_bytes
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
+from gradwire_server.engine.sizing.meta_step import step_bytes
+from gradwire_server.engine.sizing.parts import master_bytes, weight_bytes
+
+MODEL = "model"
+"""Name of the model in a run's configuration."""
+SHORT = (2, 3)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the memory limits of a run depend on."""
+
+    policy: Policy
+    config: training_pb2.RunConfig
+    step: int = 1
+
+
+class MetaModel:
+    """A model without weights, and a run on it.
+
+    Args:
+        path: Folder, ``config.json`` or hub name.
+        dtype: Dtype of the weights.
+        config: The run's configuration, whose model is :data:`MODEL`.
+        quantize: How the frozen base is held: ``""``, ``"nf4"`` or ``"int8"``.
+
+    Raises:
+        OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
+    """
+
+    def __init__(
+        self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: str = ""
+    ) -> None:
+        self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
+        pool = MetaPool({MODEL: path}, dtype)
+        self.model: PreTrainedModel = pool.meta_model(MODEL)
+        self._num_layers = pool.facts(MODEL).num_layers
+        self.num_parameters = pool.facts(MODEL).num_parameters
+        alike = layers_alike(self.model) and self._num_layers > max(SHORT)
+        self._layers = SHORT if alike else (self._num_layers,)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the frozen weights."""
+        return weight_bytes(self.model, self._dtype, self._quantize)
+
+    @cached_property
+    def run(self) -> _Run:
+        return _Run(self._policies[-1], self._config)
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """Parameters that the run trains."""
+        return round(self._whole(lambda policy: policy.num_trainable_parameters))
+
+    @cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of what the run trains, and of its float32 masters."""
+        def held(policy: Policy) -> int:
+            return sum(each.nbytes + each.numel() * master_bytes(each.dtype) for each in parameters(policy))
+
+        def parameters(policy: Policy) -> list[nn.Parameter]:
+            return list(policy.trainable_parameters().values())
+
+        return round(self._whole(held))
+
+    def token_bytes(self, checkpointing: bool) -> float:
+        """Bytes per token of a forward and backward, as the engine measures them."""
+        return self._whole(token_bytes, checkpointing)
+
+    def step(
+        self, rows: int, tokens: int, scores: set[str], budget: Budget, checkpointing: bool
+    ) -> dict[str, float]:
+        """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
+        found = [
+            step_bytes(policy, rows, tokens, scores, budget) for policy in self._with(checkpointing)
+        ]
+        return {
+            name: self._extrapolated([getattr(each, name) for each in found])
+            for name in ("activations", "logits", "passing")
+        }
+
+    @cached_property
+    def _policies(self) -> list[Policy]:
+        return [
+            make_policy(MetaPool({MODEL: self._path}, self._dtype, layers=layers), self._config, "run")
+            for layers in self._layers
+        ]
+
+    def _with(self, checkpointing: bool) -> list[Policy]:
+        for policy in self._policies:
+            policy.gradient_checkpointing = checkpointing
+        return self._policies
+
+    def _whole(self, size: Callable[[Policy], float], checkpointing: bool = False) -> float:
+        return self._extrapolated([size(policy) for policy in self._with(checkpointing)])
+
+    def _extrapolated(self, sizes: list[float]) -> float:
+        """The size of the whole model, from those of the short ones."""
+        if len(sizes) == 1:
+            return sizes[0]
+        return sizes[0] + (sizes[1] - sizes[0]) / (SHORT[1] - SHORT[0]) * (self._num_layers - SHORT[0])

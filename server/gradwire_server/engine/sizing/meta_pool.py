@@ -1,0 +1,67 @@
+"""Models on meta tensors, which have shapes and no memory.
+
+A model whose layers are all alike can be made with fewer of them: bytes are then linear in the number of layers, so two
+short models tell those of the whole one.
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model import attention
+from gradwire_server.engine.model.packing import Packing
+from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.split_model import SplitModel
+
+
+class MetaPool(ModelPool):
+    """Models without weights, each assumed to be computed as the server computes most of them: packed.
+
+    Args:
+        models: Name -> folder, ``config.json`` or hub name.
+        dtype: Dtype of the weights.
+        layers: Number of layers; None for each model's own.
+    """
+
+    def __init__(self, models: dict[str, str], dtype: torch.dtype, *, layers: int | None = None) -> None:
+        super().__init__(models, Placement("meta"), dtype)
+        self._layers = layers
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
+        facts = self.facts(name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
+        if self._layers is not None:
+            shorten(config, self._layers)
+        with preserved_rng(), init_empty_weights(include_buffers=True):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or self.dtype, trust_remote_code=False
+            )
+        split_model = SplitModel(facts, model, self.placement)
+        if model.config._attn_implementation == "sdpa":
+            model.config._attn_implementation = attention.NAME
+            split_model.packing = Packing.SHARED
+        return split_model
+
+
+def shorten(config: PreTrainedConfig, layers: int) -> None:
+    """Give a configuration fewer layers."""
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+
+
+def layers_alike(model: PreTrainedModel) -> bool:
+    """Whether all layers of a model have the same shapes and kind, so that fewer of them tell what each takes."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    stack = getattr(model.get_decoder(), "layers", None)
+    if len(kinds) > 1 or not isinstance(stack, nn.ModuleList) or len(stack) != config.num_hidden_layers:
+        return False
+    shapes = [[(name, each.shape) for name, each in layer.named_parameters()] for layer in stack]
+    return all(each == shapes[0] for each in shapes)

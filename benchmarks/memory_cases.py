@@ -6,18 +6,15 @@ engine of the same server held before any model was loaded. Every run takes two 
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradwire
 
 from benchmarks.machine import engine_process, memory_bytes
-from benchmarks.report import Figure, Size
-from benchmarks.workload import FIRST_WORD, Draw, standard_model
+from benchmarks.workload import Draw, standard_model
 
 TOLERANCE = 0.15
 BASE = {"hidden_size": 1024, "num_layers": 12}
@@ -35,7 +32,7 @@ class Case:
         rows, tokens: Of each batch.
         runs: Number of runs.
         head: Head of the runs.
-        settings: Of the server.
+        server_args: Arguments of ``gradwire serve``.
         reference: Whether the loss compares with another model.
     """
 
@@ -47,7 +44,7 @@ class Case:
     runs: int = 1
     lora: int = 32
     head: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    server_args: Sequence[str] = ()
     reference: bool = False
 
     @property
@@ -60,7 +57,7 @@ class Case:
 CASES = (
     Case("full", SMALL | {"hidden_size": 768}, (), rows=8, tokens=256, lora=0),
     Case("LoRA", BASE, (), rows=8, tokens=256),
-    Case("QLoRA", BASE, ("--quantize", "nf4"), rows=8, tokens=256, settings={"quantize": "nf4"}),
+    Case("QLoRA", BASE, ("--quantize", "nf4"), rows=8, tokens=256, server_args=("--quantize", "nf4")),
     Case("long rows", SMALL, (), rows=2, tokens=6144),
     Case("many runs", SMALL, (), rows=2, tokens=128, runs=24, lora=64),
     Case("reward and reference", BASE, ("--head", "reward"), rows=8, tokens=256, head="reward", reference=True),
@@ -71,7 +68,7 @@ async def measured(case: Case, model: Path, reference: Path | None) -> int:
     """Bytes at the peak of a case, beyond an engine that holds no model."""
     models = [f"m={model}"] + ([f"reference={reference}"] if reference else [])
     draw = Draw.of(5)
-    async with gradwire.connect(models=models, **case.settings) as service:
+    async with gradwire.connect(models=models, server_args=case.server_args) as service:
         engine = engine_process()
         before = memory_bytes(engine, "VmRSS")
         lora = {"rank": case.lora} if case.lora else None

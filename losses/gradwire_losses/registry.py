@@ -79,12 +79,20 @@ class LossConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+class QuantizedReference(LossConfig):
+    """A reference model whose linear layers are held in 4 or 8 bits."""
+
+    name: str = Field(description='"base", a checkpoint of an adapter, or a model name')
+    quantize: Literal["nf4", "int8"]
+
+
 class ReferenceConfig(LossConfig):
     """Arguments of a loss that compares the policy with a frozen reference."""
 
-    reference_model: str | None = Field(
+    reference_model: str | QuantizedReference | None = Field(
         None,
-        description='"base" (the run\'s base weights, adapter off), "ema", a checkpoint "RUN_ID/NAME", or a model name',
+        description='"base" (the run\'s base weights, adapter off), "ema", a checkpoint "RUN_ID/NAME", or a model '
+        'name; {"name": NAME, "quantize": "nf4"} or "int8" holds it in few bits, in a copy of the whole model',
     )
     reference_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None,

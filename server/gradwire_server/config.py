@@ -117,6 +117,11 @@ class EngineSettings(BaseModel):
         "float32 weights.",
         subject=COMPUTE,
     )
+    quantize: Literal["nf4", "int8"] | None = setting(
+        None,
+        "Hold the linear layers of shared base models in 4 or 8 bits (gradwire[quantize]); LoRA runs only.",
+        subject=COMPUTE,
+    )
     compile: bool = setting(
         False, "torch.compile the models' layers: minutes at first, faster steps then.", subject=COMPUTE
     )

@@ -91,7 +91,7 @@ def estimate(
                 head=head or "",
                 checkpointing=checkpointing,
                 dtype=getattr(torch, dtype or default),
-                quantize=quantize or "",
+                quantize=quantize,
                 references=references,
             ),
             where,

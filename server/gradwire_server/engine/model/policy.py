@@ -257,7 +257,10 @@ class LoraPolicy(Policy):
         super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._adapter = adapter
         self._adapter_dropout = settings.dropout
-        self._train(self._add(lora_config(split_model.model, settings), seed))
+        parameters = self._add(lora_config(split_model.model, settings), seed)
+        for parameter in parameters.values():  # on a quantised layer, peft makes them in float32
+            parameter.data = parameter.data.to(split_model.model.get_input_embeddings().weight.dtype)
+        self._train(parameters)
 
     @property
     def adapter(self) -> str:

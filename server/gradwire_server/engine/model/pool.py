@@ -20,9 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model import quantization
 from gradwire_server.engine.model.compilation import compile_layers
 from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,12 @@ class ModelPool:
         dtype: Dtype of the weights, or ``"mixed"``: bfloat16 arithmetic over float32 weights; by default bfloat16 on
             CUDA and float32 on the CPU.
         compiled: Whether layers go through ``torch.compile``.
+        quantize: How shared copies hold their linear layers; None in ``dtype``.
 
     Attributes:
         placement: Where models live.
         dtype: Dtype of the weights.
+        quantize: As given.
     """
 
     def __init__(
@@ -52,7 +56,9 @@ class ModelPool:
         dtype: Dtype | None = None,
         *,
         compiled: bool = False,
+        quantize: Quantization | None = None,
     ) -> None:
+        self.quantize = quantize
         self.placement = placement if isinstance(placement, Placement) else Placement(placement)
         self._mixed, self._compiled = dtype == "mixed", compiled
         on_device = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -87,7 +93,7 @@ class ModelPool:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
         if name not in self._loaded:
-            split_model = self.load(name)
+            split_model = self.load(name, quantize=self.quantize)
             split_model.model.requires_grad_(False)
             self._loaded[name] = split_model
         return self._loaded[name]
@@ -116,18 +122,31 @@ class ModelPool:
         if name in self._loaded and self._loaded[name].adapters is None:
             del self._loaded[name]
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
-        """Load a copy of a model from disk for one owner; ``dtype`` overrides the server's."""
+    def load(self, name: str, dtype: torch.dtype | None = None, quantize: Quantization | None = None) -> SplitModel:
+        """Load a copy of a model from disk for one owner.
+
+        Args:
+            dtype: Overrides the server's.
+            quantize: Holds the linear layers in few bits, which cannot be trained.
+
+        Raises:
+            OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
+        """
         facts = self.facts(name)
-        logger.info("loading %s from %s as %s on %s", name, facts.path, dtype or facts.dtype, self.device)
+        logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
+        arguments = self.placement.loading_arguments()
+        if quantize is not None:
+            arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
             model = AutoModelForCausalLM.from_pretrained(
                 facts.path,
                 dtype=dtype or self.dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                **self.placement.loading_arguments(),
+                **arguments,
             )
+        if quantize is not None:
+            quantization.compute_dequantised(model)
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
         check_split(split_model)
         split_model.packing = choose_packing(split_model)

@@ -14,7 +14,15 @@ from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
 from gradwire_losses.padding import Padding
-from gradwire_losses.registry import DivergenceConfig, FieldSpec, LossConfig, LossSpec, get_loss
+from gradwire_losses.registry import (
+    DivergenceConfig,
+    FieldSpec,
+    LossConfig,
+    LossSpec,
+    QuantizedReference,
+    ReferenceConfig,
+    get_loss,
+)
 from gradwire_losses.tinker import MASK, TARGET_TOKENS
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2
@@ -27,6 +35,7 @@ from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.references import Reference as FrozenReference
 from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
 from gradwire_server.engine.training.forward_backward import Training
@@ -255,17 +264,23 @@ def read_plain(columns: Columns, policy: Policy) -> Batch:
 
 
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:
-    name = getattr(config, "reference_model", None)
-    if name is None:
+    if not isinstance(config, ReferenceConfig) or config.reference_model is None:
         return None
-    reference = context.references.resolve(name, run, dtype=getattr(config, "reference_dtype", None))
+    reference = _resolved(context, run, config)
     return lambda batch, temperature: context.references.logprobs(reference, batch, temperature, context.budget)
 
 
 def _teacher(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Policy | None:
     if not isinstance(config, DivergenceConfig) or config.reference_model is None:
         return None
-    return context.references.resolve(config.reference_model, run, dtype=config.reference_dtype).policy
+    return _resolved(context, run, config).policy
+
+
+def _resolved(context: EngineContext, run: EngineRun, config: ReferenceConfig) -> FrozenReference:
+    asked = config.reference_model
+    if isinstance(asked, QuantizedReference):
+        return context.references.resolve(asked.name, run, dtype=config.reference_dtype, quantize=asked.quantize)
+    return context.references.resolve(asked or "", run, dtype=config.reference_dtype)
 
 
 def _temperature(given: float) -> float:

@@ -110,6 +110,7 @@ def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
         device=settings.device or None,
         dtype=_DTYPES[settings.dtype],
         compiled=settings.compile,
+        quantize=settings.quantize,
         sampler=settings.sampler,
         microbatch_tokens=settings.microbatch_tokens,
         activation_bytes=None if settings.activation_budget_gib is None else int(settings.activation_budget_gib * GIB),

@@ -48,12 +48,17 @@ class ComputedWith:
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         device = self._pool.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return self._code | {
-            "base model": self._base(base_model),
-            "dtype": self._pool.facts(base_model).dtype,
-            "device": name,
-            "threads": str(torch.get_num_threads()),
-        }
+        quantized = {"quantize": self._pool.quantize} if self._pool.quantize else {}
+        return (
+            self._code
+            | quantized
+            | {
+                "base model": self._base(base_model),
+                "dtype": self._pool.facts(base_model).dtype,
+                "device": name,
+                "threads": str(torch.get_num_threads()),
+            }
+        )
 
     def _base(self, name: str) -> str:
         if name not in self._bases:

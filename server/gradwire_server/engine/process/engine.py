@@ -13,6 +13,7 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.failures import is_fatal, to_error, unless_out_of_memory
 from gradwire_server.engine.model.pool import Dtype, ModelPool
+from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.tokenizers import find_tokenizer
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
@@ -51,6 +52,7 @@ class Engine:
         device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; by default a GPU if there is one.
         dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.pool.ModelPool`.
         compiled: Whether layers go through ``torch.compile``.
+        quantize: How shared base models are held: ``"nf4"``, ``"int8"``, or None in ``dtype``.
         sampler: ``"local"`` or ``"vllm"``.
         microbatch_tokens: Maximum tokens of a micro-batch; None chooses a limit by the memory (see
             :mod:`gradwire_server.engine.scoring.memory`).
@@ -73,6 +75,7 @@ class Engine:
         device: str | None = None,
         dtype: Dtype | None = None,
         compiled: bool = False,
+        quantize: Quantization | None = None,
         sampler: str = "local",
         microbatch_tokens: int | None = None,
         activation_bytes: int | None = None,
@@ -83,7 +86,8 @@ class Engine:
     ) -> None:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         usable = {**(allowed or {}), **models}
-        pool, store = ModelPool(usable, device, dtype, compiled=compiled), CheckpointStore(state_dir)
+        pool = ModelPool(usable, device, dtype, compiled=compiled, quantize=quantize)
+        store = CheckpointStore(state_dir)
         self._computed_with = ComputedWith(pool, state_dir)
         generator: Sampler[Any] = make_sampler(sampler, pool)
         self.context = EngineContext(

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.scoring.memory import Memory, MemoryUser
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
@@ -52,7 +53,7 @@ class Workload:
         head: ``""``, ``"value"`` or ``"reward"``.
         checkpointing: Whether activations are recomputed in the backward pass.
         dtype: Dtype of the weights.
-        quantize: ``""``, ``"nf4"`` or ``"int8"``: how the frozen base is held.
+        quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
     """
 
@@ -65,14 +66,12 @@ class Workload:
     head: str = ""
     checkpointing: bool = False
     dtype: torch.dtype = torch.bfloat16
-    quantize: str = ""
+    quantize: Quantization | None = None
     references: tuple[str, ...] = ()
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
-        config = training_pb2.RunConfig(
-            base_model=MODEL, head=self.head, gradient_checkpointing=self.checkpointing
-        )
+        config = training_pb2.RunConfig(base_model=MODEL, head=self.head, gradient_checkpointing=self.checkpointing)
         if self.lora_rank:
             config.lora.rank = self.lora_rank
         return config

@@ -42,15 +42,13 @@ class MetaModel:
         path: Folder, ``config.json`` or hub name.
         dtype: Dtype of the weights.
         config: The run's configuration, whose model is :data:`MODEL`.
-        quantize: How the frozen base is held: ``""``, ``"nf4"`` or ``"int8"``.
+        quantize: How the frozen base holds its linear layers; None in ``dtype``.
 
     Raises:
         OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
     """
 
-    def __init__(
-        self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: str = ""
-    ) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: str = "") -> None:
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
@@ -76,6 +74,7 @@ class MetaModel:
     @cached_property
     def adapter_bytes(self) -> int:
         """Bytes of what the run trains, and of its float32 masters."""
+
         def held(policy: Policy) -> int:
             return sum(each.nbytes + each.numel() * master_bytes(each.dtype) for each in parameters(policy))
 
@@ -88,13 +87,9 @@ class MetaModel:
         """Bytes per token of a forward and backward, as the engine measures them."""
         return self._whole(token_bytes, checkpointing)
 
-    def step(
-        self, rows: int, tokens: int, scores: set[str], budget: Budget, checkpointing: bool
-    ) -> dict[str, float]:
+    def step(self, rows: int, tokens: int, scores: set[str], budget: Budget, checkpointing: bool) -> dict[str, float]:
         """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
-        found = [
-            step_bytes(policy, rows, tokens, scores, budget) for policy in self._with(checkpointing)
-        ]
+        found = [step_bytes(policy, rows, tokens, scores, budget) for policy in self._with(checkpointing)]
         return {
             name: self._extrapolated([getattr(each, name) for each in found])
             for name in ("activations", "logits", "passing")
@@ -103,7 +98,9 @@ class MetaModel:
     @cached_property
     def _policies(self) -> list[Policy]:
         return [
-            make_policy(MetaPool({MODEL: self._path}, self._dtype, layers=layers), self._config, "run")
+            make_policy(
+                MetaPool({MODEL: self._path}, self._dtype, layers=layers, quantize=self._quantize), self._config, "run"
+            )
             for layers in self._layers
         ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from gradwire_server.engine.generators import preserved_rng
@@ -16,6 +16,7 @@ from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
 
 
@@ -26,13 +27,21 @@ class MetaPool(ModelPool):
         models: Name -> folder, ``config.json`` or hub name.
         dtype: Dtype of the weights.
         layers: Number of layers; None for each model's own.
+        quantize: How shared copies hold their linear layers.
     """
 
-    def __init__(self, models: dict[str, str], dtype: torch.dtype, *, layers: int | None = None) -> None:
-        super().__init__(models, Placement("meta"), dtype)
+    def __init__(
+        self,
+        models: dict[str, str],
+        dtype: torch.dtype,
+        *,
+        layers: int | None = None,
+        quantize: Quantization | None = None,
+    ) -> None:
+        super().__init__(models, Placement("meta"), dtype, quantize=quantize)
         self._layers = layers
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> SplitModel:
+    def load(self, name: str, dtype: torch.dtype | None = None, quantize: Quantization | None = None) -> SplitModel:
         facts = self.facts(name)
         config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
         if self._layers is not None:
@@ -41,11 +50,21 @@ class MetaPool(ModelPool):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype or self.dtype, trust_remote_code=False
             )
+        if quantize is not None:
+            for layer in quantized_layers(model):
+                layer.__class__ = _MetaQuantizedLinear
         split_model = SplitModel(facts, model, self.placement)
         if model.config._attn_implementation == "sdpa":
             model.config._attn_implementation = attention.NAME
             split_model.packing = Packing.SHARED
         return split_model
+
+
+class _MetaQuantizedLinear(QuantizedLinear):
+    """A layer whose weight has its whole shape here; a pass makes another tensor of it, as dequantising does."""
+
+    def dequantised(self) -> Tensor:
+        return torch.empty_like(self.weight)
 
 
 def shorten(config: PreTrainedConfig, layers: int) -> None:

@@ -7,8 +7,9 @@ moments of AdamW are float32.
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
+
+from gradwire_server.engine.model.quantization import Quantization, quantized_layers
 
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
@@ -27,21 +28,17 @@ def trained_bytes(dtype: torch.dtype) -> int:
     return dtype.itemsize + master_bytes(dtype) + (GRADIENT_BYTES + MOMENT_BYTES) * wide // 4
 
 
-def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: str = "") -> int:
+def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: Quantization | None = None) -> int:
     """Bytes of a model's frozen weights; with ``quantize``, linear layers but the output head are held in 4 or 8 bits.
 
     NF4 with double quantisation: half a byte a weight, a byte for each block of 64 of them, and four for each 256
     blocks. int8: a byte a weight and four for each output.
     """
     whole = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    if not quantize:
-        return whole
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if type(module) is nn.Linear and module is not head:
-            count = module.weight.numel()
-            narrow = count / 2 + count / 64 + count / 4096 if quantize == "nf4" else count + 4 * module.out_features
-            whole -= count * dtype.itemsize - int(narrow)
+    for layer in quantized_layers(model) if quantize else ():
+        count = layer.weight.numel()
+        narrow = count // 2 + count // 64 + count // 4096 if quantize == "nf4" else count + 4 * layer.out_features
+        whole += narrow - count * dtype.itemsize
     return whole
 
 

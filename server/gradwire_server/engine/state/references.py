@@ -26,15 +26,20 @@ from gradwire_server.engine.model.heads import Head, make_head
 from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
 from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.sizing.parts import weight_bytes
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.snapshot import WEIGHTS
 
 logger = logging.getLogger(__name__)
+
+Form = torch.dtype | Quantization | None
+"""How a copy of a model is held: a dtype, a quantization, or as the server holds base models."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,13 @@ class References:
         return list(self._loaded)
 
     def resolve(
-        self, name: str, run: EngineRun | None = None, *, field: str = "reference_model", dtype: str | None = None
+        self,
+        name: str,
+        run: EngineRun | None = None,
+        *,
+        field: str = "reference_model",
+        dtype: str | None = None,
+        quantize: Quantization | None = None,
     ) -> Reference:
         """Resolve a reference by name.
 
@@ -106,20 +117,21 @@ class References:
             run: The run that "base" and "ema" refer to; without it they are unknown.
             field: Argument to name in errors.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for the server's.
+            quantize: Holds its linear layers in few bits; None as the server holds base models.
 
         Raises:
-            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, or INVALID_ARGUMENT for a dtype.
+            OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, UNSUPPORTED without bitsandbytes, or
+                INVALID_ARGUMENT for a dtype or quantization.
         """
-        other: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-        other = None if other is self._pool.dtype else other
+        other = self._form(dtype, quantize)
         if run is not None and name == "base":
             return self._model(run.config.base_model, other)
         if run is not None and name == "ema":
             if other is not None:
                 raise OperationError(
                     training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                    f'"ema" follows the run\'s weights and is of their dtype, not {dtype}',
-                    field="reference_dtype",
+                    f'"ema" follows the run\'s weights and is of their dtype, not {quantize or dtype}',
+                    field="reference_model" if quantize else "reference_dtype",
                     rule='not with "ema"',
                 )
             return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
@@ -139,6 +151,20 @@ class References:
             field=field,
             rule="a model reference",
         )
+
+    def _form(self, dtype: str | None, quantize: Quantization | None) -> Form:
+        """How a copy is to be held; None if the server's own will do."""
+        if quantize is not None and dtype is not None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"a reference is held as {quantize} or as {dtype}: leave out reference_dtype, or the quantization",
+                field="reference_dtype",
+                rule="not with quantize",
+            )
+        if quantize is not None:
+            return None if quantize == self._pool.quantize else quantize
+        wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+        return None if wanted is self._pool.dtype and self._pool.quantize is None else wanted
 
     def logprobs(self, reference: Reference, batch: Batch, temperature: float, budget: Budget) -> Tensor:
         """Log-probabilities ``[T]`` of the batch's scored tokens, float32, computed only where not cached.
@@ -186,12 +212,12 @@ class References:
         if self._pool.is_loaded(name):
             self._model(name)
 
-    def _model(self, name: str, dtype: torch.dtype | None = None) -> Reference:
-        identity = f"model {name} {dtype}" if dtype else f"model {name}"
-        if identity not in self._loaded and dtype:
-            size = self._model_bytes(name, dtype)
+    def _model(self, name: str, form: Form = None) -> Reference:
+        identity = f"model {name} {form}" if form else f"model {name}"
+        if identity not in self._loaded and form:
+            size = self._model_bytes(name, form)
             self._make_room(size)
-            self._loaded[identity] = _Loaded(Reference(identity, Policy(self._frozen_copy(name, dtype))), size)
+            self._loaded[identity] = _Loaded(Reference(identity, Policy(self._frozen_copy(name, form))), size)
             self.loaded_models += 1
         elif identity not in self._loaded:
             if not self._pool.is_loaded(name):
@@ -201,9 +227,9 @@ class References:
             self.loaded_models += 1
         return self._use(identity)
 
-    def _checkpoint(self, manifest: Manifest, dtype: torch.dtype | None) -> Reference:
+    def _checkpoint(self, manifest: Manifest, form: Form) -> Reference:
         weights = manifest.files.get(WEIGHTS)
-        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''} {dtype or ''}"
+        identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''} {form or ''}"
         if identity not in self._loaded:
             config = manifest.config
             tensors = self._store.load(manifest.path, WEIGHTS, manifest)
@@ -212,11 +238,9 @@ class References:
             if head is not None:
                 head.requires_grad_(False)
             if config.HasField("lora"):
-                size = self._model_bytes(config.base_model, dtype) if dtype else 0
+                size = self._model_bytes(config.base_model, form) if form else 0
                 self._make_room(size)
-                split_model = (
-                    self._frozen_copy(config.base_model, dtype) if dtype else self._pool.get(config.base_model)
-                )
+                split_model = self._frozen_copy(config.base_model, form) if form else self._pool.get(config.base_model)
                 policy: Policy = LoraPolicy(split_model, next(self._adapter_names), config.lora, seed=0, head=head)
                 try:
                     policy.load_state_tensors(tensors)
@@ -225,9 +249,17 @@ class References:
                     raise
                 size += sum(parameter.nbytes for parameter in policy.trainable_parameters().values())
             else:
-                size = self._model_bytes(config.base_model, dtype)
+                if isinstance(form, str):
+                    raise OperationError(
+                        training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                        f"{manifest.path} has all weights of a model, and only adapters and models on disk can be held"
+                        f" as {form}: export it, and serve the export as a model",
+                        field="reference_model",
+                        rule="a model, or a checkpoint of an adapter",
+                    )
+                size = self._model_bytes(config.base_model, form or self._pool.dtype)
                 self._make_room(size)
-                policy = self._full(self._frozen_copy(config.base_model, dtype), head, tensors)
+                policy = self._full(self._frozen_copy(config.base_model, form or self._pool.dtype), head, tensors)
             self._loaded[identity] = _Loaded(Reference(identity, policy), size)
             self.loaded_models += 1
         return self._use(identity)
@@ -262,13 +294,20 @@ class References:
             else:
                 entry.reference.policy.close()
 
-    def _frozen_copy(self, name: str, dtype: torch.dtype | None) -> SplitModel:
-        split_model = self._pool.load(name, dtype)
+    def _frozen_copy(self, name: str, form: Form) -> SplitModel:
+        if isinstance(form, str):
+            split_model = self._pool.load(name, quantize=form)
+        else:
+            split_model = self._pool.load(name, None if form is self._pool.dtype else form)
         split_model.model.requires_grad_(False)
         return split_model
 
-    def _model_bytes(self, name: str, dtype: torch.dtype | None = None) -> int:
-        return self._pool.facts(name).num_parameters * (dtype or self._pool.dtype).itemsize
+    def _model_bytes(self, name: str, form: Form = None) -> int:
+        quantize = form if isinstance(form, str) else None if form else self._pool.quantize
+        if quantize is None:
+            dtype = form if isinstance(form, torch.dtype) else self._pool.dtype
+            return self._pool.facts(name).num_parameters * dtype.itemsize
+        return weight_bytes(self._pool.meta_model(name), self._pool.dtype, quantize)
 
     def _bytes(self, entry: _Loaded) -> int:
         """Bytes that evicting an entry would free; 0 for a model with adapters."""

@@ -149,6 +149,8 @@ class EngineInfo:
         device_memory_total_bytes: Memory of the device.
         device_utilization: Utilization of the device, 0 to 1; None where it is unknown.
         start_s: Seconds that the process took to start and load its models.
+        memory_by_owner: Bytes of ``"base"`` models, ``"references"``, ``"runs"`` (weights, gradients, moments),
+            ``"cache"`` (keys and values of samples in progress, log-probabilities) and ``"activations"`` (all else).
         runs: The runs that it holds, by the place of their weights and moments: ``"device"``, ``"host"`` (memory beside
             the device's), ``"disk"``. A run that was not used since the start is in none.
     """
@@ -161,6 +163,7 @@ class EngineInfo:
     device_memory_total_bytes: int = 0
     device_utilization: float | None = None
     start_s: float = 0.0
+    memory_by_owner: Mapping[str, int] = field(default_factory=dict)
     runs: Mapping[str, RunsHeld] = field(default_factory=dict)
 
     @staticmethod
@@ -174,6 +177,7 @@ class EngineInfo:
             device_memory_total_bytes=engine.device_memory_total_bytes,
             device_utilization=engine.device_utilization if engine.HasField("device_utilization") else None,
             start_s=engine.start_s,
+            memory_by_owner=dict(engine.memory_by_owner),
             runs={place: RunsHeld(held.runs, held.bytes) for place, held in sorted(engine.runs.items())},
         )
 

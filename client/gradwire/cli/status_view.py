@@ -80,8 +80,10 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
     runs_s = sum(run.recovery_s for run in now.runs.values())
     whole, engine_s = precise(engine.start_s + runs_s), precise(engine.start_s)
     parts.append(f"recovery {whole} (engine {engine_s}, runs {precise(runs_s)})")
+    owners = [f"{plain(owner)} {size(count)}" for owner, count in engine.memory_by_owner.items() if count]
+    held = [Text("memory of " + ", ".join(owners))] if owners else []
     runs = [_Runs(now, before, most)] if now.runs else []
-    return Group(head, Text(", ".join(parts)), *parked, _models(now.models), *runs)
+    return Group(head, Text(", ".join(parts)), *held, *parked, _models(now.models), *runs)
 
 
 def _models(models: list[ModelInfo]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -16,6 +17,8 @@ from gradwire.losses import model_path
 from gradwire.operations.submitter import Submitter
 from gradwire.requests import message
 from gradwire.results import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointOperations(Submitter):
@@ -69,7 +72,8 @@ class CheckpointOperations(Submitter):
         Args:
             path: The folder; created if missing.
             format: ``"hf"`` for ``transformers``, ``"peft"`` for the adapter alone, ``"merged"`` for the adapter
-                merged into its base; ``"auto"``: ``"peft"`` for a LoRA run, else ``"hf"``.
+                merged into its base, which a server with ``--quantize`` holds in few bits and the export never
+                (the log says how far the two are apart); ``"auto"``: ``"peft"`` for a LoRA run, else ``"hf"``.
             timeout: As for :meth:`save_checkpoint`; the transfer of the files, which follows, is not limited.
 
         Errors of the future:
@@ -82,6 +86,13 @@ class CheckpointOperations(Submitter):
             return Request.of(pb.Operation(export=message(pb.ExportModel, name=name, format=format)))
 
         async def fetch(export: pb.ExportResult) -> Path:
+            if export.HasField("logprob_difference"):
+                logger.warning(
+                    "%s: the adapter was trained on a quantized base and is merged into the unquantized weights; the "
+                    "log-probabilities of the export differ from the run's by up to %.2g nats",
+                    self.run_id,
+                    export.logprob_difference,
+                )
             source = pb.DownloadRequest(export=f"{self.run_id}/{export.name or name}")
             return await download(self._transport, source, Path(path))
 

@@ -114,7 +114,7 @@ class TrainingOperations(Submitter):
         max_grad_norm: float = 1.0,
         on_nonfinite: OnNonFinite = "error",
         timeout: float | None = None,
-        optimizer: Literal["adamw", "sgd", "muon"] = "adamw",
+        optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw",
         momentum: float | None = None,
         head_learning_rate: float | None = None,
         decay: Literal["all", "matrices"] = "all",
@@ -134,8 +134,9 @@ class TrainingOperations(Submitter):
             on_nonfinite: ``"error"``: a gradient that is not finite fails the step. ``"skip"``: it skips the step.
             timeout: Seconds after its acceptance by the server from which on the operation fails with
                 ``DeadlineExceededError`` if it still waits; once begun it is finished. None for no limit.
-            optimizer: ``"adamw"``, ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates embeddings, heads, norms
-                and biases by AdamW. Each keeps moments of its own.
+            optimizer: ``"adamw"``; ``"adamw8bit"``, whose moments take 2 bytes a weight instead of 8 (the server needs
+                ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
+                embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
             momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95).
             head_learning_rate: Step size of the run's own head; by default the same.
             decay: What weight decay applies to: all weights, or matrices only (no norms and biases).
@@ -173,7 +174,7 @@ class TrainingOperations(Submitter):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        optimizer: Literal["adamw", "sgd", "muon"] = "adamw",
+        optimizer: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw",
         momentum: float | None = None,
         head_learning_rate: float | None = None,
         decay: Literal["all", "matrices"] = "all",

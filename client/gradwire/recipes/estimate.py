@@ -8,7 +8,7 @@ import gradwire
 from gradwire.cli.text import size
 from gradwire.recipes.settings import Settings
 
-MOMENT_BYTES = {"adamw": 8, "sgd": 4, "muon": 4}
+MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2, "sgd": 4, "muon": 4}
 """Bytes of optimizer state per trained weight."""
 
 

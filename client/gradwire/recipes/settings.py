@@ -57,7 +57,7 @@ class Settings:
     learning_rate: float = setting(1e-4, "at its peak")
     schedule: str = setting("cosine", "constant, linear, cosine or wsd")
     warmup: int = setting(10, "steps over which the learning rate rises")
-    optimizer: str = setting("adamw", "adamw, sgd or muon")
+    optimizer: str = setting("adamw", "adamw, adamw8bit, sgd or muon")
     weight_decay: float = setting(0.0, "of matrices; norms and biases are not decayed")
     batch_size: int = setting(16, "rows of a step")
     epochs: int = setting(1, "times that every row is seen")
@@ -75,7 +75,7 @@ class Settings:
             SettingsError: They do not."""
         choices = {
             "schedule": ("constant", "linear", "cosine", "wsd"),
-            "optimizer": ("adamw", "sgd", "muon"),
+            "optimizer": ("adamw", "adamw8bit", "sgd", "muon"),
             "on_error": ("raise", "skip"),
         }
         for name, known in choices.items():

@@ -482,6 +482,26 @@ class EngineHeartbeat(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class OwnersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class RunsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -528,6 +548,7 @@ class EngineHeartbeat(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     CACHES_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     RUN_MOVES_FIELD_NUMBER: _builtins.int
     busy_s: _builtins.float
@@ -545,6 +566,10 @@ class EngineHeartbeat(_message.Message):
         """"references", "logprobs" """
 
     @_builtins.property
+    def owners(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """bytes of tensors by owner; see EngineStatus.memory_by_owner"""
+
+    @_builtins.property
     def runs(self) -> _containers.MessageMap[_builtins.str, _training_pb2.RunsHeld]:
         """by place: "device", "host", "disk" """
 
@@ -560,12 +585,13 @@ class EngineHeartbeat(_message.Message):
         memory_bytes: _builtins.int = ...,
         device: Global___DeviceUse | None = ...,
         caches: _abc.Mapping[_builtins.str, Global___CacheUse] | None = ...,
+        owners: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         runs: _abc.Mapping[_builtins.str, _training_pb2.RunsHeld] | None = ...,
         run_moves: _abc.Mapping[_builtins.str, Global___RunMoves] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "caches", b"caches", "device", b"device", "memory_bytes", b"memory_bytes", "owners", b"owners", "request_s", b"request_s", "run_moves", b"run_moves", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -423,6 +423,26 @@ class EngineStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
+    class MemoryByOwnerEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class RunsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -451,6 +471,7 @@ class EngineStatus(_message.Message):
     DEVICE_MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UTILIZATION_FIELD_NUMBER: _builtins.int
     START_S_FIELD_NUMBER: _builtins.int
+    MEMORY_BY_OWNER_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     restarts: _builtins.int
     """since the server started"""
@@ -468,6 +489,10 @@ class EngineStatus(_message.Message):
     start_s: _builtins.float
     """how long it took to start and load its models"""
     @_builtins.property
+    def memory_by_owner(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """bytes of tensors: "base", "references", "runs", "cache", "activations" """
+
+    @_builtins.property
     def runs(self) -> _containers.MessageMap[_builtins.str, Global___RunsHeld]:
         """the runs that it holds by place: "device", "host", "disk" """
 
@@ -482,11 +507,12 @@ class EngineStatus(_message.Message):
         device_memory_total_bytes: _builtins.int = ...,
         device_utilization: _builtins.float | None = ...,
         start_s: _builtins.float = ...,
+        memory_by_owner: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         runs: _abc.Mapping[_builtins.str, Global___RunsHeld] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization", "busy", b"busy", "device_memory_total_bytes", b"device_memory_total_bytes", "device_memory_used_bytes", b"device_memory_used_bytes", "device_utilization", b"device_utilization", "heartbeat_age_s", b"heartbeat_age_s", "memory_by_owner", b"memory_by_owner", "memory_bytes", b"memory_bytes", "restarts", b"restarts", "runs", b"runs", "start_s", b"start_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: _TypeAlias = _typing.Literal["device_utilization"]  # noqa: Y015
     _WhichOneofArgType__device_utilization: _TypeAlias = _typing.Literal["_device_utilization", b"_device_utilization"]  # noqa: Y015
@@ -3118,21 +3144,29 @@ class ExportResult(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LOGPROB_DIFFERENCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     size_bytes: _builtins.int
+    logprob_difference: _builtins.float
+    """Largest difference between the log-probabilities of the export and of the run as it is served, over a few tokens,
+    in nats; absent unless the run is on a quantized base and was merged into the unquantized weights.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         format: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        logprob_difference: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_difference", b"_logprob_difference", "logprob_difference", b"logprob_difference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_difference", b"_logprob_difference", "format", b"format", "logprob_difference", b"logprob_difference", "name", b"name", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprob_difference: _TypeAlias = _typing.Literal["logprob_difference"]  # noqa: Y015
+    _WhichOneofArgType__logprob_difference: _TypeAlias = _typing.Literal["_logprob_difference", b"_logprob_difference"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob_difference) -> _WhichOneofReturnType__logprob_difference | None: ...
 
 Global___ExportResult: _TypeAlias = ExportResult  # noqa: Y015
 

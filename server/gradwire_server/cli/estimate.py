@@ -66,7 +66,8 @@ def estimate(
             _fail(f"{flag} {path}: {fault}")
     if full and quantize:
         _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for package in ("transformers", "bitsandbytes"):
+        logging.getLogger(package).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # of other packages, about their own future
     try:
         import torch

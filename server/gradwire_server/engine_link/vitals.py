@@ -71,6 +71,7 @@ class Vitals:
             device_memory_used_bytes=device.used_bytes,
             device_memory_total_bytes=device.total_bytes,
             start_s=self.start_s,
+            memory_by_owner=self.beat.owners,
             runs=self.beat.runs,
         )
         if device.HasField("utilization"):

@@ -113,6 +113,11 @@ class ModelPool:
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return model
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the shared copies, without adapters."""
+        return sum(split_model.weight_bytes for split_model in list(self._loaded.values()))
+
     def is_loaded(self, name: str) -> bool:
         """Whether the shared copy of a model is in memory."""
         return name in self._loaded

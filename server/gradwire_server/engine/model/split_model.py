@@ -98,6 +98,7 @@ class SplitModel:
         trunk: The part of the model that ends in hidden states.
         adapters: Its LoRA adapters; None while there are none.
         mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
+        weight_bytes: Bytes of the weights that it was loaded with.
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
     """
@@ -107,6 +108,7 @@ class SplitModel:
         self.model = model
         self.placement = placement
         self.root = Root(model)
+        self.weight_bytes = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
         self._computing = False
         self.trunk = cast(nn.Module, model.get_decoder())
         self.mixed = mixed

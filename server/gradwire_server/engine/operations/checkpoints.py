@@ -46,5 +46,10 @@ def export(
     name = call.name or f"step-{run.step}"
     place = context.store.export_folder(run.run_id, name)
     written = export_run(context.pool, run, place, call.format or "auto")
-    result = training_pb2.ExportResult(name=name, format=written, size_bytes=folder_bytes(place))
+    result = training_pb2.ExportResult(
+        name=name,
+        format=written.format,
+        size_bytes=folder_bytes(place),
+        logprob_difference=written.logprob_difference,
+    )
     return Outcome(training_pb2.OperationResult(export=result))

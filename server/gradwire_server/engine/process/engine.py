@@ -30,7 +30,7 @@ from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
 from gradwire_server.engine.state.residency import Residency
-from gradwire_server.engine.state.run_memory import check_memory, total_memory
+from gradwire_server.engine.state.run_memory import check_memory, check_models, total_memory
 from gradwire_server.engine.state.snapshot import restore
 from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
@@ -124,6 +124,7 @@ class Engine:
             OperationError: A model cannot be used.
         """
         pool = self.context.pool
+        check_models(pool, self._models)
         device = str(pool.device)
         if pool.device.type == "cuda":
             device = f"{device} ({torch.cuda.get_device_name(pool.device)})"

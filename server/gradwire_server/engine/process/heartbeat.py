@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.process.engine import Engine
+from gradwire_server.engine.process.memory_owners import MemoryOwners, resident_bytes
 from gradwire_server.engine_link.frames import LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S
 
@@ -31,6 +29,7 @@ class Heartbeat:
         self._engine, self._send, self._interval_s = engine, send, interval_s
         self._busy_s = 0.0
         self._since: float | None = None
+        self._memory = MemoryOwners(engine.context)
         self._utilization = _utilization(engine.context.pool.device)
 
     def start(self) -> None:
@@ -53,7 +52,7 @@ class Heartbeat:
         beat = engine_pb2.EngineHeartbeat(
             busy_s=self._busy_s + present,
             request_s=present,
-            memory_bytes=_resident_bytes(),
+            memory_bytes=resident_bytes(),
             caches={
                 "references": engine_pb2.CacheUse(
                     hits=cached.used_models - cached.loaded_models, misses=cached.loaded_models
@@ -67,6 +66,8 @@ class Heartbeat:
         for move, done in residency.moves.items():
             beat.run_moves[move].CopyFrom(engine_pb2.RunMoves(runs=done.runs, bytes=done.nbytes, seconds=done.seconds))
         device = self._engine.context.pool.device
+        for owner, count in self._memory.by_owner().items():
+            beat.owners[owner] = count
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             beat.device.allocated_bytes = torch.cuda.memory_allocated(device)
@@ -96,10 +97,3 @@ def _utilization(device: torch.device) -> Callable[[], float | None]:
             return None
 
     return read if device.type == "cuda" and read() is not None else lambda: None
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: peak memory instead, in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -32,6 +32,10 @@ class LogprobCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def held_bytes(self) -> int:
+        return self._bytes
+
     def get(self, key: bytes) -> Tensor | None:
         values = self._entries.get(key)
         if values is not None:

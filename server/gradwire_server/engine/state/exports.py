@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from gradwire_proto.v1 import training_pb2
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
@@ -19,6 +21,7 @@ from gradwire_server.engine.model.placement import whole_tensors
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy, lora_config
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
+from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.folders import replacing
 
@@ -37,8 +40,26 @@ TOKENIZER_FILES = (
 )
 
 
-def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> str:
-    """Write a run's weights as a folder, and return its format: "hf" (a whole model) or "peft" (an adapter).
+PROBE_TOKENS = 64
+"""Tokens over which a merged model is compared with the served one."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An exported folder.
+
+    Attributes:
+        format: "hf" (a whole model) or "peft" (an adapter).
+        logprob_difference: For an adapter on a quantized base, merged into the unquantized weights: the largest
+            difference between the log-probabilities of both over :data:`PROBE_TOKENS` tokens, in nats; else None.
+    """
+
+    format: str
+    logprob_difference: float | None = None
+
+
+def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> Exported:
+    """Write a run's weights as a folder.
 
     Args:
         place: The folder; an existing one is replaced.
@@ -53,20 +74,24 @@ def export_run(pool: ModelPool, run: EngineRun, place: Path, requested: str) -> 
         raise _refuse(f"there is no export format {requested!r}; there are: {', '.join(FORMATS)}")
     if requested == "peft" and not isinstance(policy, LoraPolicy):
         raise _refuse("this run trains all weights, so there is no adapter to export: use format 'hf'")
+    difference: float | None = None
     as_adapter = isinstance(policy, LoraPolicy) and requested in ("auto", "peft")
     with replacing(place) as folder:
         if isinstance(policy, LoraPolicy):
             if as_adapter:
                 save_adapter(policy, folder)
             else:
-                _merged(pool, run).save_pretrained(folder)
+                merged = _merged(pool, run)
+                if pool.quantize is not None:
+                    difference = _logprob_difference(policy, merged)
+                merged.save_pretrained(folder)
         else:
             policy.activate()
             policy.model.save_pretrained(folder, state_dict=whole_tensors(policy.model.state_dict()))
         _copy_tokenizer(policy.facts, folder)
         if policy.head is not None:
             save_head(policy.head, folder)
-    return "peft" if as_adapter else "hf"
+    return Exported("peft" if as_adapter else "hf", difference)
 
 
 def save_adapter(policy: LoraPolicy, folder: Path) -> None:
@@ -94,6 +119,20 @@ def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
         raise ValueError(f"peft does not know {len(unknown)} tensors of the adapter, first {unknown[0]}")
     model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model
+
+
+@torch.no_grad()
+def _logprob_difference(policy: Policy, merged: PreTrainedModel) -> float:
+    count = min(PROBE_TOKENS, policy.facts.context_length)
+    ids = (7 * torch.arange(count) + 1) % policy.facts.vocab_size
+
+    def served_logits() -> Tensor:
+        return token_logits(policy.hidden(ids, torch.tensor([count])), policy.output_head())
+
+    served = policy.compute(served_logits).float().log_softmax(dim=-1)
+    own = merged(input_ids=ids[None].to(merged.device), use_cache=False).logits[0].float().log_softmax(dim=-1)
+    difference = (served[:-1] - own[:-1].to(served.device)).gather(1, ids[1:, None].to(served.device))
+    return difference.abs().max().item() if count > 1 else 0.0
 
 
 def _without_head(policy: Policy) -> dict[str, torch.Tensor]:

@@ -102,6 +102,16 @@ class References:
         """Identities of the cached references, least recently used first."""
         return list(self._loaded)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of cached weights that are not a shared base model's."""
+        return sum(entry.own_bytes for entry in list(self._loaded.values()) if not entry.shared_model)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of cached log-probabilities."""
+        return self._logprobs.held_bytes
+
     def resolve(
         self,
         name: str,

@@ -1,12 +1,14 @@
 """The memory that a run will take, computed from its configuration before anything is allocated.
 
-A trained parameter takes 16 bytes: a float32 weight, its gradient, and two moments. An adapter on a linear layer of
+A trained parameter takes 16 bytes: a float32 weight, its gradient, and two moments; 18 where the model computes in
+less than float32. An adapter on a linear layer of
 ``I`` features in and ``O`` out has ``rank * (I + O)`` parameters, a head ``outputs * (H + 1)``. An adapter or a head
 that takes more than training all of the model's own weights is a mistake and is refused, whatever memory there is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.policy import lora_config
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import machine_memory
+from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
 
 SCORE_BYTES = 8
 """Bytes of one output of a head for one token: the score and its gradient."""
@@ -39,10 +42,11 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
         return
     config = create.config
     facts = pool.facts(config.base_model)
-    own_bytes = TRAINED_BYTES * facts.num_parameters
+    trained = trained_bytes(pool.dtype)
+    own_bytes = trained * facts.num_parameters
     most, needs = max(FLOOR_BYTES, own_bytes), []
     if config.HasField("lora") and config.lora.rank:
-        of_rank = TRAINED_BYTES * _parameters_of_rank(pool, config)
+        of_rank = trained * _parameters_of_rank(pool, config)
         needs.append(("lora.rank", config.lora.rank, of_rank, "an adapter of this rank", "leave lora out"))
     if config.head == "classification":
         of_label = TRAINED_BYTES * (facts.hidden_size + 1) + SCORE_BYTES * SCORED_TOKENS
@@ -51,28 +55,58 @@ def check_memory(pool: ModelPool, create: engine_pb2.EngineCreateRun) -> None:
         if value * each > most:
             raise OperationError(
                 training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
-                f"{field} is {value:,}: {what} takes {_gib(value * each)} to train, and all of the"
-                f" {facts.num_parameters:,} weights of {config.base_model!r} take {_gib(own_bytes)}; {field} is at most"
-                f" {most // each:,} here, or {instead}",
+                f"{field} is {value:,}: {what} takes {readable(value * each)} to train, and all of the"
+                f" {facts.num_parameters:,} weights of {config.base_model!r} take {readable(own_bytes)}; {field} is at"
+                f" most {most // each:,} here, or {instead}",
                 field=field,
                 rule=f"{field} <= {most // each}",
             )
     needed = sum(value * each for _, value, each, _, _ in needs)
     if not config.HasField("lora"):
-        needed += facts.num_parameters * TRAINED_BYTES
+        needed += own_bytes
     fields = ", ".join(field for field, *_ in needs) or "base_model"
     _check_share(pool, create, needed, fields)
     free = free_memory(pool.device)
     at_once = needed
     if not config.HasField("lora"):  # gradients and moments come with the first step, which some runs never take
-        at_once -= facts.num_parameters * (TRAINED_BYTES - pool.dtype.itemsize)
-    if at_once > free:
+        at_once -= facts.num_parameters * (trained - pool.dtype.itemsize - master_bytes(pool.dtype))
+    base = 0 if pool.is_loaded(config.base_model) or not config.HasField("lora") else _weights(pool, config.base_model)
+    if at_once + base > free:
+        model = f" and its base model {readable(base)}" if base else ""
         raise OperationError(
             training_pb2.ERROR_CODE_OUT_OF_MEMORY,
-            f"this run needs {_gib(at_once)} of memory, and {_gib(free)} are free on {pool.device}; delete a run that"
-            f" is not needed any more, or ask for less ({fields})",
+            f"this run needs {readable(at_once)} of memory{model}, and {readable(free)} are free on {pool.device}; "
+            f"delete a run that is not needed any more, or ask for less ({fields}); `gradwire estimate` computes what"
+            " fits",
             field=fields.partition(",")[0],
         )
+
+
+def check_models(pool: ModelPool, names: Sequence[str]) -> None:
+    """Check that each of these models could be loaded, before one is.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT if the weights of one alone are more than the memory.
+    """
+    total = total_memory(pool.device)
+    for name in names:
+        needed = _weights(pool, name)
+        if needed > total:
+            facts = pool.facts(name)
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"--model {name}: its {facts.num_parameters:,} weights take {readable(needed)}"
+                f" ({pool.quantize or facts.dtype}), and {pool.device} has {readable(total)};"
+                f" `gradwire estimate --model {facts.path}` computes what fits",
+                field="models",
+            )
+
+
+def _weights(pool: ModelPool, name: str) -> int:
+    """Bytes of the shared copy of a model."""
+    if pool.quantize is None:
+        return pool.facts(name).num_parameters * pool.dtype.itemsize
+    return weight_bytes(pool.meta_model(name), pool.dtype, pool.quantize)
 
 
 def _check_share(pool: ModelPool, create: engine_pb2.EngineCreateRun, needed: int, fields: str) -> None:
@@ -83,9 +117,9 @@ def _check_share(pool: ModelPool, create: engine_pb2.EngineCreateRun, needed: in
     if create.held_bytes + needed > share:
         raise OperationError(
             training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
-            f"this run takes {_gib(needed)} to train, and the other runs of this key {_gib(create.held_bytes)}; this"
-            f" key may take {_gib(share)}, {create.share_percent} % of the memory of {pool.device} (--memory-percent of"
-            f" `gradwire keys create`, --limit key_memory_percent=N). Delete a run that is not needed any more, or ask"
+            f"this run takes {readable(needed)} to train, and the other runs of this key"
+            f" {readable(create.held_bytes)}; this key may take {readable(share)}, {create.share_percent} % of the memory"
+            f" of {pool.device} (--memory-percent of `gradwire keys create`, --limit key_memory_percent=N). Delete a run that is not needed any more, or ask"
             f" for less ({fields})",
             field=fields.partition(",")[0],
             rule=f"key_memory_percent = {create.share_percent}",
@@ -131,7 +165,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:  # not Linux
         return ""
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 100 << 20 else f"{count / 2**20:.1f} MiB"

@@ -137,6 +137,7 @@ class Optimizer:
             for name, master in self._masters.items()
             if (state := optimizer.state.get(master))
             for moment in RULES[rule].moments
+            if moment in state
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -169,14 +170,9 @@ class Optimizer:
 
     def _prepare(self, rule: str, master: Tensor) -> None:
         """Allocate a parameter's moments before anything is changed, because memory may run out here."""
-        state = self._of(rule).state
-        if not state.get(master):
-            state[master] = {
-                moment: torch.zeros_like(master, requires_grad=False)
-                if shaped
-                else torch.zeros((), dtype=torch.float32, device=master.device)
-                for moment, shaped in RULES[rule].moments.items()
-            }
+        optimizer = self._of(rule)
+        if not optimizer.state.get(master):
+            RULES[rule].allocate(optimizer, master)
 
 
 def _prefix(rule: str) -> str:

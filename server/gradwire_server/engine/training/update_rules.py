@@ -1,4 +1,4 @@
-"""Update rules that a step may name, each by ``torch.optim``: AdamW, SGD with momentum, Muon.
+"""Update rules that a step may name: AdamW, SGD with momentum and Muon of ``torch.optim``, AdamW with 8-bit moments.
 
 A rule says which of its tensors it keeps per parameter, so that their memory is allocated before anything is changed
 and checkpoints hold them. Muon orthogonalises updates of matrices only: embeddings, heads, biases and norms are left to
@@ -16,29 +16,50 @@ from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.model.policy import HEAD_PREFIX
+from gradwire_server.engine.training import eight_bit
 
 Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """A rule of ``torch.optim``.
+    """A rule.
 
     Attributes:
         make: Makes the optimizer of parameter groups.
-        moments: Name of each tensor kept per parameter -> whether it has the parameter's shape; else it is a scalar.
+        moments: Names of the tensors kept per parameter.
         settings: The group settings of a step, beside the learning rate and the weight decay.
+        allocate: Makes a parameter's moments, all zero, in the optimizer's state.
     """
 
     make: Callable[[Groups], torch.optim.Optimizer]
-    moments: Mapping[str, bool]
+    moments: Sequence[str]
     settings: Callable[[training_pb2.OptimStep], Mapping[str, Any]]
+    allocate: Callable[[torch.optim.Optimizer, Tensor], None]
+
+
+def _shaped(*moments: str) -> Callable[[torch.optim.Optimizer, Tensor], None]:
+    """Moments of the parameter's shape and dtype, and a count of steps as a scalar where it is named."""
+
+    def allocate(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+        optimizer.state[parameter] = {
+            moment: torch.zeros((), dtype=torch.float32, device=parameter.device)
+            if moment == "step"
+            else torch.zeros_like(parameter, requires_grad=False)
+            for moment in moments
+        }
+
+    return allocate
 
 
 def _adamw(groups: Groups) -> torch.optim.Optimizer:
     parameters: list[Tensor] = [each for group in groups for each in group["params"]]
     fused = all(each.is_floating_point() for each in parameters)
     return torch.optim.AdamW(groups, lr=0.0, fused=fused)
+
+
+def _adamw_settings(call: training_pb2.OptimStep) -> Mapping[str, Any]:
+    return {"betas": (call.beta1, call.beta2), "eps": call.eps}
 
 
 def _momentum(default: float) -> Callable[[training_pb2.OptimStep], Mapping[str, Any]]:
@@ -48,16 +69,22 @@ def _momentum(default: float) -> Callable[[training_pb2.OptimStep], Mapping[str,
 RULES = {
     "adamw": UpdateRule(
         _adamw,
-        {"exp_avg": True, "exp_avg_sq": True, "step": False},
-        lambda call: {"betas": (call.beta1, call.beta2), "eps": call.eps},
+        ("exp_avg", "exp_avg_sq", "step"),
+        _adamw_settings,
+        _shaped("exp_avg", "exp_avg_sq", "step"),
     ),
+    "adamw8bit": UpdateRule(eight_bit.adamw, eight_bit.MOMENTS, _adamw_settings, eight_bit.allocate),
     "sgd": UpdateRule(
-        lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9), {"momentum_buffer": True}, _momentum(0.9)
+        lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
+        ("momentum_buffer",),
+        _momentum(0.9),
+        _shaped("momentum_buffer"),
     ),
     "muon": UpdateRule(
         lambda groups: torch.optim.Muon(groups, lr=0.0, adjust_lr_fn="match_rms_adamw"),
-        {"momentum_buffer": True},
+        ("momentum_buffer",),
         _momentum(0.95),
+        _shaped("momentum_buffer"),
     ),
 }
 """Name -> rule; ``optim_step(optimizer=...)`` takes these names."""

@@ -110,7 +110,11 @@ class EngineSettings(BaseModel):
     state_dir: Path = setting(
         Path("gradwire-state"), "Folder of runs, checkpoints and the journal.", subject=DURABILITY
     )
-    device: str = setting("", "cpu, cuda, cuda:1; the best there is when absent.", subject=COMPUTE)
+    device: str = setting(
+        "",
+        "cpu, cuda, cuda:1, cuda:all (layers over all GPUs); the best there is when absent.",
+        subject=COMPUTE,
+    )
     dtype: Literal["float32", "bfloat16", "mixed", "float64"] | None = setting(
         None,
         "float32; bfloat16, trained with float32 masters, as on a GPU when absent; mixed: bfloat16 arithmetic over "

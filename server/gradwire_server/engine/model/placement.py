@@ -16,23 +16,50 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
+from gradwire_server.engine.generators import use_gpus
+
+ALL_GPUS = "cuda:all"
+"""Device name for all GPUs of the machine."""
+
 
 class Placement:
-    """Every tensor whole on one device; "cuda" spreads the layers of a model over the machine's GPUs.
+    """Every tensor whole on one device, or the layers of a model in a row on all GPUs.
 
     Args:
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        device: ``"cpu"``, ``"cuda"`` (the first GPU), ``"cuda:N"``, or :data:`ALL_GPUS`.
+
+    Attributes:
+        device: The device; of several, the first.
+        note: What a person should know about the choice; empty if nothing.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
+        count = torch.cuda.device_count() if str(device).startswith("cuda") else 0
+        self._spread = device == ALL_GPUS and count > 1
+        self.device = torch.device("cuda" if device == ALL_GPUS else device)
+        self.note = ""
+        if self.device.type != "cuda":
+            return
+        if count > 1 and self.device.index is None:
+            self.device = torch.device("cuda", 0)
+        use_gpus(range(count) if self._spread else [self.device.index or 0])
+        if self._spread:
+            self.note = (
+                f"the layers of a model are spread over {count} GPUs in a row, of which one is busy at a time; memory is"
+                f" measured on {self.device} alone"
+            )
+        elif count > 1:
+            self.note = (
+                f"this machine has {count} GPUs, and the engine uses one, {self.device}; --device cuda:N takes another,"
+                f" and --device {ALL_GPUS} spreads the layers of a model over all, of which one is busy at a time"
+            )
 
     def loading_arguments(self) -> dict[str, Any]:
         """Arguments of transformers' ``from_pretrained`` that load a model onto its device."""
         if self.device.type != "cuda":
             return {}
-        spread = self.device.index is None and torch.cuda.device_count() > 1
-        return {"device_map": "auto" if spread else {"": str(self.device)}}
+        # With "auto", accelerate's dispatch_model moves hidden states from GPU to GPU.
+        return {"device_map": "auto" if self._spread else {"": str(self.device)}}
 
     def place(self, module: nn.Module) -> None:
         """Move a loaded module's parameters to their places; they are there already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from gradwire_server.engine.state.uploads import check_upload, import_upload
 from gradwire_server.observability import logs
 from gradwire_server.observability.tracing import Tracing
 
+logger = logging.getLogger(__name__)
+
 SPILLED = "spilled"
 """Folder in the state folder of the runs that are neither on the device nor in host memory."""
 
@@ -49,7 +52,7 @@ class Engine:
         models: Model name -> folder or hub name; :meth:`hello` reads and reports their facts.
         allowed: Further models, read when a request first names them.
         state_dir: Folder of checkpoints and exports.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; by default a GPU if there is one.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"cuda:all"``; by default a GPU if there is one.
         dtype: Dtype of the weights, or ``"mixed"``; see :class:`gradwire_server.engine.model.pool.ModelPool`.
         compiled: Whether layers go through ``torch.compile``.
         quantize: How shared base models are held: ``"nf4"``, ``"int8"``, or None in ``dtype``.
@@ -128,6 +131,8 @@ class Engine:
         device = str(pool.device)
         if pool.device.type == "cuda":
             device = f"{device} ({torch.cuda.get_device_name(pool.device)})"
+        if pool.placement.note:
+            logger.warning(pool.placement.note)
         return engine_pb2.EngineHello(
             device=device,
             models=[self._model_info(name) for name in self._models],

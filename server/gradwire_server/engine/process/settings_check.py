@@ -11,6 +11,7 @@ from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.config import EngineSettings
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.placement import ALL_GPUS
 
 
 def check_settings(settings: EngineSettings) -> None:
@@ -33,11 +34,11 @@ def check_settings(settings: EngineSettings) -> None:
 
 def _check_device(name: str) -> None:
     try:
-        device = torch.device(name)
+        device = torch.device("cuda" if name == ALL_GPUS else name)
     except RuntimeError:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-            f"--device {name}: there is no such device; give cpu, cuda or cuda:N",
+            f"--device {name}: there is no such device; give cpu, cuda, cuda:N or cuda:all",
         ) from None
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

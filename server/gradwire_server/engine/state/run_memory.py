@@ -118,8 +118,9 @@ def _check_share(pool: ModelPool, create: engine_pb2.EngineCreateRun, needed: in
         raise OperationError(
             training_pb2.ERROR_CODE_LIMIT_EXCEEDED,
             f"this run takes {readable(needed)} to train, and the other runs of this key"
-            f" {readable(create.held_bytes)}; this key may take {readable(share)}, {create.share_percent} % of the memory"
-            f" of {pool.device} (--memory-percent of `gradwire keys create`, --limit key_memory_percent=N). Delete a run that is not needed any more, or ask"
+            f" {readable(create.held_bytes)}; this key may take {readable(share)}, {create.share_percent} % of the"
+            f" memory of {pool.device} (--memory-percent of `gradwire keys create`, --limit key_memory_percent=N)."
+            f" Delete a run that is not needed any more, or ask"
             f" for less ({fields})",
             field=fields.partition(",")[0],
             rule=f"key_memory_percent = {create.share_percent}",

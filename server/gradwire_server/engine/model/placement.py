@@ -42,11 +42,12 @@ class Placement:
             return
         if count > 1 and self.device.index is None:
             self.device = torch.device("cuda", 0)
-        use_gpus(range(count) if self._spread else [self.device.index or 0])
+        if count:
+            use_gpus(range(count) if self._spread else [self.device.index or 0])
         if self._spread:
             self.note = (
-                f"the layers of a model are spread over {count} GPUs in a row, of which one is busy at a time; memory is"
-                f" measured on {self.device} alone"
+                f"the layers of a model are spread over {count} GPUs in a row, of which one is busy at a time; memory"
+                f" is measured on {self.device} alone"
             )
         elif count > 1:
             self.note = (

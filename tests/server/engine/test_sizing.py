@@ -1,0 +1,147 @@
+"""Memory computed from a configuration, against tensors that are really made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.memory import ActivationMeter
+from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.sizing.advice import advice, longest_row, more_runs
+from gradwire_server.engine.sizing.estimate import Device, Estimate, Workload, estimate
+from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
+from gradwire_server.engine.sizing.meta_pool import MetaPool
+from gradwire_server.engine.sizing.meta_step import step_bytes
+from gradwire_server.engine.sizing.parts import GIB, trained_bytes
+from support.tiny import tiny_model
+from transformers import Gemma3TextConfig
+
+LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), num_layers=LAYERS, hidden_size=64)
+
+
+def run_config(**settings: Any) -> pb.RunConfig:
+    rank = settings.pop("rank", 0)
+    config = pb.RunConfig(base_model=MODEL, **settings)
+    if rank:
+        config.lora.rank = rank
+    return config
+
+
+def real_policy(model: Path, config: pb.RunConfig) -> Policy:
+    return make_policy(ModelPool({MODEL: str(model)}), config, "run")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_activations_on_meta_tensors_are_those_that_autograd_really_saves(
+    model: Path, rank: int, checkpointing: bool
+) -> None:
+    config = run_config(rank=rank, gradient_checkpointing=checkpointing)
+    policy, tokens = real_policy(model, config), 128
+    meter = ActivationMeter(policy)
+    with meter:
+        policy.hidden(torch.zeros(tokens, dtype=torch.int64), torch.tensor([tokens]), training=True)
+    computed = MetaModel(str(model), torch.float32, config).step(1, tokens, {"logprobs"}, Budget(), checkpointing)
+    # Positions and other integers of a few bytes a token are not on meta tensors.
+    assert computed["activations"] == pytest.approx(meter.bytes, rel=0.03)
+
+
+def test_a_run_holds_what_is_computed(model: Path) -> None:
+    for config in (run_config(rank=8), run_config(head="reward"), run_config(rank=4, head="value")):
+        policy, meta = real_policy(model, config), MetaModel(str(model), torch.float32, config)
+        assert meta.trained_parameters == policy.num_trainable_parameters
+        assert meta.adapter_bytes == sum(each.nbytes for each in policy.masters().values())
+        assert meta.weight_bytes == policy.split_model.weight_bytes - buffer_bytes(policy)
+
+
+def buffer_bytes(policy: Policy) -> int:
+    return sum(buffer.nbytes for buffer in policy.model.buffers())
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 16), (torch.bfloat16, 18), (torch.float64, 32)])
+def test_a_trained_weight_has_a_master_a_gradient_and_two_moments(dtype: torch.dtype, count: int) -> None:
+    assert trained_bytes(dtype) == count
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_few_layers_tell_the_bytes_of_all(model: Path, checkpointing: bool) -> None:
+    config = run_config(rank=8)
+    pool = MetaPool({MODEL: str(model)}, torch.float32)
+    policy = make_policy(pool, run_config(rank=8, gradient_checkpointing=checkpointing), "run")
+    whole = step_bytes(policy, 2, 64, {"logprobs"}, Budget())
+    found = MetaModel(str(model), torch.float32, config).step(2, 64, {"logprobs"}, Budget(), checkpointing)
+    assert sum(found.values()) == pytest.approx(whole.peak, rel=1e-6)
+
+
+def test_a_model_with_layers_of_several_kinds_is_counted_whole(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    found = estimated(tmp_path, lora_rank=4, tokens=32)
+    assert found.num_parameters > 0 and found.parts["activations"] > 0
+
+
+def estimated(model: Path, device: Device | None = None, **settings: Any) -> Estimate:
+    settings = {"dtype": torch.float32, "tokens": 64, "rows": 4} | settings
+    return estimate(Workload(str(model), **settings), device or Device("cpu", 8 * GIB))
+
+
+def test_each_part_grows_with_what_it_is_for(model: Path) -> None:
+    one = estimated(model)
+    assert one.total_bytes == sum(one.parts.values())
+    assert one.parts["weights"] == 4 * one.num_parameters
+    many = estimated(model, runs=5)
+    for name in ("adapters", "gradients", "moments"):
+        assert many.parts[name] == 5 * one.parts[name] > 0
+    assert many.parts["weights"] == one.parts["weights"]
+    full = estimated(model, lora_rank=0, references=("base", str(model)))
+    assert full.parts["references"] == 2 * full.parts["weights"]
+    assert sum(full.parts[name] for name in ("weights", "masters", "gradients", "moments")) == 16 * full.num_parameters
+    low = estimated(model, lora_rank=0, dtype=torch.bfloat16)
+    assert sum(low.parts[name] for name in ("weights", "masters", "gradients", "moments")) == 18 * full.num_parameters
+    sampling = estimated(model, samples=3)
+    assert sampling.parts["key_values"] == 3 * 64 * 2 * LAYERS * 64 * 4  # keys and values of as many heads as queries
+    assert estimated(model, tokens=128).parts["activations"] == pytest.approx(2 * one.parts["activations"], rel=0.05)
+    assert one.activations[True] < one.activations[False] == one.parts["activations"]
+
+
+def test_the_advice_is_what_the_estimate_then_confirms(model: Path) -> None:
+    fits = estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16)
+    assert fits.fits and advice(fits)[0].startswith("It fits")
+    longest, more = longest_row(fits), more_runs(fits)
+    assert longest > 64 and more > 0
+    assert estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=1 + more).fits
+    assert not estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=20 + 2 * more).fits
+    small = Device("cuda", fits.needed_bytes)
+    sentences = advice(estimated(model, small, dtype=torch.bfloat16, lora_rank=0, tokens=2048))
+    assert sentences[0].startswith("It does not fit") and len(sentences) == 2
+
+
+def test_a_micro_batch_has_as_many_rows_as_the_engine_would_choose(model: Path) -> None:
+    found = estimated(model, tokens=200, rows=64)
+    assert found.microbatch_rows == found.budget.microbatch_tokens // 200
+    assert estimated(model, tokens=4096).microbatch_rows == 1
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the sentence of transformers about a name that peft uses."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield

@@ -1,4 +1,6 @@
-"""Peak memory of a step whose output head is most of the model: a vocabulary of 128k tokens, a batch of 8k tokens.
+"""Peak memory of a step whose output head is most of the model, and of six trainings that are estimated.
+
+The step has a vocabulary of 128k tokens and a batch of 8k tokens.
 
 The engine's process is measured by the kernel (``VmHWM``, the most that was ever resident) after one forward_backward
 and one optim_step of full fine-tuning in float32, twice: in the second the moments are there from the start. It is held
@@ -16,6 +18,7 @@ from pathlib import Path
 import gradwire
 
 from benchmarks.machine import engine_process, memory_bytes
+from benchmarks.memory_cases import compare_all
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, train
 from benchmarks.workload import Draw, standard_model
@@ -58,7 +61,7 @@ async def peak(size: Size) -> list[Figure]:
 
 
 def measure(size: Size) -> list[Figure]:
-    return asyncio.run(peak(size))
+    return [*(asyncio.run(peak(size)) if size.wants("step") else []), *compare_all(size)]
 
 
 if __name__ == "__main__":

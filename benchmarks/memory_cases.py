@@ -6,14 +6,20 @@ engine of the same server held before any model was loaded. Every run takes two 
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gradwire
 
 from benchmarks.machine import engine_process, memory_bytes
+from benchmarks.report import Figure, Size
 from benchmarks.workload import Draw, standard_model
 
 TOLERANCE = 0.15
@@ -28,9 +34,10 @@ class Case:
     Attributes:
         name: Name of the figure.
         shape: The model.
-        flags: Arguments of ``gradwire estimate`` beside model and device, without dashes before them.
+        flags: Further arguments of ``gradwire estimate``.
         rows, tokens: Of each batch.
         runs: Number of runs.
+        lora: Rank; 0 trains all weights.
         head: Head of the runs.
         server_args: Arguments of ``gradwire serve``.
         reference: Whether the loss compares with another model.
@@ -90,6 +97,32 @@ def _accumulate(case: Case, run: gradwire.TrainingClient, draw: Draw) -> Any:
     run.forward_backward(pairs, "reward_modeling")
     pairs["prompt_lengths"] = [1] * half
     return run.forward_backward(pairs, "dpo", {"reference_model": "reference"})
+
+
+def computed(case: Case, model: Path, reference: Path | None) -> int:
+    """``total_bytes`` of ``gradwire estimate``."""
+    command = [sys.executable, "-m", "gradwire.cli", "estimate", "--json", "--model", str(model), "--device", "cpu"]
+    command += [*case.arguments, *(["--reference", str(reference)] if reference else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise RuntimeError(done.stderr.strip())
+    return int(json.loads(done.stdout)["total_bytes"])
+
+
+def compare(case: Case) -> Figure:
+    """What is computed over what is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, reference = make_models(case, Path(folder))
+        total = computed(case, model, reference)
+        most = asyncio.run(measured(case, model, reference))
+    detail = f"computed {total / 2**20:,.0f} MiB, measured {most / 2**20:,.0f} MiB beyond an engine that holds no model"
+    return Figure(f"memory, {case.name}: computed over measured", total / most, "x", detail=detail)
+
+
+def compare_all(size: Size) -> list[Figure]:
+    if size.smoke:
+        return [compare(replace(CASES[1], shape={"hidden_size": 32, "num_layers": 1}, rows=2, tokens=32))]
+    return [compare(case) for case in CASES if size.wants(case.name)]
 
 
 def make_models(case: Case, folder: Path) -> tuple[Path, Path | None]:

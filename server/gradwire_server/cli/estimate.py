@@ -66,8 +66,8 @@ def estimate(
             _fail(f"{flag} {path}: {fault}")
     if full and quantize:
         _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
-    for package in ("transformers", "bitsandbytes"):
-        logging.getLogger(package).setLevel(logging.ERROR)
+    for package in ("transformers", "bitsandbytes", "gradwire_server"):
+        logging.getLogger(package).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # of other packages, about their own future
     try:
         import torch
@@ -99,7 +99,8 @@ def estimate(
         )
         sentences = advice(found)
     except OperationError as error:
-        _fail(error.message)
+        cause = str(error.__cause__ or "").partition("\n")[0]
+        _fail(f"--model {model}: {cause}" if cause else error.message)
     if as_json:
         print(json.dumps(_document(found, sentences), indent=2))
     else:

@@ -22,12 +22,12 @@ from gradwire_server.engine.sizing.parts import GIB, trained_bytes
 from support.tiny import tiny_model
 from transformers import Gemma3TextConfig
 
-LAYERS = 5
+LAYERS, HIDDEN = 5, 64
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), num_layers=LAYERS, hidden_size=64)
+    return tiny_model(tmp_path_factory.mktemp("model"), num_layers=LAYERS, hidden_size=HIDDEN)
 
 
 def run_config(**settings: Any) -> pb.RunConfig:
@@ -53,8 +53,10 @@ def test_activations_on_meta_tensors_are_those_that_autograd_really_saves(
     with meter:
         policy.hidden(torch.zeros(tokens, dtype=torch.int64), torch.tensor([tokens]), training=True)
     computed = MetaModel(str(model), torch.float32, config).step(1, tokens, {"logprobs"}, Budget(), checkpointing)
-    # Positions and other integers of a few bytes a token are not on meta tensors.
-    assert computed["activations"] == pytest.approx(meter.bytes, rel=0.03)
+    # Masks and positions of a few bytes a token are not on meta tensors. What is alive and not saved are the result and
+    # a state of the last layer.
+    states = tokens * HIDDEN * 4
+    assert 0.97 * meter.bytes <= computed["activations"] <= meter.bytes + 2 * states
 
 
 def test_a_run_holds_what_is_computed(model: Path) -> None:

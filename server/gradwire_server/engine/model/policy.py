@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 HEAD_PREFIX = "head."
+ROUTER_PARAMETER = "gate.weight"
+"""The router's weight in peft's targets of a mixture of experts."""
 
 T = TypeVar("T")
 
@@ -381,7 +383,7 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
                 f"{target!r} is the output head, and LoRA on it is not supported; leave it out",
                 "not the output head",
             )
-    return LoraConfig(
+    config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha or 2.0 * settings.rank),
         lora_dropout=settings.dropout,
@@ -389,3 +391,18 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
         bias="none",
         task_type="CAUSAL_LM",
     )
+    if not targets:
+        _leave_routers_out(config, model)
+    return config
+
+
+def _leave_routers_out(config: Any, model: PreTrainedModel) -> None:
+    """Resolve "all-linear" on a mixture of experts, where it would put an adapter on the routers as well.
+
+    A router has few weights, which decide what every expert is trained on; who wants to train it names it.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(config, model, None)
+    if config.target_parameters:
+        config.target_parameters = set(config.target_parameters) - {ROUTER_PARAMETER}

@@ -90,6 +90,8 @@ def _argument(schema: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _values(option: dict[str, Any]) -> str:
+    if "$ref" in option:
+        return "dict"
     if "enum" in option:
         return ", ".join(f"`{json.dumps(value)}`" for value in option["enum"])
     if "const" in option:

@@ -11,7 +11,7 @@ import gradwire
 import numpy as np
 import pytest
 import torch
-from support.batches import VOCAB, causal_lm, pairs
+from support.batches import VOCAB, causal_lm, preferences
 from support.server import Server
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ async def steps(run: gradwire.TrainingClient, count: int) -> list[float]:
     losses = []
     for _ in range(count):
         supervised = run.forward_backward(causal_lm(np.random.default_rng(3), 4, VOCAB), "causal_lm")
-        preferred = run.forward_backward(pairs(np.random.default_rng(4), 4, VOCAB), "dpo", kwargs)
+        preferred = run.forward_backward(preferences(np.random.default_rng(4), 4, VOCAB), "dpo", kwargs)
         step = run.optim_step(learning_rate=1e-2, optimizer="adamw8bit")
         losses += [(await supervised).metrics["loss"], (await preferred).metrics["loss"], (await step).grad_norm]
     return losses
@@ -68,7 +68,7 @@ async def test_it_trains_survives_a_kill_bit_for_bit_and_says_how_far_the_export
 
 async def test_what_cannot_be_held_in_few_bits_is_refused_by_name(tiny_model_path: Path, tmp_path: Path) -> None:
     server = Server(tiny_model_path, tmp_path / "state").start()
-    batch = pairs(np.random.default_rng(4), 2, VOCAB)
+    batch = preferences(np.random.default_rng(4), 2, VOCAB)
 
     async def refusal(run: gradwire.TrainingClient, **reference: Any) -> str:
         kwargs = {"reference_model": {"quantize": "nf4"} | reference.pop("model"), "beta": 0.1} | reference

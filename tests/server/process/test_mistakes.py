@@ -76,6 +76,10 @@ MISTAKES = {
         "{here}/newer/gradwire.db cannot be used: a newer gradwire wrote it (version 999 of the state folder; * Install"
         " that gradwire, or restore a backup from before",
     ),
+    "a quantized base beside vLLM": (
+        "--model tiny --quantize nf4 --sampler vllm",
+        "--quantize nf4 and --sampler vllm do not go together",
+    ),
     "settings unreadable": (
         "--config broken.yaml",
         "broken.yaml, line 2: * expected ',' or ']', but got '<stream end>'",

@@ -57,13 +57,13 @@ def _folder(flag: str, folder: Path | None) -> Iterator[str]:
 def _packages(config: ServerConfig) -> Iterator[str]:
     if config.http and (missing := [name for name in HTTP_PACKAGES if find_spec(name) is None]):
         yield f"--http needs {' and '.join(missing)}: pip install 'gradwire[http]'"
-    if config.quantize and find_spec("bitsandbytes") is None:
-        yield f"--quantize {config.quantize} needs bitsandbytes: pip install 'gradwire[quantize]'"
     if config.quantize and config.sampler == "vllm":
         yield (
             f"--quantize {config.quantize} and --sampler vllm do not go together: vLLM samples from a copy of its own, "
             "which is not quantized, so its log-probabilities would be those of another model"
         )
+    elif config.quantize and find_spec("bitsandbytes") is None:
+        yield f"--quantize {config.quantize} needs bitsandbytes: pip install 'gradwire[quantize]'"
 
 
 def _files(config: ServerConfig) -> Iterator[str]:

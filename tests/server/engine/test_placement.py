@@ -117,7 +117,7 @@ def test_checkpoints_fit_whole_and_sharded_runs(model_path: Path, tmp_path: Path
 def test_a_sharded_model_is_exported_whole(model_path: Path, tmp_path: Path) -> None:
     _, run = pair(model_path)
     train(run, "causal_lm", ONE)
-    assert export_run(ModelPool({"m": str(model_path)}), run, tmp_path / "export", "auto") == "hf"
+    assert export_run(ModelPool({"m": str(model_path)}), run, tmp_path / "export", "auto").format == "hf"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     assert_same(dict(exported.named_parameters()), whole_tensors(run.policy.state_tensors()))
 

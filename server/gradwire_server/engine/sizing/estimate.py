@@ -23,6 +23,8 @@ USABLE = 0.9
 """Part of a device's memory that is planned with; the rest is left to fragmentation."""
 ENGINE_BYTES = {"cpu": 600 << 20, "cuda": 1 << 30}
 """An engine that holds no model: its libraries, or the context and libraries of CUDA on the device."""
+LIBRARY_BYTES = {"cpu": 150 << 20, "cuda": 0}
+"""What peft, transformers and torch load with the first model; measured on a CPU, and not on the device of a GPU."""
 SCORES = {"": "logprobs", "value": "values", "reward": "rewards"}
 
 
@@ -135,6 +137,7 @@ PARTS = {
     "logits": "logits of one micro-batch",
     "passing": "what a forward and backward need for a moment",
     "key_values": "keys and values of samples in progress",
+    "libraries": "code that is loaded with the first model",
 }
 """Name of a part -> what it is."""
 
@@ -160,6 +163,7 @@ def estimate(workload: Workload, device: Device) -> Estimate:
     one_row = steps[workload.checkpointing] if per_microbatch == 1 else step(1, workload.checkpointing)
     parts |= {name: int(count) for name, count in steps[workload.checkpointing].items()}
     per_token = key_value_bytes(model.model, workload.dtype)
+    parts["libraries"] = LIBRARY_BYTES[device.kind]
     parts["key_values"] = workload.samples * workload.tokens * per_token
     return Estimate(
         workload=workload,

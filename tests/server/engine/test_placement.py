@@ -152,7 +152,7 @@ SEAM = {
     "full_tensor": {"model/placement.py"},
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
-    "data_ptr": {"model/placement.py", "scoring/memory.py"},  # of a tensor that autograd saves
+    "data_ptr": {"model/placement.py"},  # of a tensor that autograd saves
     "save_file": {"model/heads.py", "state/checkpoints.py", "state/exports.py"},
     "get_output_embeddings": {"model/split_model.py", "model/policy.py"},  # the policy asks for its name
     "get_input_embeddings": {"model/split_model.py", "model/packing_check.py"},  # the check hooks its output

@@ -261,7 +261,7 @@ class LoraPolicy(Policy):
         self._adapter_dropout = settings.dropout
         parameters = self._add(lora_config(split_model.model, settings), seed)
         for parameter in parameters.values():  # on a quantised layer, peft makes them in float32
-            parameter.data = parameter.data.to(split_model.model.get_input_embeddings().weight.dtype)
+            parameter.data = parameter.data.to(split_model.weight_dtype)
         self._train(parameters)
 
     @property

@@ -130,7 +130,12 @@ class SplitModel:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that the trunk computes in."""
-        return torch.bfloat16 if self.mixed else cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+        return torch.bfloat16 if self.mixed else self.weight_dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the weights that are not quantised."""
+        return cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
 
     def compute(self, computation: Callable[[], T]) -> T:
         """Run a computation that uses the model's weights, which are whole within it; calls may be nested.

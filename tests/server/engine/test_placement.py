@@ -152,9 +152,10 @@ SEAM = {
     "full_tensor": {"model/placement.py"},
     "to_local": {"model/placement.py"},
     "DTensor": {"model/placement.py"},
-    "data_ptr": {"model/placement.py"},  # of a tensor that autograd saves
+    "data_ptr": {"model/placement.py"},
     "save_file": {"model/heads.py", "state/checkpoints.py", "state/exports.py"},
-    "get_output_embeddings": {"model/split_model.py", "model/policy.py"},  # the policy asks for its name
+    # The policy asks for its name, quantization leaves it out.
+    "get_output_embeddings": {"model/split_model.py", "model/policy.py", "model/quantization.py"},
     "get_input_embeddings": {"model/split_model.py", "model/packing_check.py"},  # the check hooks its output
 }
 

@@ -29,8 +29,8 @@ HEALTHY_S = 60.0
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
 machine with other work. Blocks of a MiB or more are mapped and go back at once when they are freed: glibc before 2.38
-hardly reuses an aligned block within its heap, so that a LoRA step on 90 M weights held 1.65 GiB at its peak, and 1.58
-after it, where it needs 1.44 and 0.93; mapping costs 4 % more processor time."""
+hardly reuses an aligned block within its heap. A LoRA step on 86 M weights held 1,665 MiB at its peak and 1,594 after
+it with blocks of 16 MiB mapped, and 1,476 and 952 with these, for 4 % more processor time."""
 
 
 EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]

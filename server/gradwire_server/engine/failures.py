@@ -98,10 +98,13 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     try:
         return loss.config.model_validate(dict(kwargs))
     except ValidationError as error:
-        first = error.errors()[0]
+        found = error.errors()
+    argument = found[0]["loc"][:1]
+    # Of an argument with several forms, what is wrong within the form that was meant.
+    first = max((each for each in found if each["loc"][:1] == argument), key=lambda each: len(each["loc"]))
     name = str(first["loc"][0]) if first["loc"] else ""
     properties = loss.config.model_json_schema().get("properties", {})
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         rule = f"one of {', '.join(properties)}" if properties else "no arguments"
         message = f"{loss.name} has no argument {name!r}; it has: {', '.join(properties) or 'none'}"
     elif not name:

@@ -4,3 +4,8 @@ Folders, from the outermost layer to the innermost: ``process``, ``operations``,
 ``scoring``, ``model``. From the rest of the server it imports only ``engine_link``, ``observability`` and
 ``crash_points``.
 """
+
+import logging
+
+# peft imports bitsandbytes where it is installed, and that warns of a kernel that it does without on a CPU.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

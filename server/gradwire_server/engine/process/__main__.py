@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings: EngineSettings = options.settings
     logs.configure(settings.log_level, settings.log_format, "engine")
     # peft asks transformers by a name that transformers has renamed.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # lists kernels that it does without on a CPU
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the front shuts us down in order

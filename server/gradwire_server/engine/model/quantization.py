@@ -93,7 +93,7 @@ class _Nf4Linear(QuantizedLinear):
 class _Int8Linear(QuantizedLinear):
     def dequantised(self) -> Tensor:
         weight: Any = self.weight
-        return weight.data * (weight.SCB / INT8_LEVELS)[:, None]
+        return cast(Tensor, weight.data * (weight.SCB / INT8_LEVELS)[:, None])
 
 
 class _Product(torch.autograd.Function):

@@ -48,7 +48,9 @@ class MetaModel:
         OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: str = "") -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: Quantization | None = None
+    ) -> None:
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)

@@ -57,7 +57,7 @@ class AllocationMeter(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self._seen = {storage_address(tensor) for tensor in known}
 

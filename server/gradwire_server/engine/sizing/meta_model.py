@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.scoring.memory import token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike

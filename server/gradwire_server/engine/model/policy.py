@@ -396,7 +396,7 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
     return config
 
 
-def _leave_routers_out(config: Any, model: PreTrainedModel) -> None:
+def _leave_routers_out(config: LoraConfig, model: PreTrainedModel) -> None:
     """Resolve "all-linear" on a mixture of experts, where it would put an adapter on the routers as well.
 
     A router has few weights, which decide what every expert is trained on; who wants to train it names it.

@@ -32,7 +32,7 @@ MISTAKES = {
     ),
     "device misspelt": (
         "--model tiny --device cuad",
-        "--device cuad: there is no such device; give cpu, cuda or cuda:N",
+        "--device cuad: there is no such device; give cpu, cuda, cuda:N or cuda:all",
     ),
     "losses missing": (
         "--model tiny --losses none.py",

@@ -150,7 +150,7 @@ class EngineInfo:
         device_utilization: Utilization of the device, 0 to 1; None where it is unknown.
         start_s: Seconds that the process took to start and load its models.
         memory_by_owner: Bytes of ``"base"`` models, ``"references"``, ``"runs"`` (weights, gradients, moments),
-            ``"cache"`` (keys and values of samples in progress, log-probabilities) and ``"activations"`` (all else).
+            ``"cache"`` (log-probabilities of references) and ``"activations"`` (all else, keys and values included).
         runs: The runs that it holds, by the place of their weights and moments: ``"device"``, ``"host"`` (memory beside
             the device's), ``"disk"``. A run that was not used since the start is in none.
     """

@@ -26,9 +26,9 @@ class MemoryOwners:
         """Owner -> bytes.
 
         ``base``: shared copies of base models. ``references``: other frozen models. ``runs``: weights, gradients and
-        moments that are on the device. ``cache``: keys and values of samples in progress, and log-probabilities.
-        ``activations``: the rest of what is allocated on a GPU; on a CPU the growth of the process beyond the others,
-        with memory that was freed and not given back.
+        moments that are on the device. ``cache``: log-probabilities of references. ``activations``: the
+        rest of what is allocated on a GPU, keys and values of samples included; on a CPU the growth of the process
+        beyond the others, with memory that was freed and not given back.
         """
         context = self._context
         held = context.residency.held()
@@ -36,7 +36,7 @@ class MemoryOwners:
             "base": context.pool.held_bytes,
             "references": context.references.held_bytes,
             "runs": held["device"].nbytes if "device" in held else 0,
-            "cache": context.sampler.held_bytes + context.references.cached_bytes,
+            "cache": context.references.cached_bytes,
         }
         rest = _process_bytes(context.pool.device) - self._at_start - sum(owners.values())
         return owners | {"activations": max(0, rest)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.monitoring import Range
@@ -73,10 +73,22 @@ class FieldSpec:
         return self.dtype == "float" and self.name.endswith(("log_probs", "logprobs"))
 
 
+LARGEST = 3.4028234663852886e38
+"""The largest float32: losses are computed with their arguments in the precision of the scores."""
+
+
 class LossConfig(BaseModel):
-    """Base class of the losses' arguments: unknown names, invalid values and infinities are refused."""
+    """Base class of the losses' arguments: unknown names, invalid values and what no float32 can hold are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @field_validator("*")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(number, float) and abs(number) > LARGEST:
+                raise ValueError(f"must be a number that float32 can hold, at most {LARGEST:.3g} in size")
+        return value
 
 
 class QuantizedReference(LossConfig):

@@ -96,7 +96,7 @@ def test_an_unknown_loss_is_told_which_there_are() -> None:
 def test_unknown_and_infinite_arguments_are_refused(file: Path) -> None:
     load_loss_file(file)
     config = get_loss("unlikelihood").config
-    for kwargs in ({"wieght": 1.0}, {"weight": float("inf")}, {"weight": -1.0}):
+    for kwargs in ({"wieght": 1.0}, {"weight": float("inf")}, {"weight": 1e308}, {"weight": -1.0}):
         with pytest.raises(ValueError, match=r"wieght|weight"):
             config(**kwargs)
 

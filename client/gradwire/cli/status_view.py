@@ -66,8 +66,8 @@ def draw(now: Snapshot, before: Snapshot | None = None, *, most: int = 0) -> Ren
         parts.append(f"device memory {size(used)} of {size(total)}")
     if engine.device_utilization is not None:
         parts.append(f"device {engine.device_utilization:.0%}")
-    held = [f"{each.runs} {plain(place)} {size(each.nbytes)}" for place, each in engine.runs.items() if each.runs]
-    parts += [f"runs held: {' + '.join(held)}"] if held else []
+    places = [f"{each.runs} {plain(place)} {size(each.nbytes)}" for place, each in engine.runs.items() if each.runs]
+    parts += [f"runs held: {' + '.join(places)}"] if places else []
     parts += [f"heartbeat {engine.heartbeat_age_s:.1f} s ago", f"{engine.restarts} restarts"]
     queued = sum(waiting(run) for run in now.runs.values())
     parts += [f"{len(now.runs)} runs", f"{queued} operations queued"]

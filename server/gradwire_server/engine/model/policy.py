@@ -405,4 +405,4 @@ def _leave_routers_out(config: LoraConfig, model: PreTrainedModel) -> None:
 
     convert_peft_config_for_transformers(config, model, None)
     if config.target_parameters:
-        config.target_parameters = [name for name in config.target_parameters if name != ROUTER_PARAMETER]
+        config.target_parameters = sorted(set(config.target_parameters) - {ROUTER_PARAMETER})

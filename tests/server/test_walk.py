@@ -15,8 +15,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 WALK = ROOT / "tests" / "support" / "walk"
 ROOTS = ("client", "server", "losses", "proto")
-HEARTBEAT = "server/gradwire_server/engine_link/vitals.py"
-"""Executed where a heartbeat, one a second, happens to arrive during the recorded call."""
+BESIDE = {
+    "server/gradwire_server/engine_link/vitals.py",  # where a heartbeat, one a second, arrives during the call
+    "server/gradwire_server/engine/training/optimizer.py",  # counts the run's bytes once the answer is under way
+}
+"""Executed or not, as the moment has it."""
 LEADING = 35
 """Files that lead through the walk; the others are called by them."""
 
@@ -53,7 +56,7 @@ def test_the_page_names_exactly_the_files_that_one_forward_backward_executes(
     leading, called = files([row[1] for row in rows()]), files([row[2] for row in rows()])
     named = [*leading, *called]
     assert len(named) == len(set(named)) and 20 < len(leading) <= LEADING
-    walked = executed(tmp_path) - {HEARTBEAT}
+    walked = executed(tmp_path) - BESIDE
     assert walked - set(named) == set(), "executed, and not on the page"
     assert set(named) - walked == set(), "on the page, and not executed"
     assert f"{len(walked)} files in all" in PAGE

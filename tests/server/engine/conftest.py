@@ -73,9 +73,7 @@ class RandomBatches:
 
 
 @pytest.fixture
-def batches() -> RandomBatches:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"batch seed {seed}")
+def batches(seed: int) -> RandomBatches:
     return RandomBatches(np.random.default_rng(seed))
 
 

@@ -25,9 +25,7 @@ def verify(engine: LocalEngine, path: str) -> engine_pb2.EngineReply:
     return engine.request(verify_checkpoint=engine_pb2.EngineVerifyCheckpoint(checkpoint=path))[0]
 
 
-def test_every_flipped_or_torn_byte_is_noticed(engine: LocalEngine, tmp_path: Path) -> None:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {seed}")
+def test_every_flipped_or_torn_byte_is_noticed(engine: LocalEngine, tmp_path: Path, seed: int) -> None:
     generator = np.random.default_rng(seed)
     engine.create("run-a", lora=2, head="value")
     engine.train("run-a", BATCH)

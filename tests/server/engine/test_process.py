@@ -44,10 +44,8 @@ def test_it_says_what_it_holds(started: list[EngineProcess], tiny_model_path: Pa
 
 @pytest.mark.parametrize("config", [{}, {"lora": {"rank": 4, "dropout": 0.2}, "head": "value"}], ids=["full", "lora"])
 def test_a_checkpoint_goes_on_bit_for_bit_in_another_process(
-    started: list[EngineProcess], tiny_model_path: Path, tmp_path: Path, config: dict[str, object]
+    started: list[EngineProcess], tiny_model_path: Path, tmp_path: Path, config: dict[str, object], seed: int
 ) -> None:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {seed}")
     generator = np.random.default_rng(seed)
     batches = [token_rows([generator.integers(3, 90, length) for length in (3, 12, 7)]) for _ in range(7)]
     engine = started[0]

@@ -111,7 +111,8 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
     found = json.loads((await asyncio.to_thread(_run, server, folder, str(program), MODEL)).splitlines()[-1])
     tinker = found["sync"]
     async with gradwire.connect(server.address) as service:
-        run = await service.create_run(MODEL, lora={"rank": 8, "alpha": 32}, seed=7)
+        lora = {"rank": 8, "alpha": 32, "target_modules": ["all-linear", "lm_head"]}
+        run = await service.create_run(MODEL, lora=lora, seed=7)
         ids = [np.random.default_rng(seed).integers(1, 99, 17) for seed in range(4)]
         rows = [{"input_ids": row[:-1], "target_tokens": row[1:], "weights": np.ones(16)} for row in ids]
         losses = []

@@ -74,9 +74,11 @@ def adapter(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         {},
         {"target_modules": "all-linear", "lora_alpha": 4, "lora_dropout": 0.1},
         {"target_modules": r".*\.(q|k|v)_proj", "use_rslora": True},
+        {"target_modules": ["q_proj", "lm_head"]},
     ],
-    ids=["modules", "all-linear", "regex, rslora"],
+    ids=["modules", "all-linear", "regex, rslora", "output head"],
 )
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
 async def test_a_run_from_an_adapter_computes_what_peft_does(
     service: gradwire.ServiceClient, tiny_model_path: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -126,6 +128,18 @@ def with_tensors(folder: Path, changed: Callable[[dict[str, torch.Tensor]], dict
     file = folder / "adapter_model.safetensors"
     save_file(changed(load_file(file)), file)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+async def test_a_base_weight_within_an_adapter_must_be_the_bases(
+    service: gradwire.ServiceClient, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    def trained(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: each * 1.5 if "base_layer" in name else each for name, each in tensors.items()}
+
+    folder = make_adapter(tiny_model_path, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    with pytest.raises(InvalidArgumentError, match="a weight of 'lm_head' that is not that of the base model 'tiny'"):
+        await service.upload_adapter(with_tensors(folder, trained))
 
 
 def wider(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -126,7 +126,7 @@ async def test_checkpoints_are_listed_expire_and_go(client: TinkerClient, server
     assert "expires_at" not in kept
     await client.send("POST", f"{runs}/checkpoints/weights/a/publish")
     info = await client.post("weights_info", {"tinker_path": f"tinker://{model}/weights/a"})
-    assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("tiny", 4, False)
+    assert (info["base_model"], info["lora_rank"], info["train_unembed"]) == ("tiny", 4, True)
     await client.send("DELETE", f"{runs}/checkpoints/sampler_weights/a")
     await client.send("DELETE", f"{runs}/checkpoints/sampler_weights/a", 404)
     gone = {"session_id": client.session_id, "sampling_session_seq_id": 9}
@@ -134,6 +134,24 @@ async def test_checkpoints_are_listed_expire_and_go(client: TinkerClient, server
     session = await client.send("GET", f"sessions/{client.session_id}")
     assert session["training_run_ids"] == [model] and session["sampler_ids"] == [sampler]
     assert client.session_id in (await client.send("GET", "sessions"))["sessions"]
+
+
+async def test_the_parts_of_the_model_that_are_trained(client: TinkerClient) -> None:
+    losses = []
+    for number, parts in enumerate(({}, {"train_unembed": False}, {"train_attn": False, "train_mlp": False})):
+        model = await client.model(number, **parts)
+        for seq in (1, 3):
+            metrics, _ = outputs(await client.done("forward_backward", forward_backward(model, seq, [_row()])))
+            await client.wait(await client.step(model, seq + 1, learning_rate=1e-2))
+        losses.append(metrics["loss:sum"])
+        path = (await client.done("save_weights", {"model_id": model, "seq_id": 5, "path": "a"}))["path"]
+        info = await client.post("weights_info", {"tinker_path": path})
+        expected = {"train_unembed": True, "train_attn": True, "train_mlp": True} | parts
+        assert {name: info[name] for name in expected} == expected
+    assert len(set(losses)) == 3
+    nothing = {"rank": 4, "train_unembed": False, "train_attn": False, "train_mlp": False}
+    asked = {"session_id": client.session_id, "model_seq_id": 9, "base_model": "tiny", "lora_config": nothing}
+    assert "nothing is left" in (await client.post("create_model", asked, 400))["detail"]
 
 
 async def test_promises_do_not_wait_for_a_number_that_the_client_holds_back(client: TinkerClient) -> None:

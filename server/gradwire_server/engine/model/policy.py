@@ -7,8 +7,8 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from gradwire_losses.batch import sent
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.heads import Head, make_head
+from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.pool import ModelPool
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 HEAD_PREFIX = "head."
-ROUTER_PARAMETER = "gate.weight"
-"""The router's weight in peft's targets of a mixture of experts."""
 
 T = TypeVar("T")
 
@@ -129,9 +128,13 @@ class Policy:
         """Run a computation that uses the weights; see :meth:`.split_model.SplitModel.compute`."""
         return self.split_model.compute(computation)
 
-    def output_head(self) -> OutputHead:
-        """The output head with the current weights; only within :meth:`compute`."""
-        return self.split_model.output_head()
+    def output_head(self, *, training: bool = False) -> OutputHead:
+        """The output head with the current weights; only within :meth:`compute`.
+
+        Args:
+            training: Apply the adapter's dropout.
+        """
+        return self.split_model.output_head(self.adapter)
 
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Name -> parameter that the model computes with, in an order that depends only on the configuration.
@@ -240,8 +243,7 @@ class LoraPolicy(Policy):
     Args:
         split_model: The shared copy.
         adapter: Name of letters, digits and hyphens, unique on that copy, such as the run's id.
-        settings: Rank, alpha (0: twice the rank), dropout, target modules (none: every linear layer but the output
-            head).
+        settings: Rank, alpha (0: twice the rank), dropout, target modules as for :func:`lora_config`.
         seed: Seed of the initial weights, which depend on nothing else.
     """
 
@@ -278,6 +280,9 @@ class LoraPolicy(Policy):
         assert self.split_model.adapters is not None
         return self.split_model.adapters.config(self._adapter)
 
+    def output_head(self, *, training: bool = False) -> OutputHead:
+        return self.split_model.output_head(self.adapter, dropout=self._adapter_dropout if training else 0.0)
+
     def close(self) -> None:
         adapters = self.split_model.adapters
         if adapters is None or self._adapter not in adapters:
@@ -293,7 +298,7 @@ class LoraPolicy(Policy):
         self.split_model.activate(None)
         adapters = self.split_model.adapters or AdapterSet(self.split_model.model)
         try:
-            with preserved_rng():
+            with preserved_rng(), only_the_head_of_tied():
                 torch.manual_seed(seed)
                 parameters = adapters.add(self._adapter, config)
         except ValueError as error:
@@ -354,55 +359,3 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
     return FullPolicy(
         split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
     )
-
-
-def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> LoraConfig:
-    """peft's configuration of an adapter on a model.
-
-    Raises:
-        OperationError: INVALID_ARGUMENT, with the field.
-    """
-    from peft import LoraConfig
-
-    def refuse(field: str, message: str, rule: str) -> OperationError:
-        return OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=f"lora.{field}", rule=rule)
-
-    if settings.rank < 1:
-        raise refuse("rank", f"lora rank is {settings.rank}; it is at least 1", "rank >= 1")
-    if settings.alpha < 0:
-        raise refuse("alpha", f"lora alpha is {settings.alpha}; it is positive, or 0 for twice the rank", "alpha >= 0")
-    if not 0 <= settings.dropout < 1:
-        raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
-    targets: Sequence[str] = list(settings.target_modules)
-    output_head = model.get_output_embeddings()
-    head_name = next(name for name, module in model.named_modules() if module is output_head)
-    for target in targets:
-        if head_name == target or head_name.endswith("." + target):
-            raise refuse(
-                "target_modules",
-                f"{target!r} is the output head, and LoRA on it is not supported; leave it out",
-                "not the output head",
-            )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=cast(int, settings.alpha or 2.0 * settings.rank),
-        lora_dropout=settings.dropout,
-        target_modules=list(targets) or "all-linear",
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    if not targets:
-        _leave_routers_out(config, model)
-    return config
-
-
-def _leave_routers_out(config: LoraConfig, model: PreTrainedModel) -> None:
-    """Resolve "all-linear" on a mixture of experts, where it would put an adapter on the routers as well.
-
-    A router has few weights, which decide what every expert is trained on; who wants to train it names it.
-    """
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    convert_peft_config_for_transformers(config, model, None)
-    if config.target_parameters:
-        config.target_parameters = sorted(set(config.target_parameters) - {ROUTER_PARAMETER})

@@ -51,8 +51,33 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class HeadAdapter:
+    """LoRA on the output head: it adds ``scale * dropout(h) A^T B^T`` to ``h W^T``.
+
+    Attributes:
+        a: ``[R, H]``.
+        b: ``[V, R]``.
+        scale: Factor of the product.
+        dropout: Rate of the dropout on the hidden states.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """``[T, R]`` ``scale * dropout(h) A^T`` in at least float32, differentiable."""
+        dtype = torch.float64 if self.a.dtype == torch.float64 else torch.float32
+        dropped = nn.functional.dropout(hidden, self.dropout) if self.dropout else hidden
+        return nn.functional.linear(dropped.to(dtype), self.a.to(dtype)) * self.scale
+
+
+@dataclass(frozen=True)
 class OutputHead:
     """Map from hidden states to logits: ``softcap * tanh(scale * (h W^T + b) / softcap)``; without softcap, no tanh.
+
+    With an adapter, its product is added to ``h W^T``.
 
     Attributes:
         weight: ``[V, H]``.
@@ -61,6 +86,7 @@ class OutputHead:
         softcap: Bound of the logits, or None.
         adds_in_place: Whether a backward may add the weight's gradient to ``weight.grad`` itself, invisibly to
             autograd; valid with ``torch.autograd.backward`` only.
+        adapter: LoRA on the head, or None.
     """
 
     weight: Tensor
@@ -68,6 +94,13 @@ class OutputHead:
     scale: float = 1.0
     softcap: float | None = None
     adds_in_place: bool = False
+    adapter: HeadAdapter | None = None
+
+    def operands(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """States and weights in turns, whose products ``states [T, ...] @ weight [V, ...]^T`` are to be added."""
+        if self.adapter is None:
+            return hidden, self.weight
+        return hidden, self.weight, self.adapter.inner(hidden), self.adapter.b
 
     def transform(self, logits: Tensor) -> Tensor:
         """Apply scale and softcap to ``h W^T + b``, elementwise."""
@@ -169,8 +202,13 @@ class SplitModel:
         ).last_hidden_state
         return packed[0]
 
-    def output_head(self) -> OutputHead:
-        """The output head with the model's current weights; only within :meth:`compute`, where they are whole."""
+    def output_head(self, adapter: str | None = None, *, dropout: float = 0.0) -> OutputHead:
+        """The output head with the model's current weights; only within :meth:`compute`, where they are whole.
+
+        Args:
+            adapter: The peft adapter whose product is added if it is on the head too.
+            dropout: Rate of dropout within the adapter.
+        """
         if not self._computing:
             raise RuntimeError("the output head's weight may be sharded: use it within SplitModel.compute")
         config = self.model.config.get_text_config()
@@ -182,7 +220,11 @@ class SplitModel:
         # The CPU multiplies in float32 anyway; a GPU is many times faster in bfloat16.
         weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
         bias, in_place = getattr(linear, "bias", None), self.placement.adds_in_place(weight)
-        return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place)
+        added = None
+        pair = getattr(linear, "pairs", {}).get(adapter)
+        if pair is not None:
+            added = HeadAdapter(pair.a, pair.b, pair.scale, dropout)
+        return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place, added)
 
     def activate(
         self,

@@ -2,9 +2,9 @@
 
 Each base model has one ``vllm.LLMEngine`` in this process. A LoRA run's adapter is pushed to it when a sample is
 requested and the weights have changed since the last push, through a folder in memory (``/dev/shm``). The local sampler
-takes what vLLM cannot do with the same meaning: runs that train all weights, ranks above ``max_rank``, requests to be
-computed alone, streams, schemas, and whatever truncates or changes the distribution, for which vLLM returns
-log-probabilities of the changed one.
+takes what vLLM cannot do with the same meaning: runs that train all weights, adapters on the output head, ranks above
+``max_rank``, requests to be computed alone, streams, schemas, and whatever truncates or changes the distribution, for
+which vLLM returns log-probabilities of the changed one.
 
 This is written against the documented interface of vLLM >= 0.11 and tested with a stand-in for it. It has not run with
 the real vLLM, which needs a GPU. The random numbers are vLLM's own, so a seed gives other samples than the local
@@ -126,7 +126,11 @@ class VllmSampler:
             return False
         name = policy.facts.name
         shared = self._pool.is_loaded(name) and self._pool.get(name) is policy.split_model
-        rank = _rank(policy) if isinstance(policy, LoraPolicy) else 0
+        rank = 0
+        if isinstance(policy, LoraPolicy):
+            rank = _rank(policy)
+            if policy.compute(policy.output_head).adapter is not None:  # vLLM applies none to a tied output head
+                return False
         return shared and rank <= self._max_rank and (isinstance(policy, LoraPolicy) or type(policy) is Policy)
 
     def _of(self, policy: Policy, *, has_tokenizer: bool) -> _Served:

@@ -14,6 +14,7 @@ The backward pass recomputes each chunk's logits. The teacher gets no gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
-from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits
+from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 
 
 def score_divergence(
@@ -43,7 +44,7 @@ def score_divergence(
     """
     request = _Request(head, teacher_head, beta, temperature, max(1, chunk_elements // len(head.weight)))
     divergence: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, teacher_hidden.detach(), request
+        request, teacher_hidden.detach(), head.bias, *head.operands(hidden)
     )
     return divergence
 
@@ -59,42 +60,44 @@ class _Request:
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher_hidden: Tensor, request: _Request
-    ) -> Tensor:
-        product, of_teacher = HeadProduct(weight), HeadProduct(request.teacher.weight)
+    def forward(ctx: Any, request: _Request, teacher_hidden: Tensor, bias: Tensor | None, *operands: Tensor) -> Tensor:
+        product, teacher = HeadProduct(operands[1::2]), request.teacher.operands(teacher_hidden)
+        of_teacher, hidden = HeadProduct(teacher[1::2]), operands[0]
         result = hidden.new_empty(len(hidden), dtype=product.dtype)
         for start in range(0, len(hidden), request.chunk):
             part = slice(start, start + request.chunk)
-            student = head_logits(product, hidden[part], bias, request.head, request.temperature)[0].log_softmax(-1)
-            teacher = _teacher(of_teacher, teacher_hidden[part], request, product.dtype)
+            states = parts(operands[::2], part)
+            student = head_logits(product, states, bias, request.head, request.temperature)[0].log_softmax(-1)
+            taught = _teacher(of_teacher, parts(teacher[::2], part), request, product.dtype)
             if request.beta == 0:
-                result[part] = _kl(teacher, student)
+                result[part] = _kl(taught, student)
             elif request.beta == 1:
-                result[part] = _kl(student, teacher)
+                result[part] = _kl(student, taught)
             else:
-                mixture = _mixture(student, teacher, request.beta)
-                result[part] = request.beta * _kl(teacher, mixture) + (1 - request.beta) * _kl(student, mixture)
-        ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
+                mixture = _mixture(student, taught, request.beta)
+                result[part] = request.beta * _kl(taught, mixture) + (1 - request.beta) * _kl(student, mixture)
+        ctx.save_for_backward(teacher_hidden, bias, *operands)
         ctx.request = request
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_divergence: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, teacher_hidden = ctx.saved_tensors
+        teacher_hidden, bias, *operands = ctx.saved_tensors
         request: _Request = ctx.request
-        product, of_teacher = HeadProduct(weight), HeadProduct(request.teacher.weight)
-        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad)
-        for start in range(0, len(hidden), request.chunk):
+        product, teacher = HeadProduct(operands[1::2]), request.teacher.operands(teacher_hidden)
+        of_teacher = HeadProduct(teacher[1::2])
+        gradients = HeadGradients(product, operands, bias, ctx.needs_input_grad[2:])
+        for start in range(0, len(teacher_hidden), request.chunk):
             part = slice(start, start + request.chunk)
-            logits, capped = head_logits(product, hidden[part], bias, request.head, request.temperature)
+            states = parts(operands[::2], part)
+            logits, capped = head_logits(product, states, bias, request.head, request.temperature)
             student = logits.log_softmax(-1)
-            teacher = _teacher(of_teacher, teacher_hidden[part], request, product.dtype)
+            taught = _teacher(of_teacher, parts(teacher[::2], part), request, product.dtype)
             if request.beta == 0:
-                grad = student.exp() - teacher.exp()
+                grad = student.exp() - taught.exp()
             else:
-                other = teacher if request.beta == 1 else _mixture(student, teacher, request.beta)
+                other = taught if request.beta == 1 else _mixture(student, taught, request.beta)
                 probability, difference = student.exp(), student - other
                 mean = torch.linalg.vecdot(probability, difference)
                 grad = probability * (difference - mean[:, None])
@@ -102,10 +105,10 @@ class _Divergence(torch.autograd.Function):
                     grad *= 1 - request.beta
             grad *= grad_divergence[part, None]
             gradients.add(part, grad, capped, request.head, request.temperature)
-        return *gradients.results(), None, None
+        return None, None, *gradients.results()
 
 
-def _teacher(product: HeadProduct, states: Tensor, request: _Request, dtype: torch.dtype) -> Tensor:
+def _teacher(product: HeadProduct, states: Sequence[Tensor], request: _Request, dtype: torch.dtype) -> Tensor:
     head = request.teacher
     return head_logits(product, states, head.bias, head, request.temperature)[0].log_softmax(-1).to(dtype)
 

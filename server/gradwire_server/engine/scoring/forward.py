@@ -105,7 +105,7 @@ class Reading:
             hidden = self.policy.hidden(
                 batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
             )
-            return self.scores(hidden, teacher_states)
+            return self.scores(hidden, teacher_states, training=training)
 
         with suited_threads(self.policy.device, len(batch.input_ids), sizes):
             return self.with_weights(compute)
@@ -130,10 +130,10 @@ class Reading:
                 batch.input_ids, batch.lengths, self.places["read"], group_sizes=batch.group_sizes
             )
 
-    def scores(self, hidden: Tensor, teacher_states: Tensor | None) -> dict[str, Tensor]:
+    def scores(self, hidden: Tensor, teacher_states: Tensor | None, *, training: bool = False) -> dict[str, Tensor]:
         """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's.
 
-        Call it within :meth:`with_weights`.
+        Call it within :meth:`with_weights`. With ``training`` an adapter on the output head applies its dropout.
         """
         wanted = set(self.names)
         read, own, last = hidden.split([len(positions) for positions in self.places.values()])
@@ -144,7 +144,7 @@ class Reading:
                 ids = torch.cat([ids, self.batch["candidates"]], dim=1)
             found = score_tokens(
                 read,
-                self.policy.output_head(),
+                self.policy.output_head(training=training),
                 sent(ids, hidden.device),
                 temperature=self.temperature,
                 entropy="entropy" in wanted,
@@ -165,7 +165,7 @@ class Reading:
         if self.teacher is not None and teacher_states is not None:
             scores["divergence"] = score_divergence(
                 read,
-                self.policy.output_head(),
+                self.policy.output_head(training=training),
                 teacher_states.to(hidden.device),
                 self.teacher.policy.output_head(),
                 beta=self.teacher.beta,

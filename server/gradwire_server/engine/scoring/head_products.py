@@ -1,12 +1,15 @@
-"""Products with the output weight, and the gradients through them.
+"""Products with the output head's weights, and the gradients through them.
 
-Legend: ``C`` places of a chunk, ``H`` hidden size, ``V`` vocabulary, or the part of it that a tile covers. Sums are in
-float32 (float64 for float64 inputs) whatever the weights' dtype.
+Logits before scale and bias are a sum of products of *states* ``[C, ...]`` with a transposed *weight* ``[V, ...]``: the
+hidden states with the output weight and, if LoRA is on the output head, their product with its ``A`` with its ``B``
+(:meth:`.split_model.OutputHead.operands`).
+
+Legend: ``C`` places of a chunk, ``H`` width of the states, ``V`` vocabulary, or the part of it that a tile covers. Sums
+are in float32 (float64 for float64 inputs) whatever the weights' dtype.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -26,7 +29,7 @@ WHOLE = slice(None)
 
 def head_logits(
     product: HeadProduct,
-    states: Tensor,
+    states: Sequence[Tensor],
     bias: Tensor | None,
     head: OutputHead,
     temperature: float,
@@ -35,6 +38,7 @@ def head_logits(
     """``[C, V]`` logits over the temperature, and tanh of the soft cap's argument if there is a soft cap.
 
     Args:
+        states: States of ``C`` places for each weight of the product.
         place: Tensor to write the logits to; with a soft cap or mixed precision the result is another tensor.
     """
     logits = product.by_transpose(states, place)
@@ -47,35 +51,47 @@ def head_logits(
     return (logits if factor == 1.0 else logits.mul_(factor)), None
 
 
+def parts(states: Sequence[Tensor], part: slice) -> list[Tensor]:
+    """Some places of each of the states."""
+    return [each[part] for each in states]
+
+
 class HeadGradients:
-    """Required gradients of hidden states, output weight and bias, summed chunk by chunk.
+    """Required gradients of bias, states and weights, summed chunk by chunk.
 
     Args:
-        holder: The weight as a parameter. If it has the precision of the products, its ``grad`` takes the gradient
-            directly: with a vocabulary of 100,000 or more, a second such tensor would dominate a step's peak memory.
+        operands: States and weights in turns.
+        needed: Whether the gradient of the bias is required, and of each operand.
+        holder: The output weight as a parameter. If it has the precision of the products, its ``grad`` takes the
+            gradient directly: with a vocabulary of 100,000 or more, a second such tensor would dominate a step's peak
+            memory.
     """
 
     def __init__(
         self,
         product: HeadProduct,
-        hidden: Tensor,
-        weight: Tensor,
+        operands: Sequence[Tensor],
         bias: Tensor | None,
         needed: Sequence[bool],
         holder: Tensor | None = None,
     ) -> None:
-        self._product, self._hidden = product, hidden
-        self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        self._of_hidden = torch.zeros_like(hidden, dtype=product.dtype) if needed[0] else None
-        self._of_weight = None
-        self._held = holder is not None and needed[1] and holder.dtype == product.dtype
-        if holder is not None and self._held:
-            if holder.grad is None:
-                holder.grad = torch.zeros_like(holder)
-            self._of_weight = holder.grad
-        elif needed[1]:
-            self._of_weight = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device)
-        self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[2] else None
+        self._product, self._operands, self._bias = product, operands, bias
+        self._of_states = [
+            torch.zeros_like(each, dtype=product.dtype) if need else None
+            for each, need in zip(operands[::2], needed[1::2], strict=True)
+        ]
+        self._held = holder is not None and needed[2] and holder.dtype == product.dtype
+        self._of_weights: list[Tensor | None] = []
+        for weight, need in zip(operands[1::2], needed[2::2], strict=True):
+            if holder is not None and self._held and not self._of_weights:
+                if holder.grad is None:
+                    holder.grad = torch.zeros_like(holder)
+                self._of_weights.append(holder.grad)
+            else:
+                zeros = torch.zeros(weight.shape, dtype=product.dtype, device=weight.device) if need else None
+                self._of_weights.append(zeros)
+        weight = operands[1]
+        self._of_bias = torch.zeros(len(weight), dtype=product.dtype, device=weight.device) if needed[0] else None
 
     def add(
         self,
@@ -87,30 +103,60 @@ class HeadGradients:
         vocabulary: slice = WHOLE,
     ) -> None:
         """Add a chunk's share, given the gradient ``[C, V]`` in its logits from :func:`head_logits`; overwrites it."""
-        product = self._product.part(vocabulary)
         if capped is not None:
             grad.mul_(1.0 - capped.square())
         factor = head.scale / temperature
         if factor != 1.0:
             grad.mul_(factor)
-        if self._of_hidden is not None:
-            self._of_hidden[part] += product.by_weight(grad)
-        if self._of_weight is not None:
-            product.add_outer(self._of_weight[vocabulary], grad, self._hidden[part])
+        factors = self._product.part(vocabulary).factors
+        for each, of_states, of_weight, states in zip(
+            factors, self._of_states, self._of_weights, self._operands[::2], strict=True
+        ):
+            if of_states is not None:
+                of_states[part] += each.by_weight(grad)
+            if of_weight is not None:
+                each.add_outer(of_weight[vocabulary], grad, states[part])
         if self._of_bias is not None:
             self._of_bias[vocabulary] += grad.sum(dim=0)
 
-    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        hidden, weight, bias = self._dtypes
-        return (
-            None if self._of_hidden is None else self._of_hidden.to(hidden),
-            None if self._of_weight is None or self._held else self._of_weight.to(weight),
-            None if self._of_bias is None or bias is None else self._of_bias.to(bias),
-        )
+    def results(self) -> tuple[Tensor | None, ...]:
+        """The gradients of the bias and of each operand; None where it is not required or was added in place."""
+        bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        found: list[Tensor | None] = []
+        for of_states, of_weight in zip(self._of_states, self._of_weights, strict=True):
+            states, weight = self._operands[len(found)], self._operands[len(found) + 1]
+            held = self._held and not found
+            found.append(None if of_states is None else of_states.to(states.dtype))
+            found.append(None if of_weight is None or held else of_weight.to(weight.dtype))
+        return bias, *found
 
 
 class HeadProduct:
-    """Products with the output weight that accumulate in, and return, at least float32.
+    """The sum of the products of states with the transposed weights.
+
+    Attributes:
+        factors: The product with each weight.
+        dtype: Dtype of the results.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.factors = [WeightProduct(weight) for weight in weights]
+        self.dtype = self.factors[0].dtype
+
+    def part(self, vocabulary: slice) -> HeadProduct:
+        """The products with some rows of the weights."""
+        return self if vocabulary == WHOLE else HeadProduct([each.weight[vocabulary] for each in self.factors])
+
+    def by_transpose(self, states: Sequence[Tensor], place: Tensor | None = None) -> Tensor:
+        """Sum of the products with the transposed weights: ``[C, H]`` each ``-> [C, V]``."""
+        total = self.factors[0].by_transpose(states[0], place)
+        for factor, own in zip(self.factors[1:], states[1:], strict=True):
+            factor.add_by_transpose(total, own)
+        return total
+
+
+class WeightProduct:
+    """Products with one weight that accumulate in, and return, at least float32.
 
     GPUs multiply low-precision operands this way without widening them; on a CPU the weight is widened once.
     """
@@ -120,14 +166,6 @@ class HeadProduct:
         self.mixed = weight.device.type != "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
         self.weight = weight if self.mixed else weight.to(self.dtype)
 
-    def part(self, vocabulary: slice) -> HeadProduct:
-        """The products with some rows of the weight."""
-        if vocabulary == WHOLE:
-            return self
-        some = copy.copy(self)
-        some.weight = self.weight[vocabulary]
-        return some
-
     def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:
         """Product with the transposed weight: ``[C, H] -> [C, V]``."""
         if self.mixed:
@@ -135,6 +173,13 @@ class HeadProduct:
         if place is None:
             return states.to(self.dtype) @ self.weight.T
         return torch.mm(states.to(self.dtype), self.weight.T, out=place)
+
+    def add_by_transpose(self, total: Tensor, states: Tensor) -> None:
+        """Add the product with the transposed weight to ``total [C, V]``."""
+        if self.mixed:
+            total += self.by_transpose(states)
+        else:
+            total.addmm_(states.to(self.dtype), self.weight.T)
 
     def by_weight(self, grad: Tensor) -> Tensor:
         """Product with the weight: ``[C, V] -> [C, H]``."""

@@ -16,6 +16,7 @@ few enough to keep.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
-from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits
+from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 from gradwire_server.engine.scoring.vocabulary_tiles import ScoreRequest, ScoreTiles
 
 FEWEST_PLACES = 256
@@ -83,20 +84,22 @@ def score_tokens(
         head, temperature, entropy, mean_logprobs, collision, correct, keeps, max(places, 1), max(vocabulary, 1)
     )
     compute = ScoreTiles if tiled else _ScoreTokens
-    return TokenScores(*compute.apply(hidden, head.weight, head.bias, ids, request))  # type: ignore[no-untyped-call]
+    return TokenScores(*compute.apply(request, ids, head.bias, *head.operands(hidden)))  # type: ignore[no-untyped-call]
 
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:
     """``[T, V]`` logits over the temperature of a few states ``[T, H]``, for the sampler; no gradient."""
-    return head_logits(HeadProduct(head.weight), hidden, head.bias, head, temperature)[0]
+    operands = head.operands(hidden)
+    return head_logits(HeadProduct(operands[1::2]), operands[::2], head.bias, head, temperature)[0]
 
 
 class _ScoreTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: ScoreRequest
+        ctx: Any, request: ScoreRequest, ids: Tensor, bias: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        product = HeadProduct(weight)
+        product = HeadProduct(operands[1::2])
+        hidden, weight = operands[:2]
         count = len(ids)
 
         def room(wanted: bool) -> Tensor:
@@ -109,7 +112,7 @@ class _ScoreTokens(torch.autograd.Function):
         for start in range(0, count, request.places):
             part = slice(start, start + request.places)
             place = kept[part] if request.keeps else None
-            log_p, _ = _log_probabilities(product, hidden[part], bias, request, place)
+            log_p, _ = _log_probabilities(product, parts(operands[::2], part), bias, request, place)
             chosen = log_p.gather(1, ids[part])
             logprobs[part] = chosen
             if request.correct:
@@ -122,7 +125,7 @@ class _ScoreTokens(torch.autograd.Function):
                     entropy[part] = -torch.linalg.vecdot(p, log_p)
                 if request.collision:
                     collision[part] = torch.linalg.vecdot(p, p).log()
-        ctx.save_for_backward(hidden, weight, bias, ids, entropy, kept)
+        ctx.save_for_backward(ids, entropy, kept, bias, *operands)
         ctx.request = request
         ctx.mark_non_differentiable(
             correct, collision, *([] if request.entropy else [entropy]), *([] if request.mean else [mean])
@@ -134,12 +137,12 @@ class _ScoreTokens(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, entropy, kept = ctx.saved_tensors
+        ids, entropy, kept, bias, *operands = ctx.saved_tensors
         request: ScoreRequest = ctx.request
-        product = HeadProduct(weight)
+        product, weight = HeadProduct(operands[1::2]), operands[1]
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.head.adds_in_place else None
-        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad, holder)
+        gradients = HeadGradients(product, operands, bias, ctx.needs_input_grad[2:], holder)
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
             of_p = of_p + grad_mean
@@ -149,7 +152,7 @@ class _ScoreTokens(torch.autograd.Function):
                 log_p, capped = kept[part], None
                 p = log_p.exp()
             else:
-                log_p, capped = _log_probabilities(product, hidden[part], bias, request)
+                log_p, capped = _log_probabilities(product, parts(operands[::2], part), bias, request)
                 p = log_p.exp() if request.entropy else log_p.exp_()
             if request.entropy:
                 grad = (log_p + entropy[part, None]) if request.keeps else log_p.add_(entropy[part, None])
@@ -160,13 +163,17 @@ class _ScoreTokens(torch.autograd.Function):
                 grad += grad_mean[part, None] / len(weight)
             grad.scatter_add_(1, ids[part], grad_logprobs[part])
             gradients.add(part, grad, capped, request.head, request.temperature)
-        return *gradients.results(), None, None
+        return None, None, *gradients.results()
 
 
 def _log_probabilities(
-    product: HeadProduct, states: Tensor, bias: Tensor | None, request: ScoreRequest, place: Tensor | None = None
+    product: HeadProduct,
+    states: Sequence[Tensor],
+    bias: Tensor | None,
+    request: ScoreRequest,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``[C, V]`` log-probabilities for ``[C, H]`` states, in ``place`` if given, and :func:`head_logits`' second."""
+    """``[C, V]`` log-probabilities for states of ``C`` places, in ``place`` if given; :func:`head_logits`' second."""
     logits, capped = head_logits(product, states, bias, request.head, request.temperature, place)
     if logits.is_cuda:
         return torch.log_softmax(logits, dim=-1, out=place), capped

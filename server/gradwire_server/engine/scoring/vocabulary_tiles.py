@@ -9,7 +9,7 @@ in the forward pass and twice in the backward pass, however few logits are in me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire_server.engine.model.split_model import OutputHead
-from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits
+from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,16 @@ class ScoreTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, request: ScoreRequest
+        ctx: Any, request: ScoreRequest, ids: Tensor, bias: Tensor | None, *operands: Tensor
     ) -> tuple[Tensor, ...]:
-        product = HeadProduct(weight)
+        product = HeadProduct(operands[1::2])
+        hidden, weight = operands[:2]
         kept: list[Tensor] = []
         sums = []
         for part in _slices(len(ids), request.places):
             running = _RunningSoftmax(hidden[part], ids[part], product.dtype, request)
             for vocabulary in _slices(len(weight), request.vocabulary):
-                logits, _ = _tile(product, hidden[part], bias, vocabulary, request)
+                logits, _ = _tile(product, parts(operands[::2], part), bias, vocabulary, request)
                 if request.keeps:
                     kept.append(logits)
                 running.add(logits, vocabulary)
@@ -74,7 +75,8 @@ class ScoreTiles(torch.autograd.Function):
         if request.collision:
             collision = torch.cat([each.squares for each in sums]).log() - 2 * log_sum
         correct = (chosen[:, 0] >= top) if request.correct else empty.bool()
-        ctx.save_for_backward(hidden, weight, bias, ids, entropy, top, log_sum, *kept)
+        ctx.save_for_backward(ids, entropy, top, log_sum, bias, *operands, *kept)
+        ctx.operands = len(operands)
         ctx.request = request
         ctx.mark_non_differentiable(
             correct, collision, *([] if request.entropy else [entropy]), *([] if request.mean else [mean])
@@ -86,12 +88,13 @@ class ScoreTiles(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_mean: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, entropy, top, log_sum, *kept = ctx.saved_tensors
+        ids, entropy, top, log_sum, bias, *rest = ctx.saved_tensors
+        operands, kept = rest[: ctx.operands], rest[ctx.operands :]
         request: ScoreRequest = ctx.request
-        product = HeadProduct(weight)
+        product, weight = HeadProduct(operands[1::2]), operands[1]
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.head.adds_in_place else None
-        gradients = HeadGradients(product, hidden, weight, bias, ctx.needs_input_grad, holder)
+        gradients = HeadGradients(product, operands, bias, ctx.needs_input_grad[2:], holder)
         of_p = grad_logprobs.sum(dim=1)
         if request.mean:
             of_p = of_p + grad_mean
@@ -102,7 +105,7 @@ class ScoreTiles(torch.autograd.Function):
                     logits, capped = next(tiles), None
                     shifted = logits - top[part, None]
                 else:
-                    logits, capped = _tile(product, hidden[part], bias, vocabulary, request)
+                    logits, capped = _tile(product, parts(operands[::2], part), bias, vocabulary, request)
                     shifted = logits.sub_(top[part, None])
                 if request.entropy:
                     log_p = shifted.sub_(log_sum[part, None])
@@ -116,7 +119,7 @@ class ScoreTiles(torch.autograd.Function):
                 column, inside = _columns(ids[part], vocabulary)
                 grad.scatter_add_(1, column, grad_logprobs[part] * inside)
                 gradients.add(part, grad, capped, request.head, request.temperature, vocabulary)
-        return *gradients.results(), None, None
+        return None, None, *gradients.results()
 
 
 class _RunningSoftmax:
@@ -158,7 +161,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _tile(
-    product: HeadProduct, states: Tensor, bias: Tensor | None, vocabulary: slice, request: ScoreRequest
+    product: HeadProduct, states: Sequence[Tensor], bias: Tensor | None, vocabulary: slice, request: ScoreRequest
 ) -> tuple[Tensor, Tensor | None]:
     some = None if bias is None else bias[vocabulary]
     return head_logits(product.part(vocabulary), states, some, request.head, request.temperature)

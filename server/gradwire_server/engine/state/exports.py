@@ -6,19 +6,20 @@ import copy
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gradwire_proto.v1 import training_pb2
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import save_head
+from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.placement import whole_tensors
-from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy, lora_config
+from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.split_model import ModelFacts
 from gradwire_server.engine.scoring.token_scores import token_logits
@@ -111,12 +112,15 @@ def save_adapter(policy: LoraPolicy, folder: Path) -> None:
 def _merged(pool: ModelPool, run: EngineRun) -> PreTrainedModel:
     """Load a copy of the base model and merge the run's adapter into its weights."""
     base = pool.load(run.config.base_model).model
-    merged = PeftModel(base, lora_config(base, run.config.lora), adapter_name="merged", autocast_adapter_dtype=False)
+    config = lora_config(base, run.config.lora)
+    with only_the_head_of_tied():
+        merged = PeftModel(base, config, adapter_name="merged", autocast_adapter_dtype=False)
     weights = whole_tensors(_without_head(run.policy))
     state = {f"{PREFIX}{name}": value for name, value in weights.items()}
     loaded: Any = set_peft_model_state_dict(merged, state, "merged")
     if unknown := loaded.unexpected_keys:
         raise ValueError(f"peft does not know {len(unknown)} tensors of the adapter, first {unknown[0]}")
+    _untie(base)
     model: PreTrainedModel = merged.merge_and_unload(adapter_names=["merged"])
     return model
 
@@ -133,6 +137,17 @@ def _logprob_difference(policy: Policy, merged: PreTrainedModel) -> float:
     own = merged(input_ids=ids[None].to(merged.device), use_cache=False).logits[0].float().log_softmax(dim=-1)
     difference = (served[:-1] - own[:-1].to(served.device)).gather(1, ids[1:, None].to(served.device))
     return difference.abs().max().item() if count > 1 else 0.0
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give an output head with an adapter a weight of its own, as merging into the embedding's would change that."""
+    head: Any = model.get_output_embeddings()
+    layer = getattr(head, "base_layer", head)
+    if layer is head or layer.weight is not cast(Any, model.get_input_embeddings()).weight:
+        return
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _without_head(policy: Policy) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from gradwire_proto.v1 import engine_pb2, training_pb2
 from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.policy import lora_config
+from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import machine_memory
 from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
@@ -139,7 +139,7 @@ def _counted(pool: ModelPool, name: str, target_modules: tuple[str, ...]) -> int
     model = pool.meta_model(name)
     settings = training_pb2.LoraSettings(rank=1, target_modules=target_modules)
     try:
-        with preserved_rng():
+        with preserved_rng(), only_the_head_of_tied():
             adapted = get_peft_model(model, lora_config(model, settings), autocast_adapter_dtype=False)
     except ValueError:
         return 0

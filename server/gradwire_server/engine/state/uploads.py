@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.policy import lora_config
+from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
+from gradwire_server.engine.model.placement import whole
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.checkpoints import write_checkpoint
 from gradwire_server.engine.state.exports import PREFIX
@@ -26,6 +27,8 @@ from gradwire_server.engine.state.snapshot import WEIGHTS
 
 ADAPTER, MODEL = "adapter", "model"
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+BASE_WEIGHT = ".base_layer.weight"
+"""End of the name of a base weight, which peft saves with an adapter on the output head or the embedding."""
 TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights"}
 """Settings of peft that are taken over or checked."""
 WITHOUT_EFFECT = {
@@ -72,7 +75,7 @@ def import_upload(pool: ModelPool, folder: Path, upload: pb.Upload) -> None:
     """
     files = folder / "files"
     with preserved_rng():
-        tensors = _adapter_tensors(files, upload) if upload.kind == ADAPTER else _model_tensors(files, upload)
+        tensors = _adapter_tensors(pool, files, upload) if upload.kind == ADAPTER else _model_tensors(files, upload)
     config = pb.RunConfig(base_model=upload.base_model, from_upload=upload.upload_id)
     if upload.HasField("lora"):
         config.lora.CopyFrom(upload.lora)
@@ -131,7 +134,7 @@ def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensor
         raise invalid(f"the adapter's tensor {strange[0]!r} is not named as peft names them: {PREFIX}...", "path")
     model = pool.meta_model(base)
     modules = {name for name, _ in model.named_modules()}
-    given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items()}
+    given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items() if not name.endswith(BASE_WEIGHT)}
     lacking = sorted({module for name in given if (module := _module(name)) not in modules})
     if lacking:
         raise invalid(f"the base model {base!r} has no module {_some(lacking)}, which the adapter changes", "path")
@@ -141,7 +144,7 @@ def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensor
                 f"{ADAPTER_CONFIG}: the base model {base!r} has no module {target!r}, a target of the adapter", "path"
             )
     try:
-        with preserved_rng(), torch.device("meta"):
+        with preserved_rng(), only_the_head_of_tied(), torch.device("meta"):
             PeftModel(model, lora_config(model, settings), adapter_name="upload", autocast_adapter_dtype=False)
     except ValueError as error:
         raise invalid(f"the adapter does not fit the base model {base!r}: {error}", "path") from error
@@ -154,13 +157,26 @@ def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensor
     _compare(expected, given, f"an adapter of rank {settings.rank} on {where} of {base!r}")
 
 
-def _adapter_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
+def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in upload.files:
         if file.name.endswith(".safetensors"):
             loaded = load_file(files / file.name)
             found |= {name.removeprefix(PREFIX): tensor for name, tensor in loaded.items()}
+    for name in [name for name in found if name.endswith(BASE_WEIGHT)]:
+        _check_base_weight(pool, upload.base_model, name.removesuffix(BASE_WEIGHT), found.pop(name))
     return found
+
+
+def _check_base_weight(pool: ModelPool, base: str, module: str, given: Tensor) -> None:
+    """Check that a base model's weight within an adapter's file is the base model's, up to the rounding of bfloat16."""
+    own: Any = pool.get(base).model.get_submodule(module).weight
+    if given.shape != own.shape or not torch.allclose(given.float(), whole(own).float().cpu(), rtol=2**-7, atol=1e-6):
+        raise invalid(
+            f"the adapter's file holds a weight of {module!r} that is not that of the base model {base!r}: it was"
+            " trained or resized, and an adapter alone does not say so; upload the whole model instead",
+            "path",
+        )
 
 
 def _module(tensor: str) -> str:

@@ -135,7 +135,7 @@ def _scores_together(trainings: Sequence[Training]) -> list[dict[str, Tensor]]:
         policies = [cast(LoraPolicy, training.policy) for training in trainings]
         hidden = hidden_together(policies, [each.batch for each in trainings], [each.positions for each in readings])
         return [
-            reading.scores(states, teacher_states)
+            reading.scores(states, teacher_states, training=True)
             for reading, states, teacher_states in zip(readings, hidden, taught, strict=True)
         ]
 

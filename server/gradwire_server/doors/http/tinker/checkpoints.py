@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.models import UNEMBED, Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, ModelRecord, SavedRecord, TinkerStore
@@ -99,9 +99,10 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
         await models.admit(caller, request.tinker_path)
         models.checkpoint(caller, request.tinker_path)
         model = store.models[TinkerPath.read(request.tinker_path).model_id]
+        trained = core.runs.get(Caller(model.owner), model.run_id).config.lora.target_modules
         return {
-            "base_model": model.base_model, "is_lora": True, "lora_rank": model.rank, "train_unembed": False,
-            "train_mlp": model.train_mlp, "train_attn": model.train_attn,
+            "base_model": model.base_model, "is_lora": True, "lora_rank": model.rank,
+            "train_unembed": UNEMBED in trained, "train_mlp": model.train_mlp, "train_attn": model.train_attn,
         }  # fmt: skip
 
     @router.get("/sessions")

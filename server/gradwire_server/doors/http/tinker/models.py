@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+UNEMBED = "lm_head"
 PASSING_ERRORS = (pb.ERROR_CODE_ENGINE_UNAVAILABLE, pb.ERROR_CODE_SHUTTING_DOWN, pb.ERROR_CODE_STORAGE_FULL)
 
 
@@ -325,10 +326,11 @@ def writer_of(model: ModelRecord) -> str:
 
 
 def _modules(model: ModelRecord) -> list[str]:
-    """The modules of a new adapter; none stands for every linear layer but the output head."""
+    """The modules of a new adapter."""
+    unembed = (UNEMBED,) if model.train_unembed else ()
     if model.train_attn and model.train_mlp:
-        return []
-    return [*(ATTENTION if model.train_attn else ()), *(MLP if model.train_mlp else ())]
+        return ["all-linear", *unembed]
+    return [*(ATTENTION if model.train_attn else ()), *(MLP if model.train_mlp else ()), *unembed]
 
 
 def _settings(model: ModelRecord) -> tuple[object, ...]:

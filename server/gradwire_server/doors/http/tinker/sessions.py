@@ -26,9 +26,6 @@ CLIENT_CONFIG = {
 }
 """The SDK's flags. A batch is one request up to this size: several requests add up in the same way, and cost more."""
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
-HEAD_NOTE = (
-    "gradwire trains LoRA on every linear layer but the output head, with alpha 32; train_unembed is not followed"
-)
 
 
 class SessionRequest(BaseModel):
@@ -88,7 +85,7 @@ def routes(core: Core, store: TinkerStore, stopping: asyncio.Event) -> APIRouter
             user_metadata=request.user_metadata or {},
         )
         await store.put(store.sessions, record)
-        return {"type": "create_session", "session_id": record.session_id, "info_message": HEAD_NOTE}
+        return {"type": "create_session", "session_id": record.session_id}
 
     @router.post("/session_heartbeat")
     async def session_heartbeat(caller: CallerOf, request: SessionIdRequest) -> dict[str, str]:

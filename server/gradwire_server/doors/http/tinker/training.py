@@ -61,10 +61,9 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         _check_optimizer(request.optimizer_config)
         if request.lora_config is None:
             raise _invalid("give a lora_config: through this protocol models are trained with LoRA", "lora_config")
-        if not (request.lora_config.train_attn or request.lora_config.train_mlp):
-            message = "train_attn and train_mlp are off, and the output head is not trained here: nothing is left"
-            raise _invalid(message, "lora_config")
         lora = request.lora_config
+        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+            raise _invalid("train_attn, train_mlp and train_unembed are off: nothing is left to train", "lora_config")
         asked = ModelRecord(
             owner=caller.name,
             model_id=model_id_of(request.session_id, request.model_seq_id),

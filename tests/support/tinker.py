@@ -22,6 +22,7 @@ class HttpServer(Server):
 
     def __init__(self, model: Path, state_dir: Path, port: int, *args: str, name: str = "tiny") -> None:
         super().__init__(model, state_dir, "--http", f"127.0.0.1:{port}", *args, name=name)
+        self.model = model
         self.url = f"http://127.0.0.1:{port}"
 
 

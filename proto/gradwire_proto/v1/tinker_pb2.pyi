@@ -480,22 +480,28 @@ class SampleResponse(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     prompt_logprobs: _builtins.bytes
     """float32, NaN where there is none"""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledSequence]: ...
     @_builtins.property
     def top_prompt_logprobs(self) -> Global___TopLogprobs: ...
+    @_builtins.property
+    def target_prompt_logprobs(self) -> Global___InputTensor:
+        """shaped as the request's targets"""
+
     def __init__(
         self,
         *,
         sequences: _abc.Iterable[Global___SampledSequence] | None = ...,
         prompt_logprobs: _builtins.bytes | None = ...,
         top_prompt_logprobs: Global___TopLogprobs | None = ...,
+        target_prompt_logprobs: Global___InputTensor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -1122,7 +1122,7 @@ class LoraSettings(_message.Message):
     dropout: _builtins.float
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """empty: every linear layer but the output head"""
+        """"all-linear" (every linear layer but the output head; also if empty),"""
 
     def __init__(
         self,
@@ -2538,28 +2538,35 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class SampleRequest(_message.Message):
-    """The model: a model of the server, a checkpoint "RUN_ID/NAME", or "RUN_ID" for the weights that the run has now."""
+    """The model: a model of the server, a checkpoint "RUN_ID/NAME", or "RUN_ID" for the weights that the run has now.
+    prompt_candidates: with prompt_logprobs, K token ids for each token of a prompt but its first, one after another; their
+    log-probabilities in that place are returned too.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
     CALL_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_CANDIDATES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     @_builtins.property
     def call(self) -> Global___SampleCall: ...
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    @_builtins.property
+    def prompt_candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         call: Global___SampleCall | None = ...,
         prompt_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+        prompt_candidates: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "model", b"model", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "model", b"model", "prompt_candidates", b"prompt_candidates", "prompt_ids", b"prompt_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,6 +156,9 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     if request.call.prompt_logprobs and tokens > limits.max_batch_tokens:
         what = f"{tokens} tokens to score"
         return _limit(what, "max_batch_tokens", limits.max_batch_tokens, "prompt_ids")
+    cells = sum(len(candidates.ids) for candidates in request.prompt_candidates)
+    if cells > limits.max_batch_tokens:
+        return _limit(f"{cells} ids to score", "max_batch_tokens", limits.max_batch_tokens, "prompt_candidates")
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
         return _limit(what, "max_string_chars", limits.max_string_chars, "model")

@@ -14,7 +14,7 @@ from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
-from gradwire_server.engine.sampling.prompt_scores import PromptScores, score_prompts
+from gradwire_server.engine.sampling.prompt_scores import PromptScores, candidate_ids, score_prompts
 from gradwire_server.engine.sampling.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
 
@@ -107,7 +107,10 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
         policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
     seed = secrets.randbits(62)
-    return _begin(context, policy, asked.call, prompts, seed, alone=False, stream=request.streams)
+    candidates = [list(each.ids) for each in asked.prompt_candidates]
+    return _begin(
+        context, policy, asked.call, prompts, seed, alone=False, stream=request.streams, candidates=candidates
+    )
 
 
 def _begin(
@@ -118,6 +121,7 @@ def _begin(
     seed: int,
     alone: bool,
     stream: bool = False,
+    candidates: Sequence[Sequence[int]] = (),
 ) -> Started:
     params = SamplingParams.from_call(call, seed, stream=stream)
     tokenizer = context.tokenizer(policy.facts.name)
@@ -135,6 +139,9 @@ def _begin(
     if call.top_prompt_logprobs > policy.facts.vocab_size:
         message = f"top_prompt_logprobs is {call.top_prompt_logprobs} of {policy.facts.vocab_size} tokens"
         raise invalid(message, "top_prompt_logprobs")
+    if candidates and not call.prompt_logprobs:
+        raise invalid("prompt_candidates come with prompt_logprobs", "prompt_candidates")
+    wanted = candidate_ids(prompts, candidates, policy.facts.vocab_size) if candidates else None
     job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
     num_prompt_tokens = sum(map(len, prompts))
     if not call.prompt_logprobs:
@@ -145,6 +152,7 @@ def _begin(
             prompts,
             temperature=params.temperature or 1.0,
             top=call.top_prompt_logprobs,
+            candidates=wanted,
             budget=context.memory.most,
         )
     except BaseException:
@@ -159,4 +167,6 @@ def _prompt_columns(scores: PromptScores) -> dict[str, Column]:
     if scores.top is not None:
         ids, logprobs = scores.top
         columns |= {"prompt_top_token_ids": Column(ids, levels), "prompt_top_logprobs": Column(logprobs, levels)}
+    if scores.candidates is not None:
+        columns |= {"prompt_candidate_logprobs": Column(scores.candidates, levels)}
     return columns

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gradwire_losses.batch import Batch, sent
+from torch import Tensor
 
+from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
@@ -24,21 +26,47 @@ from gradwire_server.engine.threads import suited_threads
 class PromptScores:
     """Scores of prompts.
 
-    Legend: ``P`` prompts, ``T`` tokens of all of them but their first.
+    Legend: ``P`` prompts, ``T`` tokens of all of them but their first, ``K`` candidates in each place.
 
     Attributes:
         lengths: ``[P]`` scored tokens of each prompt, uint32.
         logprobs: ``[T]`` float32, in nats, given the tokens before.
         top: ``[T, k]`` the most probable tokens in each place, most probable first; None if none were wanted.
+        candidates: ``[T, K]`` float32 log-probabilities of given ids in each place; None if none were given.
     """
 
     lengths: npt.NDArray[np.uint32]
     logprobs: npt.NDArray[np.float32]
     top: TopTokens | None
+    candidates: npt.NDArray[np.float32] | None = None
+
+
+def candidate_ids(prompts: Sequence[Sequence[int]], given: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """``[T, K]`` ids to score in each place of all prompts, from those of each prompt, one after another.
+
+    Raises:
+        OperationError: INVALID_ARGUMENT.
+    """
+    places = [len(prompt) - 1 for prompt in prompts]
+    widths = {len(ids) // count for ids, count in zip(given, places, strict=False) if count > 0}
+    width = widths.pop() if len(widths) == 1 else 0
+    if len(given) != len(prompts) or any(len(ids) != width * n for ids, n in zip(given, places, strict=True)):
+        message = "prompt_candidates are equally many ids for each token of each prompt but its first"
+        raise invalid(message, "prompt_candidates")
+    ids = torch.tensor([token for each in given for token in each], dtype=torch.int64)
+    if len(ids) and int(ids.max()) >= vocab_size:
+        raise invalid(f"prompt_candidates has {int(ids.max())}; there are {vocab_size} tokens", "prompt_candidates")
+    return ids.view(sum(places), width)
 
 
 def score_prompts(
-    policy: Policy, prompts: Sequence[Sequence[int]], *, temperature: float = 1.0, top: int = 0, budget: Budget
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    top: int = 0,
+    candidates: Tensor | None = None,
+    budget: Budget,
 ) -> PromptScores:
     """Score prompts without gradients. If memory runs out, with half as many tokens at a time.
 
@@ -46,6 +74,7 @@ def score_prompts(
         prompts: Token ids, at least one a prompt.
         temperature: Divides the logits.
         top: Most probable tokens to return in each place.
+        candidates: ``[T, K]`` ids to score in each place.
         budget: Memory limits.
 
     Raises:
@@ -60,7 +89,7 @@ def score_prompts(
     longest = int(lengths.max())
 
     def attempt(budget: Budget) -> PromptScores:
-        return _scored(policy, batch, temperature, top, budget)
+        return _scored(policy, batch, temperature, top, candidates, budget)
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
@@ -74,10 +103,13 @@ def score_prompts(
         )
 
 
-def _scored(policy: Policy, batch: Batch, temperature: float, top: int, budget: Budget) -> PromptScores:
+def _scored(
+    policy: Policy, batch: Batch, temperature: float, top: int, candidates: Tensor | None, budget: Budget
+) -> PromptScores:
     logprobs = torch.zeros(batch.num_scored)
     top_ids = torch.zeros(batch.num_scored, top, dtype=torch.int32)
     top_logprobs = torch.zeros(batch.num_scored, top)
+    candidate_logprobs = None if candidates is None else torch.zeros(candidates.shape)
 
     def compute(micro: MicroBatch) -> None:
         part = micro.batch
@@ -89,6 +121,9 @@ def _scored(policy: Policy, batch: Batch, temperature: float, top: int, budget: 
             targets = sent(part.targets[among, None], log_p.device)
             places = micro.tokens[among]
             logprobs[places] = log_p.gather(1, targets)[:, 0].float().cpu()
+            if candidates is not None and candidate_logprobs is not None:
+                wanted = sent(candidates[places], log_p.device)
+                candidate_logprobs[places] = log_p.gather(1, wanted).float().cpu()
             if top:
                 values, ids = log_p.topk(top, dim=-1)
                 top_ids[places], top_logprobs[places] = ids.int().cpu(), values.float().cpu()
@@ -104,4 +139,5 @@ def _scored(policy: Policy, batch: Batch, temperature: float, top: int, budget: 
         lengths=(batch.lengths - 1).numpy().astype(np.uint32),
         logprobs=logprobs.numpy(),
         top=(top_ids.numpy(), top_logprobs.numpy()) if top else None,
+        candidates=None if candidate_logprobs is None else candidate_logprobs.numpy(),
     )

@@ -13,6 +13,7 @@ from gradwire_proto.codec import Column
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.doors.http.tinker.prompt_scores import top_message
 from gradwire_server.journal.entries import StoredResult
 
 Array = npt.NDArray[Any]
@@ -92,19 +93,18 @@ def step_output(result: pb.OptimStepResult) -> dict[str, Any]:
     return {"metrics": {name: value for name, value in metrics.items() if math.isfinite(value)}}
 
 
-def sample_output(stored: StoredResult, prompt_logprobs: Array | None = None) -> bytes:
-    """The result of ``asample``: the samples of its one prompt."""
+def add_samples(answer: tinker_pb2.SampleResponse, stored: StoredResult) -> None:
+    """Add the samples of one prompt to an answer."""
     columns: Mapping[str, Column] = codec.decode(list(stored.header.tensors), stored.payload)
     lengths = columns["token_ids"].levels[1]
     ends = np.cumsum(lengths)
-    answer = tinker_pb2.SampleResponse()
+    top_ids, top_logprobs = columns.get("top_token_ids"), columns.get("top_logprobs")
     for stop, end, length in zip(stored.header.sample.stop_reasons, ends, lengths, strict=True):
         part = slice(int(end - length), int(end))
-        answer.sequences.add(
+        sequence = answer.sequences.add(
             end=tinker_pb2.SAMPLE_END_LENGTH if stop == "length" else tinker_pb2.SAMPLE_END_STOP,
             tokens=columns["token_ids"].values[part].astype("<i4").tobytes(),
             logprobs=columns["logprobs"].values[part].astype("<f4").tobytes(),
         )
-    if prompt_logprobs is not None:
-        answer.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
-    return answer.SerializeToString(deterministic=True)
+        if top_ids is not None and top_logprobs is not None:
+            sequence.top_logprobs.CopyFrom(top_message(top_ids.values[part], top_logprobs.values[part]))

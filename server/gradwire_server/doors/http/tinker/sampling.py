@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter
-from gradwire_proto import codec
+from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel, Field
 
 from gradwire_server.access.calls import CallKind
-from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath, sampler_id_of
-from gradwire_server.doors.http.tinker.results import sample_output
+from gradwire_server.doors.http.tinker.prompt_scores import WantedScores, add_prompt_scores
+from gradwire_server.doors.http.tinker.results import add_samples
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
 from gradwire_server.errors import ServiceError, limit_exceeded
 
 MAX_NUMBER = 2**31
-Scores = npt.NDArray[np.float32]
 MAX_SAMPLE_NUMBER = 2**63
 StopId = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
@@ -78,7 +75,7 @@ class SampleSettings(BaseModel):
     top_p: float = Field(default=1.0, ge=0, le=1, allow_inf_nan=False)
 
 
-class AsampleRequest(BaseModel):
+class AsampleRequest(WantedScores):
     """A prompt to sample from."""
 
     sampling_session_id: str | None = None
@@ -86,11 +83,6 @@ class AsampleRequest(BaseModel):
     num_samples: int = Field(default=1, ge=1)
     prompt: PromptTokens
     sampling_params: SampleSettings = SampleSettings()
-    prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
 
@@ -140,18 +132,24 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         if request.num_samples > most:
             raise limit_exceeded(f"num_samples is {request.num_samples}", "max_samples", most, "num_samples")
         _check_served(request)
+        prompt = request.prompt.ids()
+        request.check(len(prompt), core.config.limits)
         asked = pb.SampleRequest(
             model=sampler.source, call=_call(request, _room(core, sampler, request)),
-            prompt_ids=[pb.TokenIds(ids=request.prompt.ids())],
+            prompt_ids=[pb.TokenIds(ids=prompt)],
         )  # fmt: skip
 
         async def work() -> bytes:
             async with core.calls.turn(caller.name, CallKind.SAMPLE):
-                scores = await _prompt_logprobs(core, caller, asked, request) if request.prompt_logprobs else None
-                return sample_output(await core.sample(caller, asked), scores)
+                answer = tinker_pb2.SampleResponse()
+                if request.wants_scores:
+                    await add_prompt_scores(answer, core, caller, asked.model, prompt, request)
+                add_samples(answer, await core.sample(caller, asked))
+                return answer.SerializeToString(deterministic=True)
 
         seq = request.seq_id
-        promise = samplers.ask(caller, sampler, seq, asked.SerializeToString(deterministic=True), work)
+        content = sampler.source + request.model_dump_json()
+        promise = samplers.ask(caller, sampler, seq, content.encode(), work)
         await asyncio.sleep(0)  # it begins, and is refused at once if too many wait
         if (refused := samplers.refused(sampler, seq)) is not None:
             raise refused
@@ -163,33 +161,12 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
 
 def _check_served(request: AsampleRequest) -> None:
     unserved = {
-        "topk_prompt_logprobs": request.topk_prompt_logprobs,
-        "topk_sample_logprobs": request.topk_sample_logprobs,
-        "target_prompt_logprobs": request.target_prompt_logprobs,
         "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
         "record_stability_info": request.record_stability_info,
     }
-    last, length = request.prompt_logprobs_last_n, sum(len(chunk.tokens or ()) for chunk in request.prompt.chunks)
-    if last is not None and not (request.prompt_logprobs and 1 <= last < max(length, 2)):
-        message = f"prompt_logprobs_last_n is {last}; it goes with prompt_logprobs, and is 1 to the prompt's tokens - 1"
-        raise _invalid(message, "prompt_logprobs_last_n")
     for name, value in unserved.items():
         if value:
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, f"{name} is not served by this server", field=name)
-
-
-async def _prompt_logprobs(core: Core, caller: Caller, asked: pb.SampleRequest, request: AsampleRequest) -> Scores:
-    """``[tokens of the prompt]`` log-probabilities; NaN for the first token, and for those that are not wanted."""
-    ids = asked.prompt_ids[0].ids
-    found = np.full(len(ids), np.nan, np.float32)
-    if len(ids) > 1:
-        call = pb.SampleCall(max_tokens=0, temperature=1.0, top_p=1.0, prompt_logprobs=True)
-        scoring = pb.SampleRequest(model=asked.model, call=call, prompt_ids=asked.prompt_ids)
-        scored = await core.sample(caller, scoring)
-        found[1:] = codec.decode(list(scored.header.tensors), scored.payload)["prompt_logprobs"].values
-    if request.prompt_logprobs_last_n is not None:
-        found[: -request.prompt_logprobs_last_n] = np.nan
-    return found
 
 
 def _room(core: Core, sampler: SamplerRecord, request: AsampleRequest) -> int:
@@ -205,6 +182,7 @@ def _call(request: AsampleRequest, room: int) -> pb.SampleCall:
     call = pb.SampleCall(
         n=request.num_samples, max_tokens=room if params.max_tokens is None else params.max_tokens,
         temperature=params.temperature, top_k=max(params.top_k, 0), top_p=params.top_p,
+        top_logprobs=request.topk_sample_logprobs,
     )  # fmt: skip
     if params.seed is not None:
         call.seed = params.seed % 2**64

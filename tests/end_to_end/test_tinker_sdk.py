@@ -11,15 +11,19 @@ import os
 import shutil
 import signal
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import gradwire
 import numpy as np
 import pytest
+import torch
+from peft import PeftModel
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker" / "bin" / "python"))
@@ -133,6 +137,35 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
     arguments = ("-m", "tinker.cli", "-f", "json", "checkpoint", "list")
     listed = json.loads(await asyncio.to_thread(_run, server, folder, *arguments))
     assert tinker["path"] in json.dumps(listed)
+
+
+def test_chunks_sent_in_parallel_or_in_turn_train_as_one_request_does(server: HttpServer, folder: Path) -> None:
+    program = Path(__file__).parents[1] / "tinker" / "chunks.py"
+    found = json.loads(_run(server, folder, str(program), MODEL).splitlines()[-1])
+    whole = np.array(found["whole"]["losses"])
+    assert found["whole"]["operations"] == 3 * (1 + 1) and (whole[1:] < whole[:-1]).all()
+    for way in ("in turn", "parallel"):
+        assert found[way]["operations"] == 3 * (5 + 1)  # nine rows, two a request
+        np.testing.assert_allclose(found[way]["losses"], whole, rtol=1e-5)
+
+
+def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path, tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "tinker" / "download.py"
+    found = json.loads(_run(server, folder, str(program), MODEL, str(tmp_path / "recipe")).splitlines()[-1])
+    command = ("-m", "tinker.cli", "checkpoint", "download", found["path"], "-o", str(tmp_path / "command"))
+    _run(server, folder, *command)
+    base = AutoModelForCausalLM.from_pretrained(folder / MODEL)
+    ids = torch.tensor([found["ids"]])
+    for adapter in [file.parent for file in tmp_path.rglob("adapter_config.json")]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            model = PeftModel.from_pretrained(base, str(adapter)).eval()
+        with torch.no_grad():
+            log_p = model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+        theirs = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found["logprobs"], theirs, atol=1e-5)
+        model.unload()
+    assert len(list(tmp_path.rglob("adapter_config.json"))) == 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

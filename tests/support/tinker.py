@@ -48,6 +48,12 @@ def sparse(values: Any) -> pb.InputTensor:
     return pb.InputTensor(sparse=encoded, dtype=dense.dtype, shape=dense.shape)
 
 
+def datum(seed: int = 0, length: int = 8, **fields: Any) -> dict[str, Any]:
+    """A datum for cross_entropy, of random tokens."""
+    ids = np.random.default_rng(seed).integers(1, 99, length + 1)
+    return {"tokens": ids[:-1], "target_tokens": ids[1:], "weights": np.ones(length)} | fields
+
+
 def forward_backward(
     model_id: str, seq: int, data: Data, loss: str = "cross_entropy", *, forward: bool = False, **config: float
 ) -> bytes:
@@ -56,11 +62,11 @@ def forward_backward(
     for name, value in config.items():
         request.config_values[name].number = value
     for datum in data:
-        row = request.data.add()
-        row.model_input.add().encoded_text.tokens = np.asarray(datum["tokens"], np.int32).tobytes()
+        added = request.data.add()
+        added.model_input.add().encoded_text.tokens = np.asarray(datum["tokens"], np.int32).tobytes()
         for name, value in datum.items():
             if name != "tokens":
-                row.loss_fn_inputs[name].CopyFrom(value if isinstance(value, pb.InputTensor) else tensor(value))
+                added.loss_fn_inputs[name].CopyFrom(value if isinstance(value, pb.InputTensor) else tensor(value))
     return request.SerializeToString()
 
 

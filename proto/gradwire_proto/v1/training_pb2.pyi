@@ -3039,6 +3039,7 @@ class Checkpoint(_message.Message):
     CREATED_AT_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     WEIGHTS_ONLY_FIELD_NUMBER: _builtins.int
+    PUBLIC_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """"RUN_ID/NAME" """
     name: _builtins.str
@@ -3050,6 +3051,8 @@ class Checkpoint(_message.Message):
     note: _builtins.str
     weights_only: _builtins.bool
     """without the optimizer and all else that continuing a run takes"""
+    public: _builtins.bool
+    """every key may read it, though not its run"""
     def __init__(
         self,
         *,
@@ -3061,10 +3064,11 @@ class Checkpoint(_message.Message):
         created_at: _builtins.float = ...,
         note: _builtins.str = ...,
         weights_only: _builtins.bool = ...,
+        public: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "name", b"name", "note", b"note", "path", b"path", "seq", b"seq", "size_bytes", b"size_bytes", "step", b"step", "weights_only", b"weights_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at", b"created_at", "name", b"name", "note", b"note", "path", b"path", "public", b"public", "seq", b"seq", "size_bytes", b"size_bytes", "step", b"step", "weights_only", b"weights_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,29 @@ class Runs:
         """
         record, checkpoint = self._checkpoints.get(path, caller, write=True)
         await self._scheduler.delete_checkpoint(record, checkpoint.name)
+
+    async def publish(self, caller: Caller, path: str, public: bool) -> None:
+        """Let every key read the checkpoint ``"RUN_ID/NAME"``, or no longer. Runs that started from it stay.
+
+        Raises:
+            ServiceError: UNKNOWN_CHECKPOINT, PERMISSION_DENIED.
+        """
+        record, checkpoint = self._checkpoints.get(path, caller, write=True)
+        changed = pb.Checkpoint()
+        changed.CopyFrom(checkpoint)
+        changed.public = public
+        await self._checkpoints.add(record, changed)
+
+    async def delete_export(self, caller: Caller, path: str) -> None:
+        """Delete the export ``"RUN_ID/NAME"``, if it is there.
+
+        Raises:
+            ServiceError: UNKNOWN_RUN, PERMISSION_DENIED; INVALID_ARGUMENT for a name that is none.
+        """
+        run_id, _, name = path.partition("/")
+        record = self._records.get(run_id, caller, write=True)
+        folder = self._checkpoints.folder(record.run_id, "exports", name)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def folder(self, caller: Caller, *, checkpoint: str = "", export: str = "") -> Path:
         """Return the folder of a checkpoint or of an export, given as ``"RUN_ID/NAME"``, for a door to read.

@@ -38,27 +38,30 @@ class CheckpointRecords:
         """Return the run and the checkpoint of a path ``"RUN_ID/NAME"``.
 
         Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, also for a run that the caller may not read; PERMISSION_DENIED as for
-                :meth:`.RunRecords.get`.
+            ServiceError: UNKNOWN_CHECKPOINT, also for one that is not public of a run that the caller may not read;
+                PERMISSION_DENIED as for :meth:`.RunRecords.get`.
         """
         run_id, _, name = path.partition("/")
         record = self._runs.find(run_id)
-        if record is None or not record.readable(caller) or name not in record.checkpoints:
+        checkpoint = None if record is None else record.checkpoints.get(name)
+        if record is None or checkpoint is None or not (record.readable(caller) or checkpoint.public):
             raise unknown_checkpoint(path)
         if write:
             record.check_writable(caller)
-        return record, record.checkpoints[name]
+        return record, checkpoint
 
     def check_uses(self, record: RunRecord, operation: pb.Operation) -> pb.Error | None:
-        """Return an error if an operation names a checkpoint of a run that its own run's owner may not read.
+        """Return an error if an operation names a checkpoint that its own run's owner may not read.
 
         The error is the same as for a run that does not exist. Whether the checkpoint itself exists is checked by the
         engine when it executes the operation.
         """
         owner = Caller(record.owner)
         for name, path in named_checkpoints(operation):
-            other = self._runs.find(path.partition("/")[0])
-            if other is None or not other.ready or not other.readable(owner):
+            run_id, _, checkpoint = path.partition("/")
+            other = self._runs.find(run_id)
+            public = other is not None and checkpoint in other.checkpoints and other.checkpoints[checkpoint].public
+            if other is None or not other.ready or not (other.readable(owner) or public):
                 error = unknown_checkpoint(path).error
                 error.field = name
                 return error

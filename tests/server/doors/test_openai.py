@@ -14,7 +14,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from gradwire_server.doors.http.openai.tools import forced_schema, read_answer
+from gradwire_server.doors.http.openai.tools import certain_content, forced_schema, read_answer
 from gradwire_server.errors import ServiceError
 from support.server import free_port
 from support.tinker import HttpServer
@@ -202,6 +202,37 @@ def test_answers_follow_a_schema(client: openai.OpenAI) -> None:
         model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=30, seed=1
     )
     assert (anything.choices[0].message.content or "").startswith("{")
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>{"name":"add","arguments":{}}</tool_call>',
+        'First [TOOL_CALLS] and [TOOL_CALLS] [{"name": "add", "arguments": {}}]',
+        '[{"name": "add", "arguments": {}}]',
+        ' {"name": "add", "parameters": {"a": 1}}',
+        "a < b <tool but no [TOOL call ",
+        "  ",
+    ],
+)
+def test_what_is_streamed_with_tools_is_the_beginning_of_the_whole_answer(text: str, template: str) -> None:
+    content = read_answer(text, template, [ADD])[0] or ""
+    sent = [certain_content(text[:end], template) for end in range(len(text))]
+    assert all(content.startswith(part) for part in sent) and sent == sorted(sent, key=len)
+    if "name" not in text and text.strip():
+        assert len(sent[-1]) >= len(text) - 12
+
+
+def test_text_is_streamed_though_tools_are_given(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "tools": [ADD], "seed": 3, "max_tokens": 40}
+    whole = client.chat.completions.create(**options).choices[0]
+    assert whole.message.content is not None and not whole.message.tool_calls
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**options, stream=True)]
+    parts = [chunk.delta.content for chunk in chunks if chunk.delta.content]
+    assert "".join(parts) == whole.message.content and chunks[-1].finish_reason == whole.finish_reason
+    assert len(parts) > 3
 
 
 def test_tools_are_called_and_answered(client: openai.OpenAI) -> None:

@@ -20,6 +20,7 @@ from gradwire_server.doors.http.openai.events import event_stream
 from gradwire_server.doors.http.openai.names import base_model
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named, unsupported
 from gradwire_server.doors.http.openai.tools import (
+    certain_content,
     checked_tools,
     forced,
     forced_schema,
@@ -101,25 +102,32 @@ class Chat:
         return {**self._head("chat.completion"), "choices": choices, "usage": counts}
 
     async def events(self, call: pb.SampleRequest) -> AsyncGenerator[Mapping[str, Any]]:
-        """The answer's parts. With tools its text comes at once, since what begins as text may become a call."""
+        """The answer's parts. With tools, text comes once it is certain that it belongs to no call."""
         whole: dict[int, str] = {}
+        sent: dict[int, int] = {}
         async for frame in streamed(self._core, self._caller, call):
             deltas = [(delta, tokens_of(delta)) for delta in frame.deltas]
             text_of = await self._texts.read([tokens for _, tokens in deltas] if self._asked.logprobs else [])
             for delta, tokens in deltas:
                 if delta.row not in whole:
-                    whole[delta.row] = ""
+                    whole[delta.row], sent[delta.row] = "", 0
                     yield self._chunk(delta.row, {"role": "assistant", "content": ""})
                 text, reason = "".join(delta.texts), FINISH_REASONS.get(delta.stop_reason)
                 part: dict[str, Any] = {"content": text}
                 if self._tools:
                     whole[delta.row] += text
-                    part = {}
                     if reason is not None:
-                        message, reason = self._message(whole[delta.row], reason)
-                        part = {name: value for name, value in message.items() if value is not None}
+                        part, reason = self._message(whole[delta.row], reason)
                         for number, tool_call in enumerate(part.get("tool_calls", [])):
                             tool_call["index"] = number
+                    else:
+                        part = {"content": "" if self._forced else certain_content(whole[delta.row], self._template)}
+                    new = (part.pop("content") or "")[sent[delta.row] :]
+                    if new:
+                        part["content"] = new
+                        sent[delta.row] += len(new)
+                    if not part and reason is None and not self._asked.logprobs:
+                        continue
                 logprobs = _logprobs(tokens, text_of) if self._asked.logprobs else None
                 yield self._chunk(delta.row, part, reason, logprobs)
             options = self._asked.stream_options

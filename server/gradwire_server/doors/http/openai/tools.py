@@ -20,6 +20,7 @@ from typing import Any
 
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
 
+HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -28,11 +29,11 @@ def read_answer(
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """The content of an answer and its tool calls in OpenAI's form; the content is None where nothing is left of it."""
     names = {str(tool["function"]["name"]) for tool in tools}
-    if "<tool_call>" in template:
+    if HERMES in template:
         found = [_call(part, names) for part in _HERMES.findall(text)]
-        rest = text[: text.index("<tool_call>")] if found else text
-    elif "[TOOL_CALLS]" in template:
-        rest, _, listed = text.rpartition("[TOOL_CALLS]")
+        rest = text[: text.index(HERMES)] if found else text
+    elif MISTRAL in template:
+        rest, _, listed = text.rpartition(MISTRAL)
         calls = _json(listed.strip())
         found = [_call(call, names) for call in calls] if isinstance(calls, list) else []
     else:
@@ -40,7 +41,20 @@ def read_answer(
     calls_of_tools = [call for call in found if call is not None]
     if not calls_of_tools or len(calls_of_tools) < len(found):
         return text, []
-    return rest.strip() or None, calls_of_tools
+    return rest.rstrip() or None, calls_of_tools
+
+
+def certain_content(text: str, template: str) -> str:
+    """The beginning of an unfinished answer that is its content, whatever follows: it cannot belong to a call."""
+    marker = HERMES if HERMES in template else MISTRAL if MISTRAL in template else ""
+    whole_is_call = "" if marker == HERMES else "[" if marker else "{"
+    if whole_is_call and text.lstrip().startswith(whole_is_call):
+        return ""
+    before, found, _ = text.partition(marker) if marker else (text, "", "")
+    if marker and not found:
+        begun = next(size for size in range(min(len(marker), len(text)), -1, -1) if text.endswith(marker[:size]))
+        before = text[: len(text) - begun]
+    return before.rstrip()
 
 
 def read_forced(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -74,7 +88,7 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
     Raises:
         ServiceError: UNSUPPORTED for tools whose schemas define a name differently.
     """
-    key = "arguments" if "<tool_call>" in template or "[TOOL_CALLS]" in template else "parameters"
+    key = "arguments" if HERMES in template or MISTRAL in template else "parameters"
     calls, definitions = [], dict[str, Any]()
     for tool in tools:
         schema = dict(tool["function"].get("parameters") or {"type": "object"})

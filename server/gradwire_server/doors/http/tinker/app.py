@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
-from gradwire_server.doors.http.tinker import checkpoints, futures, sampling, sessions, training
+from gradwire_server.doors.http.tinker import checkpoints, external_weights, futures, sampling, sessions, training
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
 
 
@@ -36,9 +37,10 @@ class Tinker:
     def __init__(self, core: Core, stopping: asyncio.Event) -> None:
         self.core, self.stopping = core, stopping
         self.store = TinkerStore(core.config.state_dir)
-        self.models = Models(core, self.store)
+        self.saved = SavedWeights(core, self.store)
+        self.models = Models(core, self.store, self.saved)
         self.samplers = Samplers(core, self.store)
-        self.collection = TinkerCollection(core, self.store, self.models, self.samplers)
+        self.collection = TinkerCollection(core, self.store, self.saved, self.models, self.samplers)
 
     async def start(self) -> None:
         """Read what the state folder holds of the door."""
@@ -59,11 +61,12 @@ def protocol(tinker: Tinker) -> Protocol:
     app = application("gradwire for Tinker's SDK", ErrorAnswer, error_body)
     # In order of use, as each request is compared with one route after another.
     app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
-    app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
-    app.include_router(sampling.routes(tinker.core, tinker.store, tinker.models, tinker.samplers))
-    app.include_router(checkpoints.routes(tinker.core, tinker.store, tinker.models))
+    app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers))
+    app.include_router(sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers))
+    app.include_router(checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved))
+    app.include_router(external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved))
     app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
-    return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz",))
+    return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz", external_weights.SIGNED))
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

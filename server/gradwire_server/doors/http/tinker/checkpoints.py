@@ -16,6 +16,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
 from gradwire_server.doors.http.tinker.models import UNEMBED, Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, ModelRecord, SavedRecord, TinkerStore
 from gradwire_server.errors import ServiceError, unknown_checkpoint
@@ -38,7 +39,7 @@ class PathRequest(BaseModel):
     tinker_path: str
 
 
-def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
+def routes(core: Core, store: TinkerStore, models: Models, saved_weights: SavedWeights) -> APIRouter:
     """The routes over the door's state."""
     router = APIRouter()
 
@@ -70,34 +71,42 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
     async def delete_checkpoint(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Delete a checkpoint."""
         _, path = _named(caller, model_id, kind, name)
-        await core.runs.delete_checkpoint(caller, models.checkpoint(caller, str(path)))
-        await store.delete(store.saved, str(path))
+        await saved_weights.delete(caller, path)
         return {}
 
     @router.put(CHECKPOINT + "/ttl")
     async def set_ttl(caller: CallerOf, model_id: str, kind: str, name: str, request: TtlRequest) -> dict[str, Any]:
         """Set when a checkpoint expires, or that it never does."""
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
-        await _change(caller, model_id, kind, name, expires_at=expires)
+        model, path = _named(caller, model_id, kind, name)
+        if path.kind == "external_weights":
+            saved_weights.export(caller, path)
+        else:
+            saved_weights.checkpoint(caller, str(path))
+        record = store.saved.get(str(path)) or SavedRecord(owner=model.owner, path=str(path))
+        await store.put(store.saved, record.model_copy(update={"expires_at": expires}))
         return {}
 
     @router.post(CHECKPOINT + "/publish")
     async def publish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
         """Let every key read a checkpoint."""
-        await _change(caller, model_id, kind, name, public=True)
+        await core.runs.publish(
+            caller, saved_weights.checkpoint(caller, str(_named(caller, model_id, kind, name)[1])), True
+        )
         return {}
 
     @router.delete(CHECKPOINT + "/publish")
     async def unpublish(caller: CallerOf, model_id: str, kind: str, name: str) -> dict[str, Any]:
-        """Let only the owner's key read a checkpoint again; keys that have used it keep the right."""
-        await _change(caller, model_id, kind, name, public=False)
+        """Let only the owner's key read a checkpoint again."""
+        await core.runs.publish(
+            caller, saved_weights.checkpoint(caller, str(_named(caller, model_id, kind, name)[1])), False
+        )
         return {}
 
     @router.post("/weights_info")
     async def weights_info(caller: CallerOf, request: PathRequest) -> dict[str, Any]:
         """What a checkpoint is a checkpoint of."""
-        await models.admit(caller, request.tinker_path)
-        models.checkpoint(caller, request.tinker_path)
+        saved_weights.checkpoint(caller, request.tinker_path)
         model = store.models[TinkerPath.read(request.tinker_path).model_id]
         trained = core.runs.get(Caller(model.owner), model.run_id).config.lora.target_modules
         return {
@@ -126,12 +135,6 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
         except ServiceError:
             raise unknown_checkpoint(str(path)) from None
 
-    async def _change(caller: Caller, model_id: str, kind: str, name: str, **values: Any) -> None:
-        model, path = _named(caller, model_id, kind, name)
-        models.checkpoint(caller, str(path))
-        record = store.saved.get(str(path)) or SavedRecord(owner=model.owner, path=str(path))
-        await store.put(store.saved, record.model_copy(update=values))
-
     def _run(caller: Caller, model: ModelRecord) -> dict[str, Any]:
         newest = _checkpoints(caller, [model])
         run = {
@@ -146,11 +149,18 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
 
     def _checkpoints(caller: Caller, of: Iterable[ModelRecord]) -> list[dict[str, Any]]:
         found: list[tuple[float, dict[str, Any]]] = []
+        exports: dict[str, list[SavedRecord]] = {}
+        for record in store.saved.values():
+            if record.size_bytes is not None:
+                exports.setdefault(TinkerPath.read(record.path).model_id, []).append(record)
         for model in of:
             for saved in core.runs.list_checkpoints(caller, model.run_id):
                 path = TinkerPath.stored(model.model_id, saved.name)
                 if path is not None:
                     found.append((saved.created_at, _checkpoint(path, saved, store.saved.get(str(path)))))
+            for record in exports.get(model.model_id, ()):
+                written = pb.Checkpoint(created_at=record.created_at, size_bytes=record.size_bytes or 0)
+                found.append((record.created_at, _checkpoint(TinkerPath.read(record.path), written, record)))
         return [checkpoint for _, checkpoint in sorted(found, key=lambda each: -each[0])]
 
     return router
@@ -159,7 +169,7 @@ def routes(core: Core, store: TinkerStore, models: Models) -> APIRouter:
 def _checkpoint(path: TinkerPath, saved: pb.Checkpoint, record: SavedRecord | None) -> dict[str, Any]:
     checkpoint: dict[str, Any] = {
         "checkpoint_id": path.checkpoint_id, "checkpoint_type": TYPES[path.kind], "time": _time(saved.created_at),
-        "tinker_path": str(path), "size_bytes": saved.size_bytes, "public": record is not None and record.public,
+        "tinker_path": str(path), "size_bytes": saved.size_bytes, "public": saved.public,
     }  # fmt: skip
     if record is not None:
         checkpoint["user_metadata"] = _texts(record.user_metadata)

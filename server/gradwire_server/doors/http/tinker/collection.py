@@ -7,10 +7,14 @@ import contextlib
 import logging
 import time
 
+from gradwire_proto.v1 import training_pb2 as pb
+
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.names import TinkerPath
 from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
 from gradwire_server.errors import ServiceError
 
@@ -35,8 +39,8 @@ class TinkerCollection:
         store: The door's records.
     """
 
-    def __init__(self, core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> None:
-        self._core, self._store, self._models, self._samplers = core, store, models, samplers
+    def __init__(self, core: Core, store: TinkerStore, saved: SavedWeights, models: Models, samplers: Samplers) -> None:
+        self._core, self._store, self._saved, self._models, self._samplers = core, store, saved, models, samplers
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -54,7 +58,7 @@ class TinkerCollection:
         now = time.time()
         self._samplers.many_made.clear()
         for saved in list(self._store.saved.values()):
-            if saved.expires_at is not None and saved.expires_at <= now:
+            if saved.expired:
                 await self._expire(saved.owner, saved.path)
         for sampler in self._due_snapshots(now):
             await self._drop_snapshot(sampler)
@@ -90,10 +94,11 @@ class TinkerCollection:
 
     async def _expire(self, owner: str, path: str) -> None:
         try:
-            await self._core.runs.delete_checkpoint(Caller(owner), self._models.checkpoint(Caller(owner), path))
+            await self._saved.delete(Caller(owner), TinkerPath.read(path))
         except ServiceError as error:
             log.info("the expired checkpoint %s: %s", path, error)
-        await self._store.delete(self._store.saved, path)
+            if error.code == pb.ERROR_CODE_UNKNOWN_CHECKPOINT:
+                await self._store.delete(self._store.saved, path)
 
     async def _run(self) -> None:
         while True:

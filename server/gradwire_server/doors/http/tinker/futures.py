@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -74,6 +75,17 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
                 raise
             return JSONResponse(failed(error.error))
 
+    @router.post("/cancel_future")
+    async def cancel_future(caller: CallerOf, request: RetrieveRequest) -> dict[str, Any]:
+        """End a sample that nobody waits for any more."""
+        owner_id, seq, kind = read_request_id(request.request_id)
+        if kind != "sample":
+            message = "operations of training cannot be cancelled by this protocol; samples can"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="request_id")
+        with contextlib.suppress(SampleGoneError):  # then there is nothing to end
+            samplers.cancel(caller, owner_id, seq)
+        return {}
+
     async def _training(caller: Caller, model: ModelRecord, seq: int, kind: str) -> Response:
         stored = await _held(models.result(caller, model, seq))
         models.delivered(model.model_id, seq)
@@ -85,10 +97,21 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
             return Response(loss_output(stored, widths.widths if widths else None), media_type=PROTOBUF)
         if kind == "step":
             return JSONResponse(step_output(stored.header.optim_step))
+        if kind == "save_external":
+            await _exported(model, stored)
         return JSONResponse(_checkpoint(model, kind, stored))
+
+    async def _exported(model: ModelRecord, stored: StoredResult) -> None:
+        """Note the size of exported weights, from when on they are listed."""
+        saved = store.saved.get(str(TinkerPath.stored(model.model_id, stored.header.export.name)))
+        if saved is not None and saved.size_bytes is None:
+            await store.put(store.saved, saved.model_copy(update={"size_bytes": stored.header.export.size_bytes}))
 
     def _checkpoint(model: ModelRecord, kind: str, stored: StoredResult) -> dict[str, Any]:
         run_id, _, name = stored.header.checkpoint.path.partition("/")
+        if kind == "save_external":
+            path = TinkerPath.stored(model.model_id, stored.header.export.name)
+            return {"type": "save_weights_external", "path": str(path)}
         if kind == "save_snapshot":
             return {"type": "save_weights_for_sampler", "sampling_session_id": _sampler_of(model, name)}
         source = store.models_by_run.get(run_id, model)

@@ -21,9 +21,10 @@ from gradwire_server.access.calls import CallKind
 from gradwire_server.access.keys import Caller
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
-from gradwire_server.doors.http.tinker.names import TinkerPath, request_id_of
+from gradwire_server.doors.http.tinker.names import request_id_of
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import ModelRecord, TinkerStore
-from gradwire_server.errors import ServiceError, unknown_checkpoint
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.observability.tracing import MAX_TRACEPARENT
 
@@ -41,10 +42,11 @@ class Models:
     Args:
         core: The core that holds their runs.
         store: The door's records.
+        saved: The checkpoints from which models start.
     """
 
-    def __init__(self, core: Core, store: TinkerStore) -> None:
-        self._core, self._store = core, store
+    def __init__(self, core: Core, store: TinkerStore, saved: SavedWeights) -> None:
+        self._core, self._store, self._saved = core, store, saved
         self._making: dict[str, asyncio.Task[None]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
         self._delivered: dict[str, dict[int, float]] = {}
@@ -91,7 +93,7 @@ class Models:
         known = self._store.models.get(asked.model_id)
         if known is None:
             if asked.path:
-                self.checkpoint(caller, asked.path)
+                self._saved.checkpoint(caller, asked.path)
             await self._store.put(self._store.models, asked)
             known = asked
         elif known.owner != asked.owner or _settings(known) != _settings(asked):
@@ -145,7 +147,7 @@ class Models:
         key = f"tinker:{model.model_id}"
         if model.path:
             fork = pb.ForkRunRequest(
-                checkpoint=self.checkpoint(caller, model.path),
+                checkpoint=self._saved.checkpoint(caller, model.path),
                 seed=model.seed,
                 name=model.model_id,
                 with_optimizer=model.optimizer,
@@ -284,35 +286,6 @@ class Models:
         model = self._store.models[model_id]
         if seq > model.failure_seen:
             await self._store.put(self._store.models, model.model_copy(update={"failure_seen": seq}))
-
-    # ---- checkpoints ----
-
-    async def admit(self, caller: Caller, path: str) -> None:
-        """Let a caller read the model of a checkpoint that its owner has published."""
-        saved, model = self._store.saved.get(path), self._store.models.get(TinkerPath.read(path).model_id)
-        if saved is None or model is None or not saved.public or caller.name == model.owner:
-            return
-        await self._core.runs.share(Caller(model.owner), model.run_id, caller.name)
-
-    def checkpoint(self, caller: Caller, path: str) -> str:
-        """The core's path, ``RUN_ID/NAME``, of a checkpoint that the caller may read.
-
-        Raises:
-            ServiceError: UNKNOWN_CHECKPOINT, INVALID_ARGUMENT.
-        """
-        named = TinkerPath.read(path)
-        model, saved_as = self._store.models.get(named.model_id), self._store.saved.get(path)
-        if model is None or not model.run_id:
-            raise unknown_checkpoint(path)
-        if saved_as is not None and saved_as.expires_at is not None and saved_as.expires_at <= time.time():
-            raise unknown_checkpoint(path)
-        try:
-            saved = self._core.runs.list_checkpoints(caller, model.run_id)
-        except ServiceError:
-            raise unknown_checkpoint(path) from None
-        if named.stored_name not in {checkpoint.name for checkpoint in saved}:
-            raise unknown_checkpoint(path)
-        return f"{model.run_id}/{named.stored_name}"
 
 
 def _copied(buffers: Sequence[memoryview]) -> tuple[bytes, list[bytes]]:

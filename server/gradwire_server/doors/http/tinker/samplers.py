@@ -34,6 +34,7 @@ class _Asked:
     content: bytes
     task: asyncio.Task[bytes]
     size: int = 0
+    cancelled: bool = False
 
 
 class Samplers:
@@ -76,6 +77,20 @@ class Samplers:
             message = f"there is no sampling session {sampler_id[:200]!r}"
             raise ServiceError(pb.ERROR_CODE_UNKNOWN_CHECKPOINT, message, field="sampling_session_id")
         return sampler
+
+    def source(self, sampler: SamplerRecord) -> str:
+        """What a sampler samples from now: of kind inflight, the newest snapshot of that kind of its model."""
+        if not sampler.inflight:
+            return sampler.source
+        run_id = sampler.source.partition("/")[0]
+        record = self._core.storage.records.find(run_id)
+        newest, source = -1, sampler.source
+        for other in self._store.samplers.values():
+            if record is not None and other.inflight and other.source.startswith(run_id + "/"):
+                snapshot = record.checkpoints.get(other.source.partition("/")[2])
+                if snapshot is not None and snapshot.seq > newest:
+                    newest, source = snapshot.seq, other.source
+        return source
 
     async def create(self, caller: Caller, session_id: str, number: int, asked: SamplerRecord) -> SamplerRecord:
         """Make a sampler, once.
@@ -144,12 +159,30 @@ class Samplers:
 
         Raises:
             SampleGoneError: It is not known, after a restart or long after it was computed.
-            ServiceError: It failed.
+            ServiceError: It failed, or was cancelled.
         """
+        asked = self._own(caller, sampler_id, seq)
+        try:
+            return await asyncio.shield(asked.task)
+        except asyncio.CancelledError:
+            if asked.cancelled and asked.task.done():
+                raise ServiceError(pb.ERROR_CODE_CANCELLED, "this sample was cancelled") from None
+            raise
+
+    def cancel(self, caller: Caller, sampler_id: str, seq: int) -> None:
+        """End a sample in progress; one that is done stays as it is.
+
+        Raises:
+            SampleGoneError: As for :meth:`result`.
+        """
+        asked = self._own(caller, sampler_id, seq)
+        asked.cancelled = asked.task.cancel() or asked.cancelled
+
+    def _own(self, caller: Caller, sampler_id: str, seq: int) -> _Asked:
         asked = self._asked.get((sampler_id, seq))
         if asked is None or not (caller.role == "admin" or caller.name == asked.owner):
             raise SampleGoneError
-        return await asyncio.shield(asked.task)
+        return asked
 
     def busy(self, sampler_id: str) -> bool:
         """Whether a sample of it is in progress."""

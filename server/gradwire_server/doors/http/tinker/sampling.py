@@ -13,11 +13,11 @@ from pydantic import BaseModel, Field
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
-from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath, sampler_id_of
 from gradwire_server.doors.http.tinker.prompt_scores import WantedScores, add_prompt_scores
 from gradwire_server.doors.http.tinker.results import add_samples
 from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import SamplerRecord, TinkerStore
 from gradwire_server.errors import ServiceError, limit_exceeded
@@ -87,7 +87,7 @@ class AsampleRequest(WantedScores):
     record_stability_info: bool | None = None
 
 
-def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> APIRouter:
+def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Samplers) -> APIRouter:
     """The routes over the door's state."""
     router = APIRouter()
 
@@ -97,8 +97,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         session_of(store, caller.name, request.session_id)
         base_model, source = request.base_model or "", ""
         if request.model_path:
-            await models.admit(caller, request.model_path)
-            source = models.checkpoint(caller, request.model_path)
+            source = saved.checkpoint(caller, request.model_path)
             base_model = store.models[TinkerPath.read(request.model_path).model_id].base_model
         elif base_model:
             source = base_model = core.model_name(base_model)
@@ -135,7 +134,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         prompt = request.prompt.ids()
         request.check(len(prompt), core.config.limits)
         asked = pb.SampleRequest(
-            model=sampler.source, call=_call(request, _room(core, sampler, request)),
+            model=samplers.source(sampler), call=_call(request, _room(core, sampler, request)),
             prompt_ids=[pb.TokenIds(ids=prompt)],
         )  # fmt: skip
 
@@ -148,7 +147,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
                 return answer.SerializeToString(deterministic=True)
 
         seq = request.seq_id
-        content = sampler.source + request.model_dump_json()
+        content = request.model_dump_json()
         promise = samplers.ask(caller, sampler, seq, content.encode(), work)
         await asyncio.sleep(0)  # it begins, and is refused at once if too many wait
         if (refused := samplers.refused(sampler, seq)) is not None:

@@ -25,7 +25,7 @@ CLIENT_CONFIG = {
     "sample_max_concurrent_requests": 2000,
 }
 """The SDK's flags. A batch is one request up to this size: several requests add up in the same way, and cost more."""
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
 class SessionRequest(BaseModel):

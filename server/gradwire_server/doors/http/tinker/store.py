@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ class SamplerRecord(OwnedRecord):
         model_path: The path that the client gave; empty for a base model and for an unnamed snapshot.
         source: What the core samples from: a model's name, or ``RUN_ID/NAME``.
         snapshot: Whether the source is an unnamed snapshot, which goes with the sampler.
+        inflight: Whether it samples from newer snapshots of this kind of its model once there are some.
     """
 
     sampler_id: str
@@ -111,6 +113,7 @@ class SamplerRecord(OwnedRecord):
     model_path: str = ""
     source: str = ""
     snapshot: bool = False
+    inflight: bool = False
 
 
 class SavedRecord(OwnedRecord):
@@ -118,13 +121,28 @@ class SavedRecord(OwnedRecord):
 
     Attributes:
         expires_at: When it is deleted; None for never.
-        public: Whether every key may read it.
+        seq: Of exported weights, the number of the operation that wrote them; 0 otherwise.
+        size_bytes: Of exported weights, once they are written.
+        recipients: Of exported weights, the age recipients to whom their files are encrypted.
     """
 
     path: str
     expires_at: float | None = None
-    public: bool = False
     user_metadata: dict[str, Any] = {}
+    seq: int = 0
+    size_bytes: int | None = None
+    recipients: list[str] = []
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return self.expires_at is not None and self.expires_at <= time.time()
+
+
+class SecretRecord(OwnedRecord):
+    """The secret with which the door signs URLs."""
+
+    secret: str
 
 
 class WidthsRecord(OwnedRecord):
@@ -159,13 +177,14 @@ class TinkerStore:
         self.samplers = Table("sampler", SamplerRecord, lambda record: record.sampler_id)
         self.saved = Table("saved", SavedRecord, lambda record: record.path)
         self.widths = Table("widths", WidthsRecord, lambda record: record.request_id)
+        self.secrets = Table("secret", SecretRecord, lambda record: record.owner)
         self.models_by_run: dict[str, ModelRecord] = {}
         self._path = state_dir / FILE
         self._thread = ThreadPoolExecutor(1, "gradwire-tinker-store")
         self._connection: sqlite3.Connection | None = None
 
     async def open(self) -> None:
-        """Read every record."""
+        """Read every record, and make what a new folder lacks."""
 
         def run() -> list[tuple[str, str]]:
             self._connection = connection = sqlite3.connect(self._path, check_same_thread=False)
@@ -179,6 +198,8 @@ class TinkerStore:
             record = tables[kind].model.model_validate_json(text)
             tables[kind][tables[kind].key(record)] = record
         self.models_by_run.update((model.run_id, model) for model in self.models.values() if model.run_id)
+        if not self.secrets:
+            await self.put(self.secrets, SecretRecord(owner="", secret=secrets.token_hex(32)))
 
     async def close(self) -> None:
         """Close the file."""
@@ -223,7 +244,7 @@ class TinkerStore:
         return await self._run(run)
 
     def _tables(self) -> Iterator[Table[Any]]:
-        yield from (self.sessions, self.models, self.samplers, self.saved, self.widths)
+        yield from (self.sessions, self.models, self.samplers, self.saved, self.widths, self.secrets)
 
     async def _execute(self, sql: str, values: tuple[Any, ...]) -> None:
         def run() -> None:

@@ -25,6 +25,7 @@ from gradwire_server.doors.http.tinker.names import (
     sampler_id_of,
 )
 from gradwire_server.doors.http.tinker.samplers import Samplers
+from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
 from gradwire_server.doors.http.tinker.store import (
     ModelRecord,
@@ -50,7 +51,7 @@ from gradwire_server.journal.checkpoint_records import SNAPSHOT
 ALPHA = 32.0
 
 
-def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -> APIRouter:
+def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, samplers: Samplers) -> APIRouter:
     """The routes over the door's state."""
     router = APIRouter()
 
@@ -91,9 +92,8 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
         if request.session_id is None or request.model_seq_id is None:
             raise _invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
         session_of(store, caller.name, request.session_id)
-        await models.admit(caller, request.path)
         source = (
-            store.models[TinkerPath.read(request.path).model_id] if models.checkpoint(caller, request.path) else None
+            store.models[TinkerPath.read(request.path).model_id] if saved.checkpoint(caller, request.path) else None
         )
         if request.base_model and source is not None and request.base_model != source.base_model:
             message = f"the checkpoint is of {source.base_model}, not of {request.base_model[:200]}"
@@ -118,7 +118,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
     ) -> dict[str, str]:
         refusal, checkpoint = None, ""
         try:
-            checkpoint = models.checkpoint(caller, request.path)
+            checkpoint = saved.checkpoint(caller, request.path)
         except ServiceError as error:
             refusal = error.error
         operation = pb.Operation(
@@ -200,12 +200,6 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
             return await _save(caller, request, path, "save_sampler", trace)
         if request.sampling_session_seq_id is None:
             raise _invalid("give a path, or a sampling_session_seq_id", "path")
-        if request.kind == "inflight":
-            raise ServiceError(
-                pb.ERROR_CODE_UNSUPPORTED,
-                "samplers whose weights change while they sample (kind inflight) are not served; take kind snapshot",
-                field="kind",
-            )
         number = request.sampling_session_seq_id
         name = f"{SNAPSHOT}{number}"
         sampler = SamplerRecord(
@@ -215,6 +209,7 @@ def routes(core: Core, store: TinkerStore, models: Models, samplers: Samplers) -
             base_model=model.base_model,
             source=f"{model.run_id}/{name}",
             snapshot=True,
+            inflight=request.kind == "inflight",
         )
         await samplers.create(caller, model.session_id, number, sampler)
         operation = pb.Operation(save_checkpoint=pb.SaveCheckpoint(name=name, weights_only=True))

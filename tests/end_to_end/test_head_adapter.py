@@ -27,7 +27,7 @@ async def test_an_adapter_on_the_output_head(tiny_model_path: Path, tmp_path: Pa
     try:
         async with gradwire.connect(server.address) as service:
             run = await service.create_run("tiny", lora=LORA)
-            usual = await service.create_run("tiny", lora=4)
+            usual = await service.create_run("tiny", lora={"rank": 4, "target_modules": "all-linear"})
             info = await run.info()
             assert info.lora is not None and info.lora["target_modules"] == LORA["target_modules"]
             assert info.num_trainable_parameters == (await usual.info()).num_trainable_parameters + 4 * (32 + 100)

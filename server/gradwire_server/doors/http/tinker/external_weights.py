@@ -70,8 +70,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
             refusal = error.error
         else:
             name = path.stored_name
-            if record.path not in store.saved:
-                await store.put(store.saved, record)
+            await store.put(store.saved, record)
         operation = pb.Operation(export=pb.ExportModel(name=name, format="peft"))
         promise = await models.submit(
             caller, request.model_id, request.seq_id, "save_external", operation, refusal=refusal, traceparent=trace
@@ -82,7 +81,9 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) 
         recipients = request.age_encryption_recipients or []
         _age_recipients(recipients)
         known = store.saved.get(str(path))
-        if known is not None and known.seq != request.seq_id:
+        if known is not None and known.seq == request.seq_id:  # it is sent again
+            return known
+        if known is not None and known.size_bytes is not None:
             message = f"there are exported weights {str(path)!r} already: delete them first, or take another name"
             raise ServiceError(pb.ERROR_CODE_ALREADY_EXISTS, message, field="path")
         record = SavedRecord(owner=caller.name, path=str(path), seq=request.seq_id, recipients=recipients)

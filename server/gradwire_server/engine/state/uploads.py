@@ -135,7 +135,7 @@ def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensor
     model = pool.meta_model(base)
     modules = {name for name, _ in model.named_modules()}
     given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items() if not name.endswith(BASE_WEIGHT)}
-    lacking = sorted({module for name in given if (module := _module(name)) not in modules})
+    lacking = sorted({module for name in tensors if (module := _module(name)) not in modules})
     if lacking:
         raise invalid(f"the base model {base!r} has no module {_some(lacking)}, which the adapter changes", "path")
     for target in settings.target_modules:
@@ -170,8 +170,12 @@ def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[st
 
 def _check_base_weight(pool: ModelPool, base: str, module: str, given: Tensor) -> None:
     """Check that a base model's weight within an adapter's file is the base model's, up to the rounding of bfloat16."""
-    own: Any = pool.get(base).model.get_submodule(module).weight
-    if given.shape != own.shape or not torch.allclose(given.float(), whole(own).float().cpu(), rtol=2**-7, atol=1e-6):
+    own: Any = getattr(pool.get(base).model.get_submodule(module), "weight", None)
+    if (
+        own is None
+        or given.shape != own.shape
+        or not torch.allclose(given.float(), whole(own).float().cpu(), rtol=2**-7, atol=1e-6)
+    ):
         raise invalid(
             f"the adapter's file holds a weight of {module!r} that is not that of the base model {base!r}: it was"
             " trained or resized, and an adapter alone does not say so; upload the whole model instead",
@@ -181,7 +185,7 @@ def _check_base_weight(pool: ModelPool, base: str, module: str, given: Tensor) -
 
 def _module(tensor: str) -> str:
     """The module that an adapter's tensor changes."""
-    return tensor.removeprefix(PREFIX).partition(".lora_")[0]
+    return tensor.removeprefix(PREFIX).removesuffix(BASE_WEIGHT).partition(".lora_")[0]
 
 
 # ---- whole models ----

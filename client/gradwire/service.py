@@ -374,7 +374,7 @@ class ServiceClient:
 def _lora(lora: Lora | None) -> pb.LoraSettings | None:
     if lora is None:
         return None
-    settings = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
+    settings: dict[str, Any] = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
     if isinstance(settings.get("target_modules"), str):  # peft takes "all-linear" so
         settings["target_modules"] = [settings["target_modules"]]
     known = ("rank", "alpha", "dropout", "target_modules")

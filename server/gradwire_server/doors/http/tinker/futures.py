@@ -110,8 +110,8 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
     def _checkpoint(model: ModelRecord, kind: str, stored: StoredResult) -> dict[str, Any]:
         run_id, _, name = stored.header.checkpoint.path.partition("/")
         if kind == "save_external":
-            path = TinkerPath.stored(model.model_id, stored.header.export.name)
-            return {"type": "save_weights_external", "path": str(path)}
+            exported = TinkerPath.stored(model.model_id, stored.header.export.name)
+            return {"type": "save_weights_external", "path": str(exported)}
         if kind == "save_snapshot":
             return {"type": "save_weights_for_sampler", "sampling_session_id": _sampler_of(model, name)}
         source = store.models_by_run.get(run_id, model)

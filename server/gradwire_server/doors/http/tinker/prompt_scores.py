@@ -80,7 +80,7 @@ class Targets(BaseModel):
             or not all(0 <= column < self.shape[1] for column in columns)
         ):
             raise _invalid(f"target_prompt_logprobs is no sparse tensor of shape {list(self.shape)}")
-        rows = np.repeat(np.arange(self.shape[0]), [end - start for start, end in itertools.pairwise(starts)])
+        rows = np.repeat(np.arange(self.shape[0]), np.array([b - a for a, b in itertools.pairwise(starts)], np.int64))
         return rows, np.array(columns, np.int64)
 
     def answer(self, dense: npt.NDArray[np.float32]) -> tinker_pb2.InputTensor:

@@ -190,11 +190,14 @@ async def test_an_expired_checkpoint_is_deleted_and_one_that_is_needed_is_tried_
             await store.delete(store.saved, str(path))
 
     class Models:
-        async def release_delivered(self, before: float) -> None:
+        async def release_delivered(self, before: float, most: int) -> None:
             pass
 
+    class Samplers:
+        many_made = asyncio.Event()
+
     for _ in range(2):
-        await TinkerCollection(None, store, Saved(), Models(), None).collect()  # type: ignore[arg-type]
+        await TinkerCollection(None, store, Saved(), Models(), Samplers()).collect()  # type: ignore[arg-type]
     assert asked == ["due", "needed", "gone", "needed"]
     assert list(store.saved) == [paths[0], paths[2]]
     await store.close()

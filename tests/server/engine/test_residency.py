@@ -15,7 +15,7 @@ from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.errors import DamagedFile
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.state.packed import Layout, Packed
+from gradwire_server.engine.state.packed import Packed, PackedLayout
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine.state.snapshot import capture
 from torch import Tensor
@@ -99,7 +99,7 @@ def test_each_run_gets_the_bits_that_it_gets_alone(make_run: Any, residency: Any
         with moving.executing([f"run-{number}"]):
             moving.use(runs[number])
             train(runs[number], count[number])
-            largest = max(largest, Layout.of(runs[number].tensors()).nbytes)
+            largest = max(largest, PackedLayout.of(runs[number].tensors()).nbytes)
         count[number] += 1
         settled(moving)
         held = moving.held()
@@ -140,7 +140,7 @@ def test_the_least_recently_used_leave_first(make_run: Any, residency: Any) -> N
 def test_runs_read_ahead_beside_those_in_use_lose_nothing(make_run: Any, residency: Any) -> None:
     runs = [make_run(lora=SETTINGS[i % 5], seed=i, run_id=f"run-{i}") for i in range(8)]
     before = [state(run) for run in runs]
-    one = max(Layout.of(run.tensors()).nbytes for run in runs)
+    one = max(PackedLayout.of(run.tensors()).nbytes for run in runs)
     moving = residency(one, 2 * one)
     for run in runs:
         moving.add(run)

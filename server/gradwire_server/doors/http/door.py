@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gradwire_server.config import ServerConfig
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.connection import Connection
+from gradwire_server.doors.http.gathering import GatheringProtocol
 from gradwire_server.doors.http.guard import GuardedProtocol
 from gradwire_server.doors.http.openai import app as openai
 from gradwire_server.doors.http.protocol import Protocol
@@ -65,7 +65,7 @@ class HttpDoor:
         await self._tinker.start()
         protocols = await asyncio.to_thread(self._protocols)
         settings = uvicorn.Config(
-            _root(self._core, protocols, self._stopping), http=Connection,
+            _root(self._core, protocols, self._stopping), http=GatheringProtocol,
             log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
             **_tls(config),

@@ -22,7 +22,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.model.adapters import Active, Pair, Span, SpanLinear
+from gradwire_server.engine.model.adapters import Active, LoraPair, Span, SpanLinear
 
 _SCALE = ("r", "lora_alpha", "lora_dropout")
 
@@ -118,7 +118,7 @@ class AdapterSet:
         held: list[tuple[Any, Any]] = []
         for place in alike.layers:
             if type(place.layer) is SpanLinear:
-                place.layer.pairs[name] = Pair.of(place.layer, name)
+                place.layer.pairs[name] = LoraPair.of(place.layer, name)
             held += _taken_out(place.layer, name)
         self._adapters[name] = _Adapter(config, alike.layers, () if in_spans else held)
         return parameters

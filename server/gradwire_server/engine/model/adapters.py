@@ -46,7 +46,7 @@ class Active:
     peft: bool = False
 
 
-class Pair(NamedTuple):
+class LoraPair(NamedTuple):
     """What an adapter adds to a linear layer: ``scale * x A^T B^T``."""
 
     a: nn.Parameter
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, layer: LoraLayer, adapter: str) -> Pair:
+    def of(cls, layer: LoraLayer, adapter: str) -> LoraPair:
         """The pair of an adapter that one of peft's linear layers holds."""
         a, b = (cast(nn.Linear, side[adapter]).weight for side in (layer.lora_A, layer.lora_B))
         return cls(cast(nn.Parameter, a), cast(nn.Parameter, b), layer.scaling[adapter])
@@ -69,7 +69,7 @@ class SpanLinear(LoraLinear):
     """
 
     active: Active
-    pairs: dict[str, Pair]
+    pairs: dict[str, LoraPair]
 
     @classmethod
     def replace(cls, layer: Any, active: Active) -> None:

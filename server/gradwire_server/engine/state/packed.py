@@ -33,14 +33,14 @@ class Part(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """The parts of a packed piece, and its size in bytes."""
 
     parts: tuple[Part, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor]) -> PackedLayout:
         """The layout of these tensors. Equal layouts are one object, because runs that are alike have equal ones."""
         parts, start = [], 0
         for name, tensor in tensors.items():
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _one(layout: Layout) -> Layout:
+def _one(layout: PackedLayout) -> PackedLayout:
     return layout
 
 
@@ -62,7 +62,7 @@ class Packed:
         buffer: ``[layout.nbytes]`` uint8.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PackedLayout) -> None:
         self.layout = layout
         self._devices = {part.device for part in layout.parts if part.device.type == "cuda"}
         self._copied: list[torch.cuda.Event] = []
@@ -72,7 +72,7 @@ class Packed:
     @torch.no_grad()
     def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
         """Copy tensors into one piece."""
-        packed = cls(Layout.of(tensors))
+        packed = cls(PackedLayout.of(tensors))
         _copy(packed._views(), [tensor.detach() for tensor in tensors.values()])
         for device in packed._devices:
             packed._copied.append(torch.cuda.current_stream(device).record_event())
@@ -95,7 +95,7 @@ class Packed:
         return zlib.crc32(self._bytes())
 
     @classmethod
-    def read(cls, file: Path, layout: Layout, checksum: int) -> Packed:
+    def read(cls, file: Path, layout: PackedLayout, checksum: int) -> Packed:
         """Read a file that :meth:`write` has written.
 
         Raises:

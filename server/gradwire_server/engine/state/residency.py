@@ -28,7 +28,7 @@ from pathlib import Path
 
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.state.packed import Layout, Packed
+from gradwire_server.engine.state.packed import Packed, PackedLayout
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,12 @@ class _Away:
         place: "host" or "disk"; a run that is being read is in the host memory that it is read into.
         packed: Its tensors, unless they are only in the file.
         checksum: The file's, once it is written.
-        reading: The file being read.
+        reading: The file being read, from the beginning of the read until the run is used or dropped again.
         gone: Whether the run was used or removed meanwhile.
     """
 
     run_id: str
-    layout: Layout
+    layout: PackedLayout
     packed: Packed | None
     place: str = "host"
     checksum: int | None = None
@@ -183,7 +183,7 @@ class Residency:
         """Begin to read a run that is on disk, in another thread; may be called in any thread."""
         with self._lock:
             away = self._away.get(run_id)
-            if away is None or run_id in self._ahead:
+            if away is None or run_id in self._ahead or away.reading is not None:  # its use waits for the file
                 return
             if run_id in self._idle:
                 self._idle.move_to_end(run_id)

@@ -28,7 +28,7 @@ class ErrorReason(BaseModel):
     code: str
 
 
-class ErrorAnswer(BaseModel):
+class OpenAIErrorAnswer(BaseModel):
     """An error."""
 
     error: ErrorReason
@@ -36,7 +36,7 @@ class ErrorAnswer(BaseModel):
 
 def protocol(core: Core, stopping: asyncio.Event) -> Protocol:
     """The protocol over a core; ``stopping`` is set when the server is about to stop."""
-    app = application("gradwire for OpenAI's clients", ErrorAnswer, error_body)
+    app = application("gradwire for OpenAI's clients", OpenAIErrorAnswer, error_body)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

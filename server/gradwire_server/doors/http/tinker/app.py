@@ -20,7 +20,7 @@ from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
 
 
-class ErrorAnswer(BaseModel):
+class TinkerErrorAnswer(BaseModel):
     """An error."""
 
     detail: str
@@ -58,7 +58,7 @@ class Tinker:
 
 def protocol(tinker: Tinker) -> Protocol:
     """The protocol over the door's state."""
-    app = application("gradwire for Tinker's SDK", ErrorAnswer, error_body)
+    app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, error_body)
     # In order of use, as each request is compared with one route after another.
     app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
     app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers))

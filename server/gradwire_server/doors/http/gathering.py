@@ -11,7 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
-class Connection(HttpToolsProtocol):
+class GatheringProtocol(HttpToolsProtocol):
     """uvicorn's connection over a :class:`GatheringTransport`."""
 
     def connection_made(self, transport: Any) -> None:

@@ -106,6 +106,8 @@ class BlockingDetector:
         limit = LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         used -= callback.collecting_s + callback.excused_cpu_s
         held = wall - waited - callback.collecting_s - callback.excused_s
+        if not callback.stack:  # C code throughout: gRPC's poller waits for the lock of a thread that has no processor
+            held = used
         if max(used, held) > limit:
             owner = getattr(handle._callback, "__self__", handle)  # type: ignore[attr-defined]
             where = "".join(callback.stack) or "  one call that held the interpreter\n"

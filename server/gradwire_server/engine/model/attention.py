@@ -25,6 +25,7 @@ from gradwire_server.engine.model.attention_blocks import in_blocks
 from gradwire_server.engine.model.attention_masked import masked_attention
 from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.attention_varlen import varlen_kernel
+from gradwire_server.engine.model.numberless import computes_as_cpu
 from gradwire_server.engine.model.packing import Layout
 
 NAME = "gradwire"
@@ -81,7 +82,7 @@ def packed_attention(
         varlen = varlen_kernel(query.device, query.dtype)
     if varlen is not None:
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
-    if query.device.type in ("cpu", "meta") and one_size and not dropout and window is None:
+    if computes_as_cpu(query.device) and one_size and not dropout and window is None:
         return in_blocks(query, key, value, layout, scale), None
     return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire_server.engine.model.numberless import computes_as_cpu
 from gradwire_server.engine.model.placement import Placement
 
 
@@ -26,7 +27,7 @@ def add_rows_in_place(embedding: nn.Module, placement: Placement) -> None:
 def _embed(embedding: nn.Embedding, placement: Placement, ids: Tensor) -> Tensor:
     weight = embedding.weight
     trains = weight.requires_grad and torch.is_grad_enabled()
-    if trains and weight.device.type in ("cpu", "meta") and placement.adds_in_place(weight):
+    if trains and computes_as_cpu(weight.device) and placement.adds_in_place(weight):
         embedded: Tensor = _Embed.apply(ids, weight, embedding.padding_idx)  # type: ignore[no-untyped-call]
         return embedded
     return nn.functional.embedding(ids, weight, embedding.padding_idx)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gradwire_server.engine.model.numberless import as_on_a_cpu
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading
@@ -113,7 +114,7 @@ def step_bytes(policy: Policy, rows: int, tokens: int, names: set[str], budget: 
             kept["trunk"] = meter.bytes
             return reading.scores(hidden, None)
 
-        with meter:
+        with meter, as_on_a_cpu():
             scores = reading.with_weights(compute)
             kept["scores"] = meter.bytes
             outputs = [score for score in scores.values() if score.requires_grad]

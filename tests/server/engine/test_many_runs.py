@@ -11,7 +11,7 @@ import torch
 from gradwire_proto.v1.training_pb2 import LoraSettings, OptimStep, RunConfig
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.engine.state.packed import Layout
+from gradwire_server.engine.state.packed import PackedLayout
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine.state.snapshot import capture
 
@@ -39,7 +39,7 @@ def train(run: EngineRun, number: int) -> None:
 def many(model_path: Path, folder: Path, count: int) -> None:
     pool = ModelPool({"tiny": str(model_path)})
     runs = [new_run(pool, number, f"run-{number}") for number in range(count)]
-    budget = 16 * max(Layout.of(run.tensors()).nbytes for run in runs[:28])
+    budget = 16 * max(PackedLayout.of(run.tensors()).nbytes for run in runs[:28])
     moving = Residency(folder, budget, budget)
     for run in runs:
         moving.add(run)

@@ -154,9 +154,18 @@ SEAM = {
     "DTensor": {"model/placement.py"},
     "data_ptr": {"model/placement.py"},
     "save_file": {"model/heads.py", "state/checkpoints.py", "state/exports.py"},
-    # The policy asks for its name, quantization leaves it out.
-    "get_output_embeddings": {"model/split_model.py", "model/policy.py", "model/quantization.py"},
-    "get_input_embeddings": {"model/split_model.py", "model/packing_check.py"},  # the check hooks its output
+    # The adapter's settings ask for its name, quantization leaves it out; an export unties the heads of a copy.
+    "get_output_embeddings": {
+        "model/lora_settings.py",
+        "model/quantization.py",
+        "model/split_model.py",
+        "state/exports.py",
+    },
+    "get_input_embeddings": {
+        "model/packing_check.py",
+        "model/split_model.py",
+        "state/exports.py",
+    },  # the check hooks its output
 }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 import gradwire
 
 from benchmarks import ROOT
+from benchmarks.other_side import OtherSide
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import BETA, KINDS, LEARNING_RATE, train
 from benchmarks.turns import Turns, check_losses
@@ -54,7 +54,7 @@ RIVALS = {
 }
 
 
-class Trainer:
+class Trainer(OtherSide):
     """A TRL trainer in a process of its own.
 
     Args:
@@ -67,44 +67,17 @@ class Trainer:
         folder.mkdir(parents=True)
         file = folder / "plan.json"
         file.write_text(json.dumps(plan | {"folder": str(folder / "out")}))
-        self._errors = (folder / "stderr").open("w+b")
-        self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).with_name("trl_side.py")), str(file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            cwd=folder,
+        super().__init__(
+            "TRL's process", [str(python), str(Path(__file__).with_name("trl_side.py")), str(file)], folder
         )
 
     def steps(self, count: int) -> dict[str, Any]:
         """Take this many steps; return ``seconds``, ``cpu_seconds`` and ``losses``.
 
         Raises:
-            RuntimeError: The process has ended; the message holds the end of its stderr.
+            RuntimeError: As for :meth:`ask`.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{count}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._errors.seek(0)
-        raise RuntimeError(f"TRL's process ended:\n{self._errors.read()[-4000:].decode(errors='replace')}")
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                stream.close()
+        return self.ask(str(count))
 
 
 def draw(kind: str, source: Draw, count: int | None = None) -> Sequence[Any]:

@@ -18,7 +18,8 @@ from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.sampling.local import LocalSampler
 from gradwire_server.engine.sampling.pages import Pages
 from gradwire_server.engine.sampling.sampler import SamplingParams
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from gradwire_server.engine.sizing.parts import key_value_bytes
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 from benchmarks.report import Figure, Size, run_alone
@@ -98,10 +99,7 @@ class Groups:
     @property
     def memory(self) -> float:
         """Allocated bytes of keys and values over those of the prompts, once each, and the answers."""
-        model: PreTrainedModel = self._policy.model
-        config = model.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        of_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * size
+        of_token = key_value_bytes(self._policy.model, torch.float32)
         return self.bytes / (of_token * self.prompts * (self.prompt_tokens + self.samples * self.answer_tokens))
 
 

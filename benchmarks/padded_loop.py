@@ -32,6 +32,15 @@ class PaddedLoop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(self, rows: Rows) -> float:
+        loss = self.loss(rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def loss(self, rows: Rows) -> torch.Tensor:
+        """The mean loss of the rows' tokens, with its graph."""
         width = max(map(len, rows))
         ids = torch.zeros(len(rows), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -39,12 +48,7 @@ class PaddedLoop:
             ids[index, : len(row)] = torch.tensor(row)
             mask[index, : len(row)] = 1
         labels = ids.masked_fill(mask == 0, IGNORED)
-        loss = self.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+        return self.model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
 
 
 async def compare(size: Size) -> list[Figure]:

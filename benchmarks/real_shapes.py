@@ -75,20 +75,15 @@ def build(path: Path, shape: Callable[..., Any], *, smoke: bool) -> Path:
 class PackedLoop(PaddedLoop):
     """The rows of a batch one after the other in one row, each attending to itself."""
 
-    def step(self, rows: Rows) -> float:
+    def loss(self, rows: Rows) -> torch.Tensor:
         ids = torch.tensor([token for row in rows for token in row])[None]
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(row) for row in rows]))
         positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
         mask = ((owner[:, None] == owner) & torch.ones(len(owner), len(owner), dtype=torch.bool).tril())[None, None]
         labels = ids.masked_fill(positions == 0, IGNORED)
-        loss = self.model(
+        return self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels, use_cache=False
         ).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
 
 
 async def against_packed(model: Path, batches: list[Rows]) -> Turns:

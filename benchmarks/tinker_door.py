@@ -15,7 +15,6 @@ import json
 import operator
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 import urllib.request
@@ -30,6 +29,7 @@ from support.server import free_port
 from support.tinker import HttpServer
 
 from benchmarks import ROOT
+from benchmarks.other_side import OtherSide
 from benchmarks.overhead import TOKENS, awaited, overhead
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.workload import small_model
@@ -39,7 +39,7 @@ CLIENTS, BESIDE = 64, 8
 KINDS = ("forward_backward", "optim_step")
 
 
-class TinkerSide:
+class TinkerSide(OtherSide):
     """A process of Tinker's SDK.
 
     Args:
@@ -50,46 +50,17 @@ class TinkerSide:
 
     def __init__(self, model: str, server: HttpServer, folder: Path) -> None:
         folder.mkdir()
-        self._errors = (folder / "stderr").open("w+b")
         own = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
-        self._process = subprocess.Popen(
-            [str(TINKER_PYTHON), str(Path(__file__).with_name("tinker_side.py")), model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            cwd=folder,
-            env=os.environ | own | {"OMP_NUM_THREADS": "1"},
-        )
+        command = [str(TINKER_PYTHON), str(Path(__file__).with_name("tinker_side.py")), model]
+        super().__init__("the SDK's process", command, folder, own | {"OMP_NUM_THREADS": "1"})
 
     def train(self, clients: int, steps: int) -> dict[str, Any]:
         """Let clients take steps; return the answer that ``tinker_side`` describes.
 
         Raises:
-            RuntimeError: The process has ended; the message has the end of its stderr.
+            RuntimeError: As for :meth:`ask`.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"clients": clients, "steps": steps}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._errors.seek(0)
-        raise RuntimeError(f"the SDK's process ended:\n{self._errors.read()[-4000:].decode(errors='replace')}")
-
-    def __enter__(self) -> TinkerSide:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                stream.close()
+        return self.ask(json.dumps({"clients": clients, "steps": steps}))
 
 
 class Meters:

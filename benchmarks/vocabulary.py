@@ -28,17 +28,12 @@ NUM_ROWS = 8
 class LinearLoop(PaddedLoop):
     """The loop with ``linear_cross_entropy`` on the hidden states before the real tokens."""
 
-    def step(self, rows: Rows) -> float:
+    def loss(self, rows: Rows) -> torch.Tensor:
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True).bool()
         hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         before, scored = hidden[:, :-1][mask[:, 1:]], ids[:, 1:][mask[:, 1:]]
-        loss = torch.nn.functional.linear_cross_entropy(before, self.model.lm_head.weight, scored)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
+        return torch.nn.functional.linear_cross_entropy(before, self.model.lm_head.weight, scored)
 
 
 async def compare(size: Size) -> list[Figure]:

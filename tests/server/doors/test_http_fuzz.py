@@ -18,10 +18,8 @@ import pytest
 import schemathesis
 from gradwire_proto.v1 import tinker_pb2 as pb
 from gradwire_server.access.keys import KeyFile
-from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 from support import hostile
+from support.openapi import survived
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
 from support.tiny import tiny_model
@@ -268,9 +266,6 @@ def test_what_is_no_request_is_refused_and_the_next_one_served(keys: Keys, prefi
         assert healthy.text == "ok", wrong
 
 
-CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
-
-
 @pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("prefix", "operations"), [("/api/v1", 29), ("/v1", 4)])
 def test_generated_requests_are_answered_as_the_document_says(
@@ -278,27 +273,5 @@ def test_generated_requests_are_answered_as_the_document_says(
 ) -> None:
     headers = {"X-API-Key": keys.hostile_key}
     schema = schemathesis.openapi.from_url(f"{keys.server.url}{prefix}/openapi.json", headers=headers)
-    tried = [_survived(found.ok(), headers, examples) for found in schema.get_all_operations()]
+    tried = [survived(found.ok(), examples, headers=headers, timeout=300) for found in schema.get_all_operations()]
     assert len(tried) >= operations and min(tried) >= 1
-
-
-def _survived(operation: Any, headers: dict[str, str], examples: int) -> int:
-    """How many requests the operation answered as it should."""
-    count = 0
-
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=operation.as_strategy())
-    def survives(case: schemathesis.Case) -> None:
-        nonlocal count
-        count += 1
-        case.call_and_validate(checks=CHECKS, headers=headers, timeout=300)
-
-    survives()
-    return count

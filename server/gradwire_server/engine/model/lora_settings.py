@@ -63,12 +63,10 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
 
 def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
     """The given names of layers, with the model's own name of the output head."""
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [
-        _head_name(model) if target == OUTPUT_HEAD and target not in names else target
-        for target in dict.fromkeys(given)
-        if target != ALL_LINEAR
-    ]
+    targets = [target for target in dict.fromkeys(given) if target != ALL_LINEAR]
+    if OUTPUT_HEAD in targets and not any(name.rpartition(".")[2] == OUTPUT_HEAD for name, _ in model.named_modules()):
+        targets[targets.index(OUTPUT_HEAD)] = _head_name(model)
+    return targets
 
 
 def _head_name(model: PreTrainedModel) -> str:

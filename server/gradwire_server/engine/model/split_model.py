@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.attention import LAYOUT
+from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.dropout import DropoutPlaces
 from gradwire_server.engine.model.embedding import add_rows_in_place
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
@@ -192,13 +193,19 @@ class SplitModel:
             rows = sent(sequences.input_ids, self.device)
             padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
             return padded.flatten(0, 1)
+        return self.packed_states(sequences.input_ids, sequences.position_ids, sequences)
+
+    def packed_states(
+        self, input_ids: Tensor, position_ids: Tensor, layout: Layout | PagedPrefill | PagedDecode
+    ) -> Tensor:
+        """``[M, H]`` final hidden states of ``[M]`` tokens on one axis, whose attention follows a layout."""
         packed: Tensor = self.trunk(
-            input_ids=sent(sequences.input_ids[None], self.device),
-            position_ids=sent(sequences.position_ids[None], self.device),
+            input_ids=sent(input_ids[None], self.device),
+            position_ids=sent(position_ids[None], self.device),
             # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,
-            **{LAYOUT: sequences},
+            **{LAYOUT: layout},
         ).last_hidden_state
         return packed[0]
 

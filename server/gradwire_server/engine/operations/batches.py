@@ -254,15 +254,6 @@ def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collec
     )
 
 
-def read_plain(columns: Columns, policy: Policy) -> Batch:
-    """Read and check a batch that names no loss.
-
-    Raises:
-        OperationError: INVALID_BATCH.
-    """
-    return _read(PLAIN, columns, policy, ())
-
-
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:
     if not isinstance(config, ReferenceConfig) or config.reference_model is None:
         return None

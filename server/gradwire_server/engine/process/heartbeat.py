@@ -11,7 +11,8 @@ import torch
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.process.engine import Engine
-from gradwire_server.engine.process.memory_owners import MemoryOwners, resident_bytes
+from gradwire_server.engine.process.memory_owners import MemoryOwners
+from gradwire_server.engine.scoring.memory import resident_bytes
 from gradwire_server.engine_link.frames import LinkClosed
 from gradwire_server.engine_link.vitals import BEAT_S
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import resource
-from pathlib import Path
-
 import torch
 
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.scoring.memory import resident_bytes
 
 
 class MemoryOwners:
@@ -40,14 +37,6 @@ class MemoryOwners:
         }
         rest = _process_bytes(context.pool.device) - self._at_start - sum(owners.values())
         return owners | {"activations": max(0, rest)}
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: peak memory instead, in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _process_bytes(device: torch.device) -> int:

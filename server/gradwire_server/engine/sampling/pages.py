@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from gradwire_server.engine.failures import is_out_of_memory
-from gradwire_server.engine.model.attention import LAYOUT
 from gradwire_server.engine.model.attention_masked import MaskedSegments, QuerySegment
 from gradwire_server.engine.model.attention_paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.packing import Packing, lay_out
@@ -175,7 +174,8 @@ class Pages:
         lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
         own = own_lists(table, lengths + 1, fills)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
-        return _trunk(policy, torch.from_numpy(ids), torch.from_numpy(at), plan)[: len(rows)]
+        states = policy.split_model.packed_states(torch.from_numpy(ids), torch.from_numpy(at), plan)
+        return states[: len(rows)]
 
     def keep(self, rows: IntArray) -> None:
         kept = [self._rows[row] for row in rows.tolist()]
@@ -223,24 +223,10 @@ class Pages:
         fresh = not any(start for _, start, _ in pieces)
         layout = lay_out(ids, lengths) if fresh else None
         plan = PagedPrefill(self._store, places, layout, MaskedSegments(segments))
-        states = _trunk(policy, ids, positions, plan)
+        states = policy.split_model.packed_states(ids, positions, plan)
         self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))
-
-
-def _trunk(policy: Policy, ids: Tensor, positions: Tensor, plan: PagedPrefill | PagedDecode) -> Tensor:
-    """``[M, H]`` final states of tokens packed on one axis."""
-    device = policy.device
-    states: Tensor = policy.split_model.trunk(
-        input_ids=sent(ids[None], device),
-        position_ids=sent(positions[None], device),
-        # transformers passes a four-dimensional mask on unchanged; with a plan, attention ignores it.
-        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device),
-        use_cache=False,
-        **{LAYOUT: plan},
-    ).last_hidden_state
-    return states[0]
 
 
 def _places(pages: Sequence[int], stop: int) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,14 @@ def _kind(run: MemoryUser) -> bytes:
 def machine_memory() -> int:
     """Bytes of the machine's memory, or of the control group's limit if that is lower."""
     return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: peak memory instead, in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _group_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

@@ -20,7 +20,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.scoring.memory import machine_memory
+from gradwire_server.engine.scoring.memory import machine_memory, resident_bytes
 from gradwire_server.engine.sizing.parts import master_bytes, readable, trained_bytes, weight_bytes
 
 SCORE_BYTES = 8
@@ -151,9 +151,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    own = int(_read("/proc/self/statm").split()[1]) * 4096 if _read("/proc/self/statm") else 0
     available = [line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
-    return min([machine_memory() - own, *(int(kib) << 10 for kib in available)])
+    return min([machine_memory() - resident_bytes(), *(int(kib) << 10 for kib in available)])
 
 
 def total_memory(device: torch.device) -> int:

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 RESTART_PAUSES_S = (0.0, 0.5, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
 """Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
-machine with other work. Blocks of a MiB or more are mapped and go back at once when they are freed: glibc before 2.38
-hardly reuses an aligned block within its heap. A LoRA step on 86 M weights held 1,665 MiB at its peak and 1,594 after
-it with blocks of 16 MiB mapped, and 1,476 and 952 with these, for 4 % more processor time."""
+machine with other work. Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38
+hardly reuses an aligned block within its heap. A new mapping costs the kernel its pages: with blocks of a MiB mapped, a
+training step on 5 M weights took 1.35 times the processor time; with these, as much as with nothing mapped."""
 
 
 EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]

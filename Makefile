@@ -1,4 +1,4 @@
-# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | bench | lint | docs | site | proto
+# make setup | demo | feedback-demo | notebook | test | test-slow | test-vllm | test-faults | bench | rivals | lint | docs | site | proto
 # Without a GPU, torch's CPU build is a tenth of the size: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
 
 PYTHON ?= python3.11
@@ -6,7 +6,7 @@ BIN := .venv/bin
 PROTO_BIN := .venv-proto/bin
 PROTO_OUT ?= proto
 
-.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench lint docs proto site
+.PHONY: setup openai demo feedback-demo notebook test test-slow test-vllm test-faults parity bench rivals lint docs proto site
 
 setup: .venv/.installed
 
@@ -96,6 +96,16 @@ test-faults: setup
 # The table of docs/performance.md, 15 minutes on an idle machine; `make bench ARGS=--write-docs` writes it there.
 bench: setup .venv-parity/.installed .venv-sb3/.installed .venv-tinker/.installed
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Against TuFT, SkyRL and a bare peft loop by turns, 8 minutes on an idle machine; `ARGS=--write-docs` writes the table
+# into docs/performance.md. Each server and its SDK are in an environment of their own.
+rivals: setup .venv-tinker/.installed .venv-tuft/.installed .venv-skyrl/.installed
+	$(BIN)/python -m benchmarks.rivals $(ARGS)
+
+.venv-tuft/.installed .venv-skyrl/.installed: .venv-%/.installed: benchmarks/rivals/%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

@@ -88,12 +88,12 @@ def markdown(figures: list[Figure], failures: dict[str, str], words: str, repeat
     return "\n".join(lines)
 
 
-def write_docs(text: str) -> None:
-    """Write the table between the markers of the page."""
+def write_docs(text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Write the table between two markers of the page."""
     page = DOCS.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCS.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    DOCS.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def main() -> int:

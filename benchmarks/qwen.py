@@ -62,8 +62,8 @@ def shape(size: str, *, smoke: bool) -> Shape:
     return Shape(**(SMOKE if smoke else SIZES[size]))
 
 
-def qwen(path: Path, shape: Shape, *, device: str) -> Path:
-    """Make a random bfloat16 model of this shape as a Hugging Face folder, drawn on the device; made once."""
+def qwen(path: Path, shape: Shape, *, device: str, dtype: str = "bfloat16") -> Path:
+    """Make a random model of this shape as a Hugging Face folder, drawn on the device; made once."""
     if (path / "done").exists():
         return path
     import torch
@@ -75,7 +75,7 @@ def qwen(path: Path, shape: Shape, *, device: str) -> Path:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(path)
     (path / "done").touch()
     return path

@@ -5,18 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
 
-def cpu_seconds() -> float:
-    """CPU seconds used by this process and its children so far."""
-    own = psutil.Process()
+def cpu_seconds(process: psutil.Process | None = None) -> float:
+    """CPU seconds used by a process (None: this one) and its children so far."""
+    process = process or psutil.Process()
     total = 0.0
-    for process in (own, *own.children(recursive=True)):
-        times = process.cpu_times()
-        total += times.user + times.system
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
     return total
 
 

@@ -53,15 +53,15 @@ async def opened(rival: Rival) -> AsyncIterator[tuple[list[Side], Side]]:
         server, address = servers.ours(path, folder / "ours")
         stack.enter_context(server)
         service = await stack.enter_async_context(gradwire.connect(address))
-        ours = OurSdk(service, server.process, path)
+        ours = OurSdk(service, server)
         sides: list[Side] = [ours]
         if rival.python is None or rival.start is None:
             yield sides, BareSide(ours, path, folder / "adapters")
             return
-        door = stack.enter_context(servers.TinkerProgram(servers.TINKER_PYTHON, server, path))
+        door = stack.enter_context(servers.TinkerProgram(servers.TINKER_PYTHON, server))
         sides.append(TinkerSide("our Tinker door", door, server.process))
         theirs = stack.enter_context(rival.start(path, folder / "theirs"))
-        program = stack.enter_context(servers.TinkerProgram(rival.python, theirs, path))
+        program = stack.enter_context(servers.TinkerProgram(rival.python, theirs))
         yield sides, TinkerSide(rival.name, program, theirs.process)
 
 

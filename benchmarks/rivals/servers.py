@@ -23,6 +23,7 @@ from benchmarks.rivals.workload import BETAS, EPS, LEARNING_RATE, RANK, WORKS
 
 HERE = Path(__file__).parent
 KEY = "tml-rivals"
+MODEL_NAME = "qwen3"
 START_S = 180.0
 SKYRL_RUNS = 1 + sum(work.runs for work in WORKS)
 """Adapters that SkyRL has room for; one is the base model's."""
@@ -40,14 +41,21 @@ class Server:
         name: For errors.
         command: Starts it.
         url: Where it answers ``/api/v1/healthz`` once it is ready.
+        model: Its name for the model.
         folder: For its output.
         env: In addition to this process's environment.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str | Path], url: str, folder: Path, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        url: str,
+        model: str,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.url = name, url
+        self.name, self.url, self.model = name, url, model
         self._command, self._env = list(map(str, command)), dict(env or {})
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -104,8 +112,8 @@ def ours(model: Path, folder: Path) -> tuple[Server, str]:
     """Our server with its defaults and the Tinker door, and the address for our own SDK."""
     address, url = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gradwire_server.cli", "serve", "--address", address, "--http", url]
-    command += ["--model", f"{model}={model}", "--state-dir", str(folder / "state")]
-    return Server("gradwire", command, f"http://{url}", folder), address
+    command += ["--model", f"{MODEL_NAME}={model}", "--state-dir", str(folder / "state")]
+    return Server("gradwire", command, f"http://{url}", MODEL_NAME, folder), address
 
 
 def tuft(model: Path, folder: Path) -> Server:
@@ -115,7 +123,7 @@ def tuft(model: Path, folder: Path) -> Server:
     config = {
         "checkpoint_dir": str(folder / "checkpoints"),
         "supported_models": [
-            {"model_name": str(model), "model_path": str(model), "max_model_len": 1024, "micro_batch_size": 64}
+            {"model_name": MODEL_NAME, "model_path": str(model), "max_model_len": 1024, "micro_batch_size": 64}
         ],
         "authorized_users": {KEY: "rivals"},
     }
@@ -124,7 +132,7 @@ def tuft(model: Path, folder: Path) -> Server:
     command = [TUFT_PYTHON, HERE / "tuft_server.py", "launch", "--config", file, "--port", str(port)]
     command += ["--log-level", "warning"]
     env = {"TUFT_HOME": str(folder), "RIVALS_RAY_FOLDER": str(folder / "ray"), "RAY_USAGE_STATS_ENABLED": "0"}
-    return Server("TuFT", command, f"http://127.0.0.1:{port}", folder, env | _threads())
+    return Server("TuFT", command, f"http://127.0.0.1:{port}", MODEL_NAME, folder, env | _threads())
 
 
 def skyrl(model: Path, folder: Path) -> Server:
@@ -138,7 +146,7 @@ def skyrl(model: Path, folder: Path) -> Server:
         "database_url": f"sqlite:///{folder}/tinker.db",
     }
     command = [SKYRL_PYTHON, HERE / "skyrl_server.py", str(port), json.dumps(config)]
-    return Server("SkyRL", command, f"http://127.0.0.1:{port}", folder, {"JAX_PLATFORMS": "cpu"})
+    return Server("SkyRL", command, f"http://127.0.0.1:{port}", str(model), folder, {"JAX_PLATFORMS": "cpu"})
 
 
 def _threads() -> dict[str, str]:
@@ -149,9 +157,9 @@ def _threads() -> dict[str, str]:
 class TinkerProgram:
     """``tinker_client.py`` against a server, by the interpreter of an environment that has the SDK."""
 
-    def __init__(self, python: Path, server: Server, model: Path) -> None:
+    def __init__(self, python: Path, server: Server) -> None:
         adam = {"learning_rate": LEARNING_RATE, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS}
-        plan = json.dumps({"model": str(model), "rank": RANK, "adam": adam})
+        plan = json.dumps({"model": server.model, "rank": RANK, "adam": adam})
         env = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
         self._server = server
         self._log = server.folder / f"{python.parent.parent.name}.log"

@@ -13,7 +13,7 @@ import gradwire
 import psutil
 
 from benchmarks.rivals.peft_loop import PeftLoop
-from benchmarks.rivals.servers import TinkerProgram
+from benchmarks.rivals.servers import Server, TinkerProgram
 from benchmarks.rivals.workload import ALPHA, BETAS, EPS, LEARNING_RATE, RANK, Work
 from benchmarks.turns import cpu_seconds
 from benchmarks.workload import Rows
@@ -65,17 +65,13 @@ class Side(ABC):
 
 
 class OurSdk(Side):
-    """Gradwire's own SDK, in this process.
-
-    Args:
-        server: The process of the server.
-    """
+    """Gradwire's own SDK, in this process."""
 
     name = "ours"
 
-    def __init__(self, service: gradwire.ServiceClient, server: psutil.Process, model: Path) -> None:
-        self._service, self._model = service, str(model)
-        self.processes = (server,)
+    def __init__(self, service: gradwire.ServiceClient, server: Server) -> None:
+        self._service, self._model = service, server.model
+        self.processes = (server.process,)
         self.runs: dict[str, list[gradwire.TrainingClient]] = {}
 
     def _cpu_seconds(self) -> float:

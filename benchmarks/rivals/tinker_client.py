@@ -42,7 +42,9 @@ class Program:
         """Create this many runs under a name."""
         began = time.perf_counter()
         self.runs[name] = [
-            await self.service.create_lora_training_client_async(base_model=self.model, rank=self.rank)
+            await self.service.create_lora_training_client_async(
+                base_model=self.model, rank=self.rank, train_unembed=False
+            )
             for _ in range(count)
         ]
         return {"seconds": time.perf_counter() - began}

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,17 @@ class Server:
         return psutil.Process(self._process.pid)
 
     def __exit__(self, *error: object) -> None:
+        family = []
         if self._process.poll() is None:
             family = self.process.children(recursive=True)
             self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            _, left = psutil.wait_procs(family, timeout=5)
-            for process in left:
-                process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for process in psutil.wait_procs(family, timeout=5)[1]:
+            process.kill()
 
 
 def ours(model: Path, folder: Path) -> tuple[Server, str]:

@@ -134,7 +134,8 @@ class Calls:
         await self._wait(key, self._bodies)
         try:
             try:
-                received = await asyncio.wait_for(receive(), BODY_S)
+                async with asyncio.timeout(BODY_S):
+                    received = await receive()
             except TimeoutError:
                 message = f"the request did not arrive within {BODY_S:.0f} s of its call; send it again"
                 raise ServiceError(pb.ERROR_CODE_DEADLINE_EXCEEDED, message) from None

@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -152,11 +151,6 @@ def _install(app: FastAPI, body: ErrorBody) -> None:
         field = "" if problem else ".".join(str(part) for part in first["loc"][1:])[:MAX_FIELD_CHARS]
         text = problem or f"{field}: {str(first['msg'])[:500]}"
         return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field), body, 422)
-
-    @app.exception_handler(DecodeError)
-    async def unreadable(_request: Request, error: DecodeError) -> JSONResponse:
-        message = "the body is not the protobuf message that this route takes"
-        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), body)
 
     @app.exception_handler(UnicodeEncodeError)
     async def no_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:

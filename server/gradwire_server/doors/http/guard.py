@@ -17,11 +17,13 @@ from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import ENCODINGS, BodyLimit, decompressed, unknown_encoding
 from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
-from gradwire_server.doors.http.protocol import Protocol
+from gradwire_server.doors.http.protocol import DirectCall, Protocol
 from gradwire_server.errors import ServiceError
 
 DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
+_ROUTE = "gradwire.route"
+"""Key of a scope that a direct route answers: the route's path."""
 BODY_LIMITS = ("max_http_body_bytes", "max_json_body_bytes")
 
 
@@ -44,7 +46,7 @@ class GuardedProtocol:
         try:
             await self._serve(scope, receive, counted)
         finally:
-            route = getattr(scope.get("route"), "path", "") or "other"
+            route = scope.get(_ROUTE) or getattr(scope.get("route"), "path", "") or "other"
             self._core.metrics.http_request(self._protocol.name, route, status, time.monotonic() - began)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,8 +58,10 @@ class GuardedProtocol:
             started = True
             await send(message)
 
+        path = scope["path"].removeprefix(self._protocol.prefix)
+        direct = self._protocol.direct.get(path) if scope["method"] == "POST" else None
         try:
-            if scope["path"].removeprefix(self._protocol.prefix).startswith(self._protocol.open_paths):
+            if path.startswith(self._protocol.open_paths):
                 await self._protocol.app(scope, receive, starting)
                 return
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
@@ -68,7 +72,14 @@ class GuardedProtocol:
                 calls.body(caller.name, lambda: _body(headers, receive, limit)) as content,
             ):
                 self._core.keys.check(caller)
-                await self._protocol.app(scope, _replayed(content, receive), starting)
+                answer = None
+                if direct is not None:
+                    scope[_ROUTE] = path
+                    answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
+                if answer is None:
+                    await self._protocol.app(scope, _replayed(content, receive), starting)
+                else:
+                    await answer(scope, receive, starting)
         except ServiceError as error:
             status = 413 if error.error.rule.startswith(BODY_LIMITS) else None
             await error_response(error.error, self._protocol.error_body, status)(scope, receive, send)
@@ -97,6 +108,7 @@ class _Headers:
         self.length = found.get(b"content-length", "")
         self.waits = bool(found.get(b"expect"))  # sends its body only when it is asked for
         self.content_type = found.get(b"content-type", "").lower()
+        self.traceparent = found.get(b"traceparent", "")
 
 
 async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.responses import Response
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.access.keys import Caller
 
 ErrorBody = Callable[[int, pb.Error], Mapping[str, Any]]
 """``(status, error)`` -> the JSON object that the protocol answers with."""
+
+
+@dataclass(frozen=True)
+class DirectCall:
+    """A request whose body was received. ``content_type`` is in lower case."""
+
+    caller: Caller
+    content: bytes
+    content_type: str
+    traceparent: str
+
+
+DirectRoute = Callable[[DirectCall], Awaitable[Response | None]]
+"""A route that is answered without FastAPI's layers; None for a request that is not a valid call of it."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +40,18 @@ class Protocol:
         app: Its routes, relative to the prefix.
         error_body: The form of its errors.
         open_paths: Beginnings of paths, relative to the prefix, that need no key.
+        direct: POST routes that are answered without FastAPI's layers, by path; the application has them too.
     """
 
     name: str
     prefix: str
     app: FastAPI
     error_body: ErrorBody
-    open_paths: tuple[str, ...] = field(default=())
+    open_paths: tuple[str, ...] = ()
+    direct: Mapping[str, DirectRoute] = field(default_factory=dict)
 
 
-# Both are coroutines, as FastAPI calls plain functions in a thread.
+# These are coroutines, as FastAPI calls plain functions in a thread.
 async def _caller(request: Request) -> Caller:
     caller: Caller = request.scope["gradwire.caller"]
     return caller
@@ -44,7 +61,13 @@ async def _traceparent(request: Request) -> str:
     return request.headers.get("traceparent", "")
 
 
+async def _body(request: Request) -> bytes:
+    return await request.body()
+
+
 CallerOf = Annotated[Caller, Depends(_caller)]
 """A route's parameter of this type is the authenticated caller."""
 TraceparentOf = Annotated[str, Depends(_traceparent)]
 """A route's parameter of this type is the caller's trace context, for ``OperationHeader.traceparent``."""
+BodyOf = Annotated[bytes, Depends(_body)]
+"""A route's parameter of this type is the body as it was sent."""

@@ -10,6 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from pydantic import BaseModel
 
 from gradwire_server.core.core import Core
+from gradwire_server.doors.http.direct import direct_routes
 from gradwire_server.doors.http.errors import application
 from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import checkpoints, external_weights, futures, sampling, sessions, training
@@ -18,6 +19,9 @@ from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
+
+EACH_STEP = ("/retrieve_future", "/forward_backward", "/optim_step", "/asample")
+"""Routes that a program calls at every step."""
 
 
 class TinkerErrorAnswer(BaseModel):
@@ -59,14 +63,18 @@ class Tinker:
 def protocol(tinker: Tinker) -> Protocol:
     """The protocol over the door's state."""
     app = application("gradwire for Tinker's SDK", TinkerErrorAnswer, error_body)
-    # In order of use, as each request is compared with one route after another.
-    app.include_router(futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping))
-    app.include_router(training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers))
-    app.include_router(sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers))
-    app.include_router(checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved))
-    app.include_router(external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved))
-    app.include_router(sessions.routes(tinker.core, tinker.store, tinker.stopping))
-    return Protocol("tinker", "/api/v1", app, error_body, open_paths=("/healthz", external_weights.SIGNED))
+    routers = [
+        futures.routes(tinker.store, tinker.models, tinker.samplers, tinker.stopping),
+        training.routes(tinker.core, tinker.store, tinker.models, tinker.saved, tinker.samplers),
+        sampling.routes(tinker.core, tinker.store, tinker.saved, tinker.samplers),
+        checkpoints.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
+        external_weights.routes(tinker.core, tinker.store, tinker.models, tinker.saved),
+        sessions.routes(tinker.core, tinker.store, tinker.stopping),
+    ]
+    for router in routers:
+        app.include_router(router)
+    direct = direct_routes(routers, EACH_STEP)
+    return Protocol("tinker", "/api/v1", app, error_body, ("/healthz", external_weights.SIGNED), direct)
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

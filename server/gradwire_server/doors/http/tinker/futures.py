@@ -37,6 +37,50 @@ class RetrieveRequest(BaseModel):
     request_id: str
 
 
+class _HeldTooLong(Exception):
+    """A request has waited as long as it may."""
+
+
+class _Holds:
+    """Requests that wait for their results: :data:`HOLD_S` seconds, or until the server is about to stop.
+
+    Args:
+        stopping: Set when the server is about to stop.
+    """
+
+    def __init__(self, stopping: asyncio.Event) -> None:
+        self._stopping = stopping
+        self._limits: set[asyncio.Timeout] = set()
+        self._ending: asyncio.Task[None] | None = None
+
+    async def until_done(self, work: Awaitable[T]) -> T:
+        """Wait for work, in the caller's own task: a result costs no other one.
+
+        Raises:
+            _HeldTooLong: It is not done in time, and was cancelled.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        limit = asyncio.timeout(0 if self._stopping.is_set() else HOLD_S)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                try:
+                    return await work
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if limit.expired():
+                raise _HeldTooLong from None
+            raise
+
+    async def _end(self) -> None:
+        await self._stopping.wait()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+
 class _NotYet(Exception):
     """There is no result yet."""
 
@@ -47,7 +91,7 @@ class _NotYet(Exception):
 
 def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asyncio.Event) -> APIRouter:
     """The routes over the door's state."""
-    router = APIRouter()
+    router, holds = APIRouter(), _Holds(stopping)
 
     @router.post("/retrieve_future")
     async def retrieve_future(caller: CallerOf, request: RetrieveRequest) -> Response:
@@ -121,26 +165,21 @@ def routes(store: TinkerStore, models: Models, samplers: Samplers, stopping: asy
         return {"type": "save_weights" if kind == "save" else "save_weights_for_sampler", "path": path}
 
     async def _held(work: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(work)
-        stop = asyncio.ensure_future(stopping.wait())
         try:
-            await asyncio.wait({task, stop}, timeout=HOLD_S, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
+            return await holds.until_done(work)
+        except _HeldTooLong:
+            if stopping.is_set():
+                await asyncio.sleep(1)  # clients come again at once
+            raise _NotYet from None
         except ServiceError as error:
             if error.code == pb.ERROR_CODE_RUN_PARKED:
-                await asyncio.wait({stop}, timeout=PAUSE_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), PAUSE_S)
                 raise _NotYet("paused_capacity", str(error)) from error
             if error.code in (pb.ERROR_CODE_SHUTTING_DOWN, pb.ERROR_CODE_ENGINE_UNAVAILABLE):
                 await asyncio.sleep(1)
                 raise _NotYet from error
             raise
-        finally:
-            for each in (task, stop):
-                each.cancel()
-        if stopping.is_set():
-            await asyncio.sleep(1)  # clients come again at once
-        raise _NotYet
 
     return router
 

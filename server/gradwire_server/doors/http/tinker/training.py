@@ -6,7 +6,8 @@ import asyncio
 import secrets
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -14,7 +15,7 @@ from gradwire_server.access.keys import Caller
 from gradwire_server.config import Limits
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.bodies import IN_THREAD_BYTES
-from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
+from gradwire_server.doors.http.protocol import BodyOf, CallerOf, TraceparentOf
 from gradwire_server.doors.http.tinker.datums import LossBatch, loss_batch, loss_operation
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import (
@@ -139,10 +140,13 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
         }  # fmt: skip
 
     @router.post("/forward_backward")
-    async def forward_backward(caller: CallerOf, request: Request, trace: TraceparentOf) -> dict[str, str]:
+    async def forward_backward(caller: CallerOf, body: BodyOf, trace: TraceparentOf) -> dict[str, str]:
         """Accumulate a loss's gradients, or compute the loss alone. What is wrong with the data fails the promise."""
-        body = await request.body()
-        asked = tinker_pb2.ForwardBackwardRequest.FromString(body)
+        try:
+            asked = tinker_pb2.ForwardBackwardRequest.FromString(body)
+        except DecodeError:
+            message = "the body is not the protobuf message that this route takes"
+            raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
         if not 1 <= asked.seq_id < MAX_NUMBER:
             raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
         await models.created(caller, asked.model_id)

@@ -481,6 +481,7 @@ class SampleResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_DRAWS_FIELD_NUMBER: _builtins.int
     prompt_logprobs: _builtins.bytes
     """float32, NaN where there is none"""
     @_builtins.property
@@ -491,6 +492,8 @@ class SampleResponse(_message.Message):
     def target_prompt_logprobs(self) -> Global___InputTensor:
         """shaped as the request's targets"""
 
+    @_builtins.property
+    def prompt_draws(self) -> Global___PromptDraws: ...
     def __init__(
         self,
         *,
@@ -498,16 +501,47 @@ class SampleResponse(_message.Message):
         prompt_logprobs: _builtins.bytes | None = ...,
         top_prompt_logprobs: Global___TopLogprobs | None = ...,
         target_prompt_logprobs: Global___InputTensor | None = ...,
+        prompt_draws: Global___PromptDraws | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_draws", b"prompt_draws", "prompt_logprobs", b"prompt_logprobs", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_draws", b"prompt_draws", "prompt_logprobs", b"prompt_logprobs", "sequences", b"sequences", "target_prompt_logprobs", b"target_prompt_logprobs", "top_prompt_logprobs", b"top_prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SampleResponse: _TypeAlias = SampleResponse  # noqa: Y015
+
+@_typing.final
+class PromptDraws(_message.Message):
+    """Tokens drawn in each place of a prompt but its first, [length - 1, k]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> Global___InputTensor:
+        """int64"""
+
+    @_builtins.property
+    def logprobs(self) -> Global___InputTensor:
+        """float32, at temperature 1"""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___InputTensor | None = ...,
+        logprobs: Global___InputTensor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptDraws: _TypeAlias = PromptDraws  # noqa: Y015
 
 @_typing.final
 class SampledSequence(_message.Message):

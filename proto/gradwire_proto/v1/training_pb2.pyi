@@ -2540,7 +2540,8 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 class SampleRequest(_message.Message):
     """The model: a model of the server, a checkpoint "RUN_ID/NAME", or "RUN_ID" for the weights that the run has now.
     prompt_candidates: with prompt_logprobs, K token ids for each token of a prompt but its first, one after another; their
-    log-probabilities in that place are returned too.
+    log-probabilities in that place are returned too. prompt_draws: with prompt_logprobs, also draw so many tokens in each
+    of these places, independently, at prompt_draw_temperature (0 is greedy), by the call's seed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2549,7 +2550,11 @@ class SampleRequest(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_CANDIDATES_FIELD_NUMBER: _builtins.int
+    PROMPT_DRAWS_FIELD_NUMBER: _builtins.int
+    PROMPT_DRAW_TEMPERATURE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    prompt_draws: _builtins.int
+    prompt_draw_temperature: _builtins.float
     @_builtins.property
     def call(self) -> Global___SampleCall: ...
     @_builtins.property
@@ -2563,10 +2568,12 @@ class SampleRequest(_message.Message):
         call: Global___SampleCall | None = ...,
         prompt_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         prompt_candidates: _abc.Iterable[Global___TokenIds] | None = ...,
+        prompt_draws: _builtins.int = ...,
+        prompt_draw_temperature: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "model", b"model", "prompt_candidates", b"prompt_candidates", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "model", b"model", "prompt_candidates", b"prompt_candidates", "prompt_draw_temperature", b"prompt_draw_temperature", "prompt_draws", b"prompt_draws", "prompt_ids", b"prompt_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

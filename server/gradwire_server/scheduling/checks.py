@@ -159,6 +159,9 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     cells = sum(len(candidates.ids) for candidates in request.prompt_candidates)
     if cells > limits.max_batch_tokens:
         return _limit(f"{cells} ids to score", "max_batch_tokens", limits.max_batch_tokens, "prompt_candidates")
+    if request.prompt_draws > limits.max_top_logprobs:
+        what = f"{request.prompt_draws} tokens to draw in each place of a prompt"
+        return _limit(what, "max_top_logprobs", limits.max_top_logprobs, "prompt_draws")
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
         return _limit(what, "max_string_chars", limits.max_string_chars, "model")

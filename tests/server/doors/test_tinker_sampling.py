@@ -62,10 +62,55 @@ async def test_what_else_is_told_of_a_prompt_and_of_samples(tinker: TinkerClient
         ("target_prompt_logprobs", wanted | {"sparse_col_indices": [1, 3]}),
         ("topk_prompt_logprobs", 1000),
         ("topk_sample_logprobs", 1000),
-        ("prompt_alt_tokens_k", 2),
+        ("prompt_alt_tokens_k", 1000),
+        ("record_stability_info", True),
     ):
         answer = await tinker.post("asample", asked | {"seq_id": 9, field: wrong}, 400)
         assert field in answer["detail"]
+
+
+async def test_tokens_are_drawn_in_the_places_of_a_prompt(tinker: TinkerClient, tinker_server: HttpServer) -> None:
+    opened = await tinker.post(
+        "create_sampling_session", {"session_id": tinker.session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    )
+    ids, count, temperature = [5, 17, 40, 8], 128, 0.2
+    plain = AutoModelForCausalLM.from_pretrained(tinker_server.model)
+    with torch.no_grad():
+        log_p = plain(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    p = (log_p / temperature).softmax(-1).numpy()
+    asked = {
+        "sampling_session_id": opened["sampling_session_id"], "seq_id": 0, "prompt": {"chunks": [{"tokens": ids}]},
+        "sampling_params": {"max_tokens": 1, "seed": 1, "temperature": temperature}, "prompt_alt_tokens_k": count,
+    }  # fmt: skip
+    drawn, logprobs = _drawn(await tinker.done("asample", asked))
+    assert drawn.shape == (len(ids) - 1, count)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(log_p.numpy(), drawn, 1), atol=1e-5)
+    for place, tokens in enumerate(drawn):
+        few = p[place] < np.median(p[place])  # the less probable half of the tokens
+        for share, found in (
+            (p[place][few].sum(), few[tokens].mean()),
+            (p[place].max(), _mode_share(p[place], tokens)),
+        ):
+            assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / count) + 1 / count
+    again, _ = _drawn(await tinker.done("asample", asked | {"seq_id": 1}))
+    np.testing.assert_array_equal(drawn, again)
+    other = asked | {"seq_id": 2, "sampling_params": {"max_tokens": 1, "seed": 2, "temperature": temperature}}
+    assert (_drawn(await tinker.done("asample", other))[0] != drawn).any()
+    greedy = asked | {"seq_id": 3, "sampling_params": {"max_tokens": 1, "temperature": 0}}
+    expected = np.repeat(log_p.numpy().argmax(-1)[:, None], count, 1)
+    np.testing.assert_array_equal(_drawn(await tinker.done("asample", greedy))[0], expected)
+    short = asked | {"seq_id": 4, "prompt": {"chunks": [{"tokens": [5]}]}}
+    assert _drawn(await tinker.done("asample", short))[0].shape == (0, count)
+
+
+def _drawn(body: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    found = pb.SampleResponse.FromString(body).prompt_draws
+    tokens = np.frombuffer(found.tokens.dense, np.int64).reshape(list(found.tokens.shape))
+    return tokens, np.frombuffer(found.logprobs.dense, np.float32).reshape(list(found.logprobs.shape))
+
+
+def _mode_share(p: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> float:
+    return float((tokens == p.argmax()).mean())
 
 
 def _after(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:

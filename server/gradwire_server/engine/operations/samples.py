@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
-from gradwire_server.engine.sampling.prompt_scores import PromptScores, candidate_ids, score_prompts
+from gradwire_server.engine.sampling.prompt_scores import Draws, PromptScores, candidate_ids, score_prompts
 from gradwire_server.engine.sampling.sampler import Job, SamplingParams
 from gradwire_server.engine.state.engine_run import EngineRun
 
@@ -106,11 +107,13 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
     else:
         policy = context.references.resolve(asked.model, field="model").policy
     prompts = [list(sequence.ids) for sequence in asked.prompt_ids]
-    seed = secrets.randbits(62)
+    seed = asked.call.seed if asked.call.HasField("seed") else secrets.randbits(62)
+    draws = Draws(asked.prompt_draws, asked.prompt_draw_temperature, seed) if asked.prompt_draws else None
     candidates = [list(each.ids) for each in asked.prompt_candidates]
     return _begin(
-        context, policy, asked.call, prompts, seed, alone=False, stream=request.streams, candidates=candidates
-    )
+        context, policy, asked.call, prompts, seed, alone=False, stream=request.streams, candidates=candidates,
+        draws=draws,
+    )  # fmt: skip
 
 
 def _begin(
@@ -122,6 +125,7 @@ def _begin(
     alone: bool,
     stream: bool = False,
     candidates: Sequence[Sequence[int]] = (),
+    draws: Draws | None = None,
 ) -> Started:
     params = SamplingParams.from_call(call, seed, stream=stream)
     tokenizer = context.tokenizer(policy.facts.name)
@@ -142,6 +146,8 @@ def _begin(
     if candidates and not call.prompt_logprobs:
         raise invalid("prompt_candidates come with prompt_logprobs", "prompt_candidates")
     wanted = candidate_ids(prompts, candidates, policy.facts.vocab_size) if candidates else None
+    if draws is not None and not (call.prompt_logprobs and 0 <= draws.temperature < math.inf):
+        raise invalid("prompt_draws come with prompt_logprobs, at a temperature of 0 or more", "prompt_draws")
     job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
     num_prompt_tokens = sum(map(len, prompts))
     if not call.prompt_logprobs:
@@ -153,6 +159,7 @@ def _begin(
             temperature=params.temperature or 1.0,
             top=call.top_prompt_logprobs,
             candidates=wanted,
+            draws=draws,
             budget=context.memory.most,
         )
     except BaseException:
@@ -169,4 +176,7 @@ def _prompt_columns(scores: PromptScores) -> dict[str, Column]:
         columns |= {"prompt_top_token_ids": Column(ids, levels), "prompt_top_logprobs": Column(logprobs, levels)}
     if scores.candidates is not None:
         columns |= {"prompt_candidate_logprobs": Column(scores.candidates, levels)}
+    if scores.drawn is not None:
+        ids, logprobs = scores.drawn
+        columns |= {"prompt_drawn_token_ids": Column(ids, levels), "prompt_drawn_logprobs": Column(logprobs, levels)}
     return columns

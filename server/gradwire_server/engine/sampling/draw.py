@@ -100,6 +100,14 @@ def _last_positive(values: Tensor) -> Tensor:
     return values.shape[-1] - 1 - values.flip(-1).ne(0).long().argmax(dim=-1, keepdim=True)
 
 
+def draw_many(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """Draw ``[R, K]`` tokens with replacement, given ``[R, V]`` logits and ``[R, K]`` uniform numbers."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True).expand(-1, uniform.shape[1])
+    weights = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp()
+    return torch.cat([_inverted(weights, numbers) for numbers in uniform.unbind(1)], dim=1)
+
+
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """``[R, count]`` most probable tokens of ``[R, V]`` logits and their log-probabilities, most probable first."""
     values, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, and the most probable tokens in their places."""
+"""Log-probabilities of the tokens of prompts, and other tokens in their places: probable, given or drawn ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,26 @@ from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.draw import draw_many
 from gradwire_server.engine.sampling.sampler import TopTokens
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.token_scores import token_logits
 from gradwire_server.engine.threads import suited_threads
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Tokens to draw in each place, independently.
+
+    Attributes:
+        count: How many.
+        temperature: Divides the logits; 0 for the most probable token.
+        seed: The same seed draws the same tokens.
+    """
+
+    count: int
+    temperature: float
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -33,12 +49,14 @@ class PromptScores:
         logprobs: ``[T]`` float32, in nats, given the tokens before.
         top: ``[T, k]`` the most probable tokens in each place, most probable first; None if none were wanted.
         candidates: ``[T, K]`` float32 log-probabilities of given ids in each place; None if none were given.
+        drawn: ``[T, count]`` drawn tokens and their log-probabilities; None if none were wanted.
     """
 
     lengths: npt.NDArray[np.uint32]
     logprobs: npt.NDArray[np.float32]
     top: TopTokens | None
     candidates: npt.NDArray[np.float32] | None = None
+    drawn: TopTokens | None = None
 
 
 def candidate_ids(prompts: Sequence[Sequence[int]], given: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
@@ -66,6 +84,7 @@ def score_prompts(
     temperature: float = 1.0,
     top: int = 0,
     candidates: Tensor | None = None,
+    draws: Draws | None = None,
     budget: Budget,
 ) -> PromptScores:
     """Score prompts without gradients. If memory runs out, with half as many tokens at a time.
@@ -75,6 +94,7 @@ def score_prompts(
         temperature: Divides the logits.
         top: Most probable tokens to return in each place.
         candidates: ``[T, K]`` ids to score in each place.
+        draws: Tokens to draw in each place.
         budget: Memory limits.
 
     Raises:
@@ -89,7 +109,7 @@ def score_prompts(
     longest = int(lengths.max())
 
     def attempt(budget: Budget) -> PromptScores:
-        return _scored(policy, batch, temperature, top, candidates, budget)
+        return _scored(policy, batch, temperature, top, candidates, draws, budget)
 
     while True:
         alone = budget.microbatch_tokens <= longest and budget.logits_elements <= policy.facts.vocab_size
@@ -104,12 +124,20 @@ def score_prompts(
 
 
 def _scored(
-    policy: Policy, batch: Batch, temperature: float, top: int, candidates: Tensor | None, budget: Budget
+    policy: Policy,
+    batch: Batch,
+    temperature: float,
+    top: int,
+    candidates: Tensor | None,
+    draws: Draws | None,
+    budget: Budget,
 ) -> PromptScores:
     logprobs = torch.zeros(batch.num_scored)
     top_ids = torch.zeros(batch.num_scored, top, dtype=torch.int32)
     top_logprobs = torch.zeros(batch.num_scored, top)
     candidate_logprobs = None if candidates is None else torch.zeros(candidates.shape)
+    uniform = _uniform(draws, batch.num_scored)
+    drawn_ids, drawn_logprobs = torch.zeros(uniform.shape, dtype=torch.int32), torch.zeros(uniform.shape)
 
     def compute(micro: MicroBatch) -> None:
         part = micro.batch
@@ -127,6 +155,9 @@ def _scored(
             if top:
                 values, ids = log_p.topk(top, dim=-1)
                 top_ids[places], top_logprobs[places] = ids.int().cpu(), values.float().cpu()
+            if draws is not None:
+                ids = draw_many(log_p, sent(uniform[places], log_p.device), draws.temperature)
+                drawn_ids[places], drawn_logprobs[places] = ids.int().cpu(), log_p.gather(1, ids).float().cpu()
 
     with torch.no_grad():
         for micro in split(batch, budget.microbatch_tokens, policy.packing()):
@@ -140,4 +171,13 @@ def _scored(
         logprobs=logprobs.numpy(),
         top=(top_ids.numpy(), top_logprobs.numpy()) if top else None,
         candidates=None if candidate_logprobs is None else candidate_logprobs.numpy(),
+        drawn=(drawn_ids.numpy(), drawn_logprobs.numpy()) if draws else None,
     )
+
+
+def _uniform(draws: Draws | None, places: int) -> Tensor:
+    """``[places, count]`` numbers in [0, 1), the same however the places are computed."""
+    if draws is None:
+        return torch.zeros(places, 0)
+    generator = np.random.Generator(np.random.Philox(draws.seed))
+    return torch.from_numpy(generator.random((places, draws.count)))

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt: of its tokens, of the most probable ones, and of ids that the client names.
+"""Log-probabilities of a prompt: of its tokens, of the most probable ones, of ids that the client names, of drawn ones.
 
 Legend: ``T`` tokens of the prompt, ``K`` ids in each place. The first token has no log-probability; places of ids begin
 with the second token. Log-probabilities are at temperature 1.
@@ -103,11 +103,14 @@ class WantedScores(BaseModel):
     topk_prompt_logprobs: int = Field(default=0, ge=0)
     target_prompt_logprobs: Targets | None = None
     topk_sample_logprobs: int = Field(default=0, ge=0)
+    prompt_alt_tokens_k: int = Field(default=0, ge=0)
 
     @property
     def wants_scores(self) -> bool:
         """Whether the prompt is to be scored."""
-        return bool(self.prompt_logprobs or self.topk_prompt_logprobs or self.target_prompt_logprobs)
+        return bool(
+            self.prompt_logprobs or self.topk_prompt_logprobs or self.target_prompt_logprobs or self.prompt_alt_tokens_k
+        )
 
     def check(self, length: int, limits: Limits) -> None:
         """Check the request against the length of its prompt.
@@ -122,7 +125,7 @@ class WantedScores(BaseModel):
                 "prompt_logprobs_last_n",
             )
         most = limits.max_top_logprobs
-        for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        for field in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
             if (wanted := getattr(self, field)) > most:
                 raise limit_exceeded(f"{field} is {wanted}", "max_top_logprobs", most, field)
         if self.target_prompt_logprobs is not None:
@@ -130,17 +133,26 @@ class WantedScores(BaseModel):
 
 
 async def add_prompt_scores(
-    answer: tinker_pb2.SampleResponse, core: Core, caller: Caller, model: str, prompt: list[int], wanted: WantedScores
+    answer: tinker_pb2.SampleResponse,
+    core: Core,
+    caller: Caller,
+    sampled: pb.SampleRequest,
+    prompt: list[int],
+    wanted: WantedScores,
 ) -> None:
     """Score a prompt and add what is wanted to an answer.
+
+    Args:
+        sampled: The samples that go with it: their model, and the seed and temperature of drawn tokens.
 
     Raises:
         ServiceError: As for :meth:`.core.Core.sample`.
     """
-    length, top = len(prompt), wanted.topk_prompt_logprobs
+    length, top, draws = len(prompt), wanted.topk_prompt_logprobs, wanted.prompt_alt_tokens_k
     logprobs = np.full(length, np.nan, np.float32)
     top_ids = np.full((length, top), NO_ID, np.int32)
     top_logprobs = np.full((length, top), NO_LOGPROB, np.float32)
+    drawn_ids, drawn_logprobs = np.zeros((max(length - 1, 0), draws), np.int64), np.zeros((max(length - 1, 0), draws))
     targets = wanted.target_prompt_logprobs
     ids = None if targets is None else targets.dense(length)
     found = None if ids is None else np.zeros(ids.shape, np.float32)
@@ -148,7 +160,12 @@ async def add_prompt_scores(
         call = pb.SampleCall(
             max_tokens=0, temperature=1.0, top_p=1.0, prompt_logprobs=True, top_prompt_logprobs=top
         )  # fmt: skip
-        scoring = pb.SampleRequest(model=model, call=call, prompt_ids=[pb.TokenIds(ids=prompt)])
+        if sampled.call.HasField("seed"):
+            call.seed = sampled.call.seed
+        scoring = pb.SampleRequest(
+            model=sampled.model, call=call, prompt_ids=[pb.TokenIds(ids=prompt)],
+            prompt_draws=draws, prompt_draw_temperature=sampled.call.temperature,
+        )  # fmt: skip
         if ids is not None and ids.size:
             scoring.prompt_candidates.add(ids=np.maximum(ids, 0).ravel().tolist())
         scored = await core.sample(caller, scoring)
@@ -157,6 +174,8 @@ async def add_prompt_scores(
         if top:
             top_ids[1:] = columns["prompt_top_token_ids"].values
             top_logprobs[1:] = columns["prompt_top_logprobs"].values
+        if draws:
+            drawn_ids, drawn_logprobs = (columns[f"prompt_drawn_{name}"].values for name in ("token_ids", "logprobs"))
         if ids is not None and ids.size:
             found = np.where(ids == ABSENT, 0.0, columns["prompt_candidate_logprobs"].values)
     if wanted.prompt_logprobs_last_n is not None:
@@ -166,6 +185,9 @@ async def add_prompt_scores(
         answer.prompt_logprobs = logprobs.astype("<f4").tobytes()
     if top:
         answer.top_prompt_logprobs.CopyFrom(top_message(top_ids, top_logprobs))
+    if draws:
+        answer.prompt_draws.tokens.CopyFrom(_tensor(drawn_ids, "<i8", tinker_pb2.TINKER_DTYPE_INT64))
+        answer.prompt_draws.logprobs.CopyFrom(_tensor(drawn_logprobs, "<f4", tinker_pb2.TINKER_DTYPE_FLOAT32))
     if targets is not None and found is not None:
         answer.target_prompt_logprobs.CopyFrom(targets.answer(found))
 
@@ -178,6 +200,10 @@ def top_message(ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> tinker_pb2
         length=ids.shape[0],
         k=ids.shape[1],
     )
+
+
+def _tensor(values: npt.NDArray[Any], layout: str, dtype: tinker_pb2.TinkerDType.ValueType) -> tinker_pb2.InputTensor:
+    return tinker_pb2.InputTensor(dense=values.astype(layout).tobytes(), dtype=dtype, shape=values.shape)
 
 
 def _invalid(message: str, field: str = "target_prompt_logprobs") -> ServiceError:

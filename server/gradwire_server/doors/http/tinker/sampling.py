@@ -83,7 +83,6 @@ class AsampleRequest(WantedScores):
     num_samples: int = Field(default=1, ge=1)
     prompt: PromptTokens
     sampling_params: SampleSettings = SampleSettings()
-    prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
 
 
@@ -130,7 +129,12 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
         most = core.config.limits.max_samples
         if request.num_samples > most:
             raise limit_exceeded(f"num_samples is {request.num_samples}", "max_samples", most, "num_samples")
-        _check_served(request)
+        if request.record_stability_info:
+            message = (
+                "record_stability_info goes with the loss stable_reinforce, whose formula is not public: leave it out, "
+                "and train with importance_sampling"
+            )
+            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="record_stability_info")
         prompt = request.prompt.ids()
         request.check(len(prompt), core.config.limits)
         asked = pb.SampleRequest(
@@ -142,7 +146,7 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
             async with core.calls.turn(caller.name, CallKind.SAMPLE):
                 answer = tinker_pb2.SampleResponse()
                 if request.wants_scores:
-                    await add_prompt_scores(answer, core, caller, asked.model, prompt, request)
+                    await add_prompt_scores(answer, core, caller, asked, prompt, request)
                 add_samples(answer, await core.sample(caller, asked))
                 return answer.SerializeToString(deterministic=True)
 
@@ -156,16 +160,6 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
         return {"request_id": promise, "sample_sequence_ids": numbers}
 
     return router
-
-
-def _check_served(request: AsampleRequest) -> None:
-    unserved = {
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-        "record_stability_info": request.record_stability_info,
-    }
-    for name, value in unserved.items():
-        if value:
-            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, f"{name} is not served by this server", field=name)
 
 
 def _room(core: Core, sampler: SamplerRecord, request: AsampleRequest) -> int:

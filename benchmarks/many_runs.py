@@ -48,58 +48,71 @@ async def _step(run: gradwire.TrainingClient, number: int) -> None:
     await step
 
 
-def _cpu_seconds(server: Server) -> float:
-    """Processor time of a server and its processes so far; resolution 10 ms."""
-    tree = psutil.Process(server.process.pid)
-    return sum(sum(each.cpu_times()[:2]) for each in (tree, *tree.children(recursive=True)))
+class Processes:
+    """The processes of a server that has started: its front, its engine."""
+
+    def __init__(self, server: Server) -> None:
+        front = psutil.Process(server.process.pid)
+        self._processes = [front, *front.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Processor time so far; resolution 10 ms."""
+        return sum(sum(each.cpu_times()[:2]) for each in self._processes)
 
 
-async def service_figures(size: Size) -> list[Figure]:
-    count = size.pick(4096, 3 * EDGE)
+def _started(server: Server) -> tuple[Processes, str]:
+    """Start a server; return its processes, and in words what that took."""
+    began = time.perf_counter()
+    server.start()
+    taken, processes = time.perf_counter() - began, Processes(server)
+    return processes, f"{taken:.1f} s to start ({processes.cpu_seconds():.1f} of processors)"
+
+
+async def service_figures(size: Size, count: int) -> list[Figure]:
+    """The figures of a server with this number of runs."""
+    edge = min(EDGE, count // 2 - 1)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model")
         flags = ["--limit", f"max_runs={count}", "--limit", f"key_runs={count}"]
         flags += ["--run-memory", "8 MiB", "--run-host-memory", "8 MiB"]
         server = Server(model, Path(folder) / "state", *flags)
-        empty = time.perf_counter()
-        server.start()
-        empty = time.perf_counter() - empty
-        seconds: list[float] = []
-        cpu: list[float] = []
+        processes, empty = _started(server)
+        seconds, cpu, run_ids = list[float](), list[float](), list[str]()
         try:
             async with gradwire.connect(server.address) as service:
-                runs = []
                 for number in range(count):
-                    start, used = time.perf_counter(), _cpu_seconds(server)
-                    runs.append(await service.create_run("tiny", lora=settings(number), seed=number))
-                    seconds.append(time.perf_counter() - start)
-                    cpu.append(_cpu_seconds(server) - used)
+                    used, began = processes.cpu_seconds(), time.perf_counter()
+                    run = await service.create_run("tiny", lora=settings(number), seed=number)
+                    seconds.append(time.perf_counter() - began)
+                    cpu.append(processes.cpu_seconds() - used)
+                    run_ids.append(run.run_id)
                     if number == 0:
-                        await _step(runs[0], 0)
+                        await _step(run, 0)
                         engine = engine_process()
                         before = memory_bytes(engine, "VmRSS")
-                for first in range(0, count, ACTIVE):
-                    await asyncio.gather(*(_step(run, first) for run in runs[first : first + ACTIVE]))
-                grown = memory_bytes(engine, "VmRSS") - before
-                run_id = runs[-1].run_id
+            for first in range(0, count, ACTIVE):
+                async with gradwire.connect(server.address) as service:
+                    runs = map(service.get_training_client, run_ids[first : first + ACTIVE])
+                    await asyncio.gather(*(_step(run, first) for run in runs))
+            grown = memory_bytes(engine, "VmRSS") - before
         finally:
             server.end()
         server = Server(model, Path(folder) / "state", *flags)
-        start = time.perf_counter()
-        server.start()
+        began = time.perf_counter()
+        processes, full = _started(server)
         try:
             async with gradwire.connect(server.address) as service:
-                await _step(service.get_training_client(run_id), 1)
-                restart = time.perf_counter() - start
+                await _step(service.get_training_client(run_ids[-1]), 1)
+                restart, used = time.perf_counter() - began, processes.cpu_seconds()
         finally:
             server.end()
-    early, late = statistics.median(seconds[1 : 1 + EDGE]), statistics.median(seconds[-EDGE:])
-    detail = f"medians of {EDGE}: {early * 1e3:.1f} ms from the second on, {late * 1e3:.1f} ms up to run {count:,}"
-    cpu_early, cpu_late = statistics.mean(cpu[1 : 1 + EDGE]), statistics.mean(cpu[-EDGE:])
+    early, late = statistics.median(seconds[1 : 1 + edge]), statistics.median(seconds[-edge:])
+    detail = f"medians of {edge}: {early * 1e3:.1f} ms from the second on, {late * 1e3:.1f} ms up to run {count:,}"
+    cpu_early, cpu_late = statistics.mean(cpu[1 : 1 + edge]), statistics.mean(cpu[-edge:])
     detail += f"; longest {max(seconds[1:]) * 1e3:.0f} ms; of the server's processors {cpu_early * 1e3:.1f} and"
     detail += f" {cpu_late * 1e3:.1f} ms"
     taken = f"{count:,} runs, a step of each, {ACTIVE} at a time; --run-memory and --run-host-memory of 8 MiB each"
-    until = f"until the first step's result; {empty:.1f} s to start without runs"
+    until = f"until the first step's result, {used:.1f} s of processors; {full}; without runs {empty}"
     return [
         Figure(f"creating run {count:,} against run 2", late / early, "x", 1.5, at_least=False, detail=detail),
         Figure("creating a run", late * 1e3, "ms", 40, at_least=False, detail=f"run {count:,}, awaited"),
@@ -141,7 +154,7 @@ def swap(size: Size) -> Figure:
 
 
 def measure(size: Size) -> list[Figure]:
-    return [*asyncio.run(service_figures(size)), swap(size)]
+    return [*asyncio.run(service_figures(size, size.pick(4096, 3 * EDGE))), swap(size)]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
+LATER_S = 0.2
+"""Seconds for which a write that need not be made soon waits for others."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +76,34 @@ class Database:
         if mirror is not None and not mirror.exists():
             copy_database(path, mirror)
         self._asked: list[_Item] = []
+        self._handing_over = False
         self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
         self._writer.start()
         self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
         self._reading: sqlite3.Connection | None = None
 
-    def write(self, work: Work[T]) -> asyncio.Future[T]:
-        """Run ``work`` in the writer thread; the future resolves once its changes are durable, or fails."""
+    def write(self, work: Work[T], *, soon: bool = True) -> asyncio.Future[T]:
+        """Run ``work`` in the writer thread; the future resolves once its changes are durable, or fails.
+
+        Args:
+            soon: False to wait for the next write to commit with, for ``LATER_S`` at most.
+        """
         done: asyncio.Future[T] = self._loop.create_future()
-        if not self._asked:  # hand over after the loop's other callbacks, or the writer competes with them for the GIL
+        if soon and not self._handing_over:
+            # Hand over after the loop's other callbacks, or the writer competes with them for the GIL.
+            self._handing_over = True
             self._loop.call_soon(self._hand_over)
+        elif not self._asked:
+            self._loop.call_later(LATER_S, self._hand_over)
         self._asked.append(_Item(work, done))
         return done
 
     def _hand_over(self) -> None:
+        self._handing_over = False
         asked, self._asked = self._asked, []
-        self._queue.put(asked)
+        if asked:
+            self._queue.put(asked)
 
     def ran_s(self) -> float:
         """Seconds for which servers have run on this database, this one included."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -157,13 +157,18 @@ class Journal:
         """
         return await asyncio.to_thread(self.segments.read, location)
 
-    async def replay_s(self, run_id: str, after_seq: int) -> float:
-        """Seconds that the engine took for the operations after a number that a recovery would replay."""
+    async def replay_s(self, after: Mapping[str, int]) -> dict[str, float]:
+        """Seconds that the engine took for operations that a recovery would replay, by run id.
+
+        Args:
+            after: Run id -> the number after which a recovery would replay.
+        """
         query = "SELECT total(replay_s) FROM operations WHERE run_id = ? AND seq > ?"
-        found: float = await self.store.read(
-            lambda connection: connection.execute(query, (run_id, after_seq)).fetchone()[0]
+        return await self.store.read(
+            lambda connection: {
+                run_id: connection.execute(query, (run_id, seq)).fetchone()[0] for run_id, seq in after.items()
+            }
         )
-        return found
 
     def count_death(self, run_id: str, seq: int) -> asyncio.Future[None]:
         """Record that the engine died while it executed an operation."""
@@ -209,7 +214,10 @@ class Journal:
                 record.step, record.failure_seq, record.failure = marks.step, marks.failure_seq, marks.failure
                 if result.status != pb.STATUS_SUCCEEDED:
                     record.operation.MergeFromString(_header_of(connection, run_id, result.seq))
-                location = self._record(record, payload)
+                # A replay gives the results of repeatable operations again, so the records of those without tensors
+                # need not be durable as soon as their rows.
+                due = not repeatable or result.status != pb.STATUS_SUCCEEDED or any(map(len, payload))
+                location = self._record(record, payload, due=due)
             header = result.SerializeToString()
             place = _columns(location, payload) if any(map(len, payload)) else (None, None)
             digest = row_digest(run_id, result.seq, header, *place)
@@ -220,22 +228,20 @@ class Journal:
             )
             if point is not None and stored.rowcount:
                 history.add(connection, run_id, point, self._history_points)
-            kept = "segment, offset" if repeatable else "NULL, NULL"
-            failed_in = location.segment if location and result.status != pb.STATUS_SUCCEEDED else None
-            outcome = outcome_of(result, payload) if repeatable else None
+            changes: dict[str, object] = {
+                "status": result.status,
+                "outcome": outcome_of(result, payload) if repeatable else None,
+                "replay_s": result.timings.engine_s if repeatable else 0.0,
+            }  # not those that stay: SQLite writes the index of every column that is set
+            if not repeatable:
+                changes |= {"segment": None, "offset": None}
+            if location and result.status != pb.STATUS_SUCCEEDED:
+                changes["outcome_segment"] = location.segment
+            kept = "?, segment, offset" if repeatable else "?, NULL, NULL"
             connection.execute(
-                f"UPDATE operations SET status = ?, (segment, offset) = ({kept}), outcome_segment = ?, outcome = ?,"
-                " replay_s = ?,"
-                f" digest = {OPERATION.replace('status, segment, offset', f'?, {kept}')} WHERE run_id = ? AND seq = ?",
-                (
-                    result.status,
-                    failed_in,
-                    outcome,
-                    result.timings.engine_s if repeatable else 0.0,
-                    result.status,
-                    run_id,
-                    result.seq,
-                ),
+                f"UPDATE operations SET {', '.join(f'{name} = ?' for name in changes)},"
+                f" digest = {OPERATION.replace('status, segment, offset', kept)} WHERE run_id = ? AND seq = ?",
+                (*changes.values(), result.status, run_id, result.seq),
             )
             if marks.config:
                 connection.execute(
@@ -287,7 +293,7 @@ class Journal:
         return await self.store.read(read)
 
     def release(self, run_id: str, up_to_seq: int) -> asyncio.Future[None]:
-        """Delete results up to a number; the rows of their operations stay."""
+        """Delete results up to a number; the rows of their operations stay. Joins a later write."""
 
         def work(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM results WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
@@ -295,7 +301,7 @@ class Journal:
                 "UPDATE runs SET released_seq = max(released_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
             )
 
-        return self.store.write(work)
+        return self.store.write(work, soon=False)
 
     async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order; each list holds at least one."""
@@ -322,8 +328,8 @@ class Journal:
 
         return self.store.write(work)
 
-    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer]) -> Location:
-        return self.segments.append(payload, record.SerializeToString(), self.store.commit)
+    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer], due: bool = True) -> Location:
+        return self.segments.append(payload, record.SerializeToString(), self.store.commit, due=due)
 
     async def close(self) -> None:
         """Finish the requested writes and close the files."""

@@ -54,10 +54,12 @@ class Retention:
 
         def work(connection: sqlite3.Connection) -> set[int]:
             query = (
-                "SELECT segment FROM operations UNION SELECT segment FROM results WHERE segment IS NOT NULL"
-                " UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
+                "SELECT EXISTS (SELECT 1 FROM operations WHERE segment = ?1)"
+                " OR EXISTS (SELECT 1 FROM results WHERE segment = ?1)"
+                " OR EXISTS (SELECT 1 FROM operations WHERE outcome_segment = ?1)"
             )
-            return self._segments.closed() - {segment for (segment,) in connection.execute(query)}
+            closed = self._segments.closed()
+            return {number for number in closed if not connection.execute(query, (number,)).fetchone()[0]}
 
         superfluous = await self._store.write(work)  # once committed, no deleted row can come back after a crash
         await asyncio.to_thread(self._segments.forget, superfluous)

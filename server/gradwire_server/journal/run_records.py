@@ -9,6 +9,8 @@ import secrets
 import shutil
 import sqlite3
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from gradwire_server.config import TRAINED_BYTES
 from gradwire_server.errors import ServiceError, unknown_run
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
-from gradwire_server.journal.run_files import RUN_FILE, write_description
+from gradwire_server.journal.run_files import RUN_FILE, described_runs, write_description
+from gradwire_server.journal.same_state import note_facts
 from gradwire_server.journal.schema import RUN
 
 log = logging.getLogger(__name__)
@@ -176,6 +179,9 @@ class RunRecords:
     def __init__(self, store: Database, state_dir: Path, max_runs: int) -> None:
         self._store, self._folder, self._max_runs = store, state_dir / "runs", max_runs
         self._records: dict[str, RunRecord] = {}
+        self._by_key: dict[tuple[str, str], RunRecord] = {}
+        self._owned: Counter[str] = Counter()
+        self._whole: dict[str, RunRecord] = {}  # runs that train all weights
         self._describing: dict[str, asyncio.Lock] = {}
 
     async def load(self) -> list[RunRecord]:
@@ -195,7 +201,7 @@ class RunRecords:
             values = dict(zip(_COLUMNS, row, strict=True))
             values["config"] = pb.RunConfig.FromString(values["config"])
             values["origin"] = engine_pb2.EngineCreateRun.FromString(values["origin"])
-            self._records[values["run_id"]] = RunRecord(**values)
+            self._add(RunRecord(**values))
         saved = await self._store.read(
             lambda connection: connection.execute("SELECT run_id, name, checkpoint FROM checkpoints").fetchall()
         )
@@ -212,15 +218,33 @@ class RunRecords:
         for run_id, seq, at, note in await self._store.read(lambda connection: connection.execute(changes).fetchall()):
             if run_id in self._records:
                 self._records[run_id].changes.append(pb.RunChange(seq=seq, time=at, note=note))
-        for record in self._records.values():
-            await asyncio.to_thread(self._describe, record, keep=True)
+        await asyncio.to_thread(self._describe_missing)
         return list(self._records.values())
 
-    def _describe(self, record: RunRecord, keep: bool = False) -> None:
-        """Write the file that describes a run, unless there is one to ``keep``."""
-        folder = self._folder / record.run_id
-        if not (keep and (folder / RUN_FILE).exists()):
-            write_description(folder, record.description())
+    def _add(self, record: RunRecord) -> None:
+        self._records[record.run_id] = record
+        self._owned[record.owner] += 1
+        if not record.config.HasField("lora"):
+            self._whole[record.run_id] = record
+        if record.idempotency_key:
+            self._by_key[record.owner, record.idempotency_key] = record
+
+    def _remove(self, record: RunRecord) -> None:
+        if self._records.pop(record.run_id, None) is not None:
+            self._owned[record.owner] -= 1
+            self._whole.pop(record.run_id, None)
+            self._by_key.pop((record.owner, record.idempotency_key), None)
+
+    def _describe(self, record: RunRecord) -> None:
+        """Write the file that describes a run."""
+        write_description(self._folder / record.run_id, record.description())
+
+    def _describe_missing(self) -> None:
+        """Write the file of each run that has none: a crash came between its row and its file."""
+        described = described_runs(self._folder)
+        for record in self._records.values():
+            if record.run_id not in described:
+                self._describe(record)
 
     async def _describe_again(self, record: RunRecord) -> None:
         """Write the file that describes a run, after those that are being written; not of a run deleted meanwhile."""
@@ -248,19 +272,15 @@ class RunRecords:
 
     def owned(self, owner: str) -> int:
         """Number of runs that a key owns."""
-        return sum(record.owner == owner for record in self._records.values())
+        return self._owned[owner]
 
     def held_bytes(self, owner: str) -> int:
         """Memory that the runs of a key hold also while they are idle: weights, gradients and moments in float32.
 
         LoRA runs hold none, because they leave the device (see ``gradwire_server.engine.state.residency``).
         """
-        trained = sum(
-            record.num_trainable_parameters
-            for record in self._records.values()
-            if record.owner == owner and not record.config.HasField("lora")
-        )
-        return TRAINED_BYTES * trained
+        mine = (record for record in self._whole.values() if record.owner == owner)
+        return TRAINED_BYTES * sum(record.num_trainable_parameters for record in mine)
 
     async def share(self, record: RunRecord, reader: str, revoke: bool) -> None:
         """Allow another key to read a run, or revoke that; durable when it returns."""
@@ -279,8 +299,7 @@ class RunRecords:
 
     def by_key(self, owner: str, key: str) -> RunRecord | None:
         """The run that an idempotency key of an owner created or is creating; None if there is none."""
-        found = (r for r in self._records.values() if key and r.owner == owner and r.idempotency_key == key)
-        return next(found, None)
+        return self._by_key.get((owner, key)) if key else None
 
     def page(self, caller: Caller, size: int, token: str) -> tuple[list[RunRecord], str]:
         """A page of the runs that a caller may read, oldest first, and the next page's token ("" at the end).
@@ -306,8 +325,8 @@ class RunRecords:
         page = mine[start : start + size]
         return page, page[-1].run_id if start + size < len(mine) else ""
 
-    async def insert(self, record: RunRecord) -> None:
-        """Add a run that is being created; it becomes visible with :meth:`finish`.
+    def reserve(self, record: RunRecord) -> None:
+        """Add a run that is being created, in memory; it becomes visible with :meth:`finish`.
 
         Raises:
             ServiceError: LIMIT_EXCEEDED.
@@ -318,19 +337,29 @@ class RunRecords:
                 f"the server keeps {self._max_runs} runs already (--limit max_runs=N); delete one first",
                 rule=f"max_runs = {self._max_runs}",
             )
-        self._records[record.run_id] = record
-        values = {name: getattr(record, name) for name in _COLUMNS}
-        values |= {"config": record.config.SerializeToString(), "origin": record.origin.SerializeToString()}
-        query = f"INSERT INTO runs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
-        await self._store.write(lambda connection: connection.execute(query, tuple(values.values())).close())
+        self._add(record)
 
-    async def finish(self, record: RunRecord, num_trainable_parameters: int, step: int) -> None:
-        """Mark a run as created; it is durable and visible from then on."""
-        query = "UPDATE runs SET ready = 1, config = ?, num_trainable_parameters = ?, step = ? WHERE run_id = ?"
-        values = (record.config.SerializeToString(), num_trainable_parameters, step, record.run_id)
+    async def insert(self, record: RunRecord) -> None:
+        """Store a reserved run as unfinished, for the next start to delete what its creation leaves in its folder."""
+        await self._store.write(lambda connection: _insert(connection, record))
+
+    async def finish(
+        self, record: RunRecord, num_trainable_parameters: int, step: int, computed_with: Mapping[str, str]
+    ) -> None:
+        """Store a run as created, with what it is computed with; it is durable and visible from then on.
+
+        The file that describes it follows its row, because a file without a row would look like a database from before
+        the run. If a crash comes between them, the next start writes the file.
+        """
         record.num_trainable_parameters, record.step = num_trainable_parameters, step
+
+        def work(connection: sqlite3.Connection) -> None:
+            _insert(connection, record, ready=True)
+            if computed_with:
+                note_facts(connection, record.run_id, 0, computed_with)
+
+        await self._store.write(work)
         await self._describe_again(record)
-        await self._store.write(lambda connection: connection.execute(query, values).close())
         record.ready = True
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
@@ -360,7 +389,7 @@ class RunRecords:
 
     async def delete(self, record: RunRecord) -> None:
         """Delete a run with its operations, results, checkpoints and files."""
-        self._records.pop(record.run_id, None)
+        self._remove(record)
         # A description without a row would look like a database from before the run.
         async with self._describing.setdefault(record.run_id, asyncio.Lock()):
             await asyncio.to_thread((self._folder / record.run_id / RUN_FILE).unlink, missing_ok=True)
@@ -373,6 +402,17 @@ class RunRecords:
 
         await self._store.write(work)
         await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)
+
+
+def _insert(connection: sqlite3.Connection, record: RunRecord, ready: bool = False) -> None:
+    values = {name: getattr(record, name) for name in _COLUMNS}
+    values |= {"config": record.config.SerializeToString(), "origin": record.origin.SerializeToString(), "ready": ready}
+    replaced = ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
+    connection.execute(
+        f"INSERT INTO runs ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+        f" ON CONFLICT (run_id) DO UPDATE SET {replaced}",
+        tuple(values.values()),
+    )
 
 
 def new_record(owner: str, config: pb.RunConfig, key: str, request: bytes) -> RunRecord:

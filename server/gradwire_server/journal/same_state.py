@@ -71,14 +71,7 @@ class RunFacts:
 
     def note(self, run_id: str, seq: int, facts: Mapping[str, str], note: str = "") -> asyncio.Future[pb.RunChange]:
         """Store what a run is computed with after operation ``seq``; the future's result is the note's entry."""
-        change = pb.RunChange(seq=seq, time=time.time(), note=note)
-
-        def work(connection: sqlite3.Connection) -> pb.RunChange:
-            query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
-            connection.execute(query, (run_id, seq, change.time, json.dumps(dict(facts), sort_keys=True), note))
-            return change
-
-        return self._store.write(work)
+        return self._store.write(lambda connection: note_facts(connection, run_id, seq, facts, note))
 
     def replace_outcome(self, run_id: str, seq: int, outcome: bytes) -> asyncio.Future[None]:
         """Store what an operation gave when it was repeated with an accepted change; later recoveries repeat that."""
@@ -108,6 +101,16 @@ class RunFacts:
             log.warning("run %s goes on after operation %d although its %s (%s)", run_id, seq, change, by)
         noted = await self.note(run_id, seq, facts, f"{'; '.join(changes)} (accepted by {by})" if changes else "")
         return noted if changes else None
+
+
+def note_facts(
+    connection: sqlite3.Connection, run_id: str, seq: int, facts: Mapping[str, str], note: str = ""
+) -> pb.RunChange:
+    """Store what a run is computed with after operation ``seq``; see :meth:`RunFacts.note`."""
+    at = time.time()
+    query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"
+    connection.execute(query, (run_id, seq, at, json.dumps(dict(facts), sort_keys=True), note))
+    return pb.RunChange(seq=seq, time=at, note=note)
 
 
 def way_out(run_id: str) -> str:

@@ -87,7 +87,8 @@ class Segments:
         self._folder, self._segment_bytes = folder, segment_bytes
         make_folder(folder)
         self._fd = -1
-        self._dirty = False
+        self._size = 0
+        self._unsynced = self._due = False
         numbers = self.numbers()
         self._current = numbers[-1] if numbers else 0
 
@@ -95,40 +96,51 @@ class Segments:
         """Numbers of the existing segments, oldest first."""
         return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
 
-    def append(self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0) -> Location:
-        """Write a record; durable after the next :meth:`sync`."""
-        if self._fd < 0 or os.fstat(self._fd).st_size >= self._segment_bytes:
+    def append(
+        self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0, *, due: bool = True
+    ) -> Location:
+        """Write a record.
+
+        Args:
+            due: Whether the next :meth:`sync` makes it durable, and not only the first one after a record that is due.
+        """
+        if self._fd < 0 or self._size >= self._segment_bytes:
             self._roll()
         header = _HEADER.pack(_MAGIC, bytes(16), commit, len(description), sum(map(len, payload)))
         digest = hashlib.blake2b(header[20:], digest_size=16)
         for buffer in (description, *payload):
             digest.update(buffer)
-        offset = os.fstat(self._fd).st_size
-        self._dirty = True
+        location = Location(self._current, self._size)
+        self._unsynced, self._due = True, self._due or due
         try:
             for buffer in (header[:4] + digest.digest() + header[20:] + description, *payload):
                 view = memoryview(buffer)
                 while view:
                     view = view[os.write(self._fd, view) :]
+                self._size += len(buffer)
         except OSError:
-            os.ftruncate(self._fd, offset)
+            os.ftruncate(self._fd, location.offset)
+            self._size = location.offset
             raise
-        location = Location(self._current, offset)
-        self._mirrored(lambda mirror: mirror.append(payload, description, commit), location)
+        self._mirrored(lambda mirror: mirror.append(payload, description, commit, due=due), location)
         return location
 
     def sync(self) -> None:
-        """Make every record written so far durable."""
-        if self._dirty:
+        """Make every record written so far durable, if one of them is due."""
+        if self._due:
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._unsynced:
             os.fsync(self._fd)
-            self._dirty = False
-            self._mirrored(lambda mirror: mirror.sync())
+            self._unsynced = self._due = False
+            self._mirrored(lambda mirror: mirror._sync())
 
     def abandon(self) -> None:
         """Close the current file and continue in a new one: after a failed fsync, the old file's content is unknown."""
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._dirty = -1, False
+        self._fd, self._unsynced, self._due = -1, False, False
         self._mirrored(lambda mirror: mirror.abandon())
 
     def _mirrored(self, change: Callable[[Segments], Location | None], expected: Location | None = None) -> None:
@@ -195,7 +207,7 @@ class Segments:
 
     def close(self) -> None:
         """Make every record durable and close the file."""
-        self.sync()
+        self._sync()
         self.abandon()
 
     @contextmanager
@@ -214,9 +226,9 @@ class Segments:
 
     def _roll(self) -> None:
         if self._fd >= 0:
-            self.sync()
+            self._sync()
             os.close(self._fd)
-        self._fd = -1
+        self._fd, self._size = -1, 0
         self._current += 1
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         sync(self._folder)

@@ -82,6 +82,8 @@ class Admission:
     async def load(self, queue: RunQueue) -> None:
         """Queue the operations of a run that the journal holds from before the server started."""
         record = queue.record
+        if record.applied_seq >= record.accepted_seq:
+            return
         for entry in await self._journal.entries(record.run_id, record.applied_seq, record.accepted_seq):
             if entry.status and not entry.damaged:
                 queue.skip(entry.header.seq)

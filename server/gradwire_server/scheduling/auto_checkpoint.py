@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -61,9 +62,10 @@ class AutoCheckpoint:
         def remove() -> None:
             for record in records:
                 folder = self._checkpoints.folder(record.run_id, "checkpoints", "x").parent
-                for orphan in folder.glob(f"{AUTOMATIC}*"):
-                    if orphan.name not in record.checkpoints:
-                        shutil.rmtree(orphan, ignore_errors=True)
+                names = os.listdir(folder) if folder.is_dir() else []
+                for name in names:
+                    if name.startswith(AUTOMATIC) and name not in record.checkpoints:
+                        shutil.rmtree(folder / name, ignore_errors=True)
 
         await asyncio.to_thread(remove)
 

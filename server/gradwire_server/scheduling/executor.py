@@ -309,6 +309,8 @@ class Executor:
         record = queue.record
         newest = record.newest_checkpoint
         base, step = (newest.seq, newest.step) if newest else (0, 0)
+        if record.accepted_seq <= base:
+            return False
         entries = await behind(self._journal, record, base)
         if not any(
             is_replayed_with(entry.header.operation, entry.status) or (queued_too and not entry.status)

@@ -38,6 +38,7 @@ class FairQueue(Generic[T]):
     ) -> None:
         self._wants_alone, self._clock = wants_alone, clock
         self._waiting: dict[str, deque[T]] = {}
+        self._items: set[T] = set()
         self._there: Counter[str] = Counter()
         self._count_there = self._tokens = 0
         self._alone = False
@@ -46,10 +47,10 @@ class FairQueue(Generic[T]):
         self._asked: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._items)
 
     def __contains__(self, item: object) -> bool:
-        return any(item in waiting for waiting in self._waiting.values())
+        return item in self._items
 
     @property
     def shared(self) -> bool:
@@ -63,6 +64,7 @@ class FairQueue(Generic[T]):
         """Add an item at the end of its owner's queue."""
         self._asked[owner] = self._clock()
         self._waiting.setdefault(owner, deque()).append(item)
+        self._items.add(item)
 
     def pop(self) -> T | None:
         """Remove and return the next item; None if nothing waits or the engine has no room.
@@ -84,7 +86,7 @@ class FairQueue(Generic[T]):
             return None
         self._count += 1
         self._served[owner] = self._count
-        self._waiting[owner].popleft()
+        self._items.remove(self._waiting[owner].popleft())
         if not self._waiting[owner]:
             del self._waiting[owner]
         return item
@@ -107,4 +109,5 @@ class FairQueue(Generic[T]):
         """Remove and return every waiting item."""
         items = [item for waiting in self._waiting.values() for item in waiting]
         self._waiting.clear()
+        self._items.clear()
         return items

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -105,7 +105,10 @@ class Scheduler:
         self._collecting: asyncio.Task[None] | None = None
 
     async def start(self, records: Sequence[RunRecord]) -> None:
-        """Load the runs of the state folder with their queued operations, and start to process them."""
+        """Load the runs of the state folder with their queued operations, and start to process them.
+
+        A run is restored in the engine when its next operation comes.
+        """
         await self._auto_checkpoint.start(records)
         for record in records:
             queue = self._queues[record.run_id] = self._new_queue(record)
@@ -115,7 +118,7 @@ class Scheduler:
                 except ServiceError as error:
                     self.dispatcher.parking.park(queue, error.error)
             await self.admission.load(queue)
-            await self._measure(queue)
+        await self._measure(self._queues.values())
         self._collecting = asyncio.create_task(self._collect())
         for queue in self._queues.values():
             self.dispatcher.wake(queue)
@@ -150,8 +153,9 @@ class Scheduler:
         try:
             quota = self._quota_of(record.owner)
             check_runs(self._runs.owned(record.owner), quota, self._limits)
-            await self._runs.insert(record)
+            self._runs.reserve(record)
             if origin is not None:
+                await self._runs.insert(record)
                 await self._checkpoints.adopt(record, origin)
             async with self._turn(record.owner):
                 created = await self._executor.create(
@@ -159,9 +163,7 @@ class Scheduler:
                 )
             # A fork has the head of its checkpoint, which need not be the one that the source has now.
             record.config.head, record.config.num_labels = created.head, created.num_labels
-            if created.computed_with:
-                await self._journal.facts.note(record.run_id, 0, created.computed_with)
-            await self._runs.finish(record, created.num_trainable_parameters, created.step)
+            await self._runs.finish(record, created.num_trainable_parameters, created.step, created.computed_with)
         except BaseException:
             await self._runs.delete(record)
             raise
@@ -219,13 +221,15 @@ class Scheduler:
         """
         await self._auto_checkpoint.check_deletable(record, name)
         await self._checkpoints.delete(record, name)
-        await self._measure(self.queue(record))
+        await self._measure([self.queue(record)])
 
-    async def _measure(self, queue: RunQueue) -> None:
-        """Find out what a recovery of a run would replay, from the journal."""
-        newest = queue.record.newest_checkpoint
-        base = newest.seq if newest is not None else 0
-        queue.since_checkpoint.found(await self._journal.replay_s(queue.record.run_id, base))
+    async def _measure(self, queues: Iterable[RunQueue]) -> None:
+        """Find out what a recovery of these runs would replay, from the journal."""
+        by_id = {queue.record.run_id: queue for queue in queues}
+        newest = {run_id: queue.record.newest_checkpoint for run_id, queue in by_id.items()}
+        bases = {run_id: saved.seq if saved is not None else 0 for run_id, saved in newest.items()}
+        for run_id, seconds in (await self._journal.replay_s(bases)).items():
+            by_id[run_id].since_checkpoint.found(seconds)
 
     def recovery_s(self, run_id: str) -> float:
         """Seconds that bringing a run back into a new engine would take now."""

@@ -7,13 +7,17 @@ import os
 import random
 import shutil
 import sqlite3
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
+from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal import database
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords, new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
@@ -23,8 +27,8 @@ MARKS = RunMarks(step=0, failure_seq=0, failure="")
 async def new_run(journal: Journal, folder: Path) -> str:
     runs = RunRecords(journal.store, folder, 10)
     record = new_record("", pb.RunConfig(base_model="tiny"), "", b"")
-    await runs.insert(record)
-    await runs.finish(record, 1, 0)
+    runs.reserve(record)
+    await runs.finish(record, 1, 0, {})
     return record.run_id
 
 
@@ -102,20 +106,125 @@ async def test_results_are_stored_in_order_and_the_marks_of_a_run_are_those_of_t
     await journal.close()
 
 
-async def test_waiting_writes_share_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs = 0
-    real = os.fsync
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files and folders that are fsynced."""
+    names, real = list[str](), os.fsync
 
     def fsync(fd: int) -> None:
-        nonlocal syncs
-        syncs += 1
+        names.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
         real(fd)
 
+    monkeypatch.setattr(os, "fsync", fsync)
+    return names
+
+
+async def test_waiting_writes_share_one_commit(tmp_path: Path, synced: list[str]) -> None:
     journal = Journal(tmp_path)
     run_id = await new_run(journal, tmp_path)
-    monkeypatch.setattr(os, "fsync", fsync)
+    synced.clear()
     await asyncio.gather(*(append(journal, operation(run_id, seq, size=9), b"123456789") for seq in range(1, 201)))
-    assert syncs < 50
+    assert len(synced) < 50
+    await journal.close()
+
+
+def commits(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "gradwire.db")) as database:
+        [(count,)] = database.execute("SELECT commits FROM state").fetchall()
+    return int(count)
+
+
+async def test_a_run_is_created_in_one_commit_and_then_described(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    runs, facts = RunRecords(journal.store, tmp_path, 10), {"torch": "2.13"}
+    record = new_record("ada", pb.RunConfig(base_model="tiny"), "key", b"request")
+    runs.reserve(record)
+    assert runs.owned("ada") == 1 and runs.by_key("ada", "key") is record
+    before = commits(tmp_path)
+    await runs.finish(record, 7, 0, facts)
+    assert commits(tmp_path) == before + 1
+    [(seq, _, found, note)] = await journal.facts.of(record.run_id)
+    assert (seq, found, note) == (0, facts, "")
+    description = read_description(tmp_path / "runs" / record.run_id)
+    assert description is not None and description.num_trainable_parameters == 7
+    await runs.delete(record)
+    assert runs.owned("ada") == 0 and runs.by_key("ada", "key") is None
+    await journal.close()
+
+
+async def test_a_start_writes_the_description_that_a_crash_has_left_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    first, second = await new_run(journal, tmp_path), await new_run(journal, tmp_path)
+    shutil.rmtree(tmp_path / "runs" / first)
+    kept = (tmp_path / "runs" / second / RUN_FILE).stat().st_mtime_ns
+    loaded = await RunRecords(journal.store, tmp_path, 10).load()
+    assert {record.run_id for record in loaded} == {first, second}
+    description = read_description(tmp_path / "runs" / first)
+    assert description is not None and description.run_id == first
+    assert (tmp_path / "runs" / second / RUN_FILE).stat().st_mtime_ns == kept
+    await journal.close()
+
+
+async def test_a_key_made_for_a_damaged_run_leaves_its_row_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    runs = RunRecords(journal.store, tmp_path, 10)
+    for _ in range(2):
+        record = new_record("ada", pb.RunConfig(base_model="tiny"), "key", b"request")
+        runs.reserve(record)
+        with nullcontext() if commits(tmp_path) == 0 else pytest.raises(sqlite3.IntegrityError):
+            await runs.finish(record, 7, 0, {})
+    assert len(await RunRecords(journal.store, tmp_path, 10).load()) == 1
+    await journal.close()
+
+
+async def test_results_that_a_replay_gives_again_are_durable_as_rows_first(tmp_path: Path, synced: list[str]) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    for seq in range(1, 5):
+        await append(journal, operation(run_id, seq))
+    kinds = {
+        1: (pb.STATUS_SUCCEEDED, b"", True, 0),
+        2: (pb.STATUS_SUCCEEDED, b"tensors", True, 1),
+        3: (pb.STATUS_SUCCEEDED, b"", False, 1),
+        4: (pb.STATUS_FAILED, b"", True, 1),
+    }
+    for seq, (status, payload, repeatable, expected) in kinds.items():
+        synced.clear()
+        result = pb.OperationResult(seq=seq, status=status)
+        await journal.put_result(run_id, result, [payload], MARKS, repeatable=repeatable)
+        assert sum(name.endswith(".segment") for name in synced) == expected, seq
+    await append(journal, operation(run_id, 5))
+    await journal.put_result(run_id, pb.OperationResult(seq=5, status=pb.STATUS_SUCCEEDED), [], MARKS)
+    synced.clear()
+    await journal.close()
+    assert sum(name.endswith(".segment") for name in synced) == 1
+    [number] = Segments(tmp_path / "journal").numbers()
+    records = [journal_pb2.JournalRecord.FromString(r.description) for r in journal.segments.records(number)]
+    assert [record.seq for record in records if record.HasField("result")] == [1, 2, 3, 4, 5]
+
+
+async def test_a_release_joins_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "LATER_S", 3600.0)
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    await append(journal, operation(run_id, 1))
+    await journal.put_result(run_id, pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED), [], MARKS)
+    before = commits(tmp_path)
+    released, appended = journal.release(run_id, 1), append(journal, operation(run_id, 2))
+    await appended
+    await released
+    assert commits(tmp_path) == before + 1 and await journal.results(run_id, 1, 9) == []
+    last = journal.release(run_id, 2)
+    await journal.close()
+    await last
+
+
+async def test_a_release_that_nothing_follows_is_written_all_the_same(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    before = commits(tmp_path)
+    await journal.release(run_id, 1)
+    assert commits(tmp_path) == before + 1
     await journal.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.errors import ServiceError
+from gradwire_server.journal.database import Database
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
@@ -319,3 +320,28 @@ async def test_an_engine_that_dies_while_a_save_waits_for_a_slow_disk(door: Door
     await held
     assert await client.statuses(2) == ["ok", "ok"]
     assert door.engine.runs[client.run_id].history == ["a"]
+
+
+async def test_a_start_reads_as_often_with_many_runs_as_with_few(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, at_start, real = list[object](), list[int](), Database.read
+
+    async def counted(store: Database, query: Any) -> Any:
+        reads.append(query)
+        return await real(store, query)
+
+    monkeypatch.setattr(Database, "read", counted)
+    for more in (2, 10, 0):
+        reads.clear()
+        async with start() as door:
+            at_start.append(len(reads))
+            for _ in range(more):
+                client = await (await door.client()).begin()
+                await client.fb(1)
+                await client.results(1)
+    assert at_start[1] == at_start[2]
+    async with start() as door:
+        assert not door.engine.runs  # each is restored when its next operation comes
+        client = await (await door.client()).open(client.run_id, takeover=True)
+        await client.fb(2)
+        assert await client.statuses(1, 2) == ["ok"]
+        assert list(door.engine.runs) == [client.run_id]

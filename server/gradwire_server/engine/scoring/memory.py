@@ -194,9 +194,11 @@ def _saved_bytes(policy: Policy, checkpointing: bool) -> float:
 
 
 def _kind(run: MemoryUser) -> bytes:
-    """Key of runs with equal memory needs."""
-    config = run.config
-    return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + config.lora.SerializeToString()
+    """Key of runs with equal memory needs. An adapter's scale (alpha) needs none."""
+    config, lora = run.config, training_pb2.LoraSettings()
+    lora.CopyFrom(run.config.lora)
+    lora.ClearField("alpha")
+    return f"{config.base_model}\0{config.gradient_checkpointing}\0".encode() + lora.SerializeToString()
 
 
 def machine_memory() -> int:

@@ -119,6 +119,7 @@ class CustomCall:
             num_microbatches=max(forward.num_microbatches, backward.num_microbatches),
             recomputed=forward.recomputed or backward.recomputed,
             warnings=(*forward.warnings, *backward.warnings),
+            activations=forward.activations or backward.activations,
         )
 
 

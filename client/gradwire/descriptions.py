@@ -37,7 +37,7 @@ class RunInfo:
         seed: Seed of the run's random generators.
         name: A label for people.
         tags: Key-value labels for people.
-        gradient_checkpointing: Whether activations are recomputed in the backward pass.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass; None: where they do not fit.
         step: Number of optimizer steps taken.
         accepted_seq: Operations up to this number are durable.
         applied_seq: Operations up to this number have results.
@@ -65,7 +65,7 @@ class RunInfo:
     seed: int
     name: str
     tags: Mapping[str, str]
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | None
     step: int
     accepted_seq: int
     applied_seq: int
@@ -102,7 +102,9 @@ class RunInfo:
             seed=config.seed,
             name=config.name,
             tags=dict(config.tags),
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=(
+                config.gradient_checkpointing if config.HasField("gradient_checkpointing") else None
+            ),
             step=run.step,
             accepted_seq=run.accepted_seq,
             applied_seq=run.applied_seq,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,9 @@ class LossResult:
         recomputed: Whether the batch exceeded the activation budget, so that its forward was computed twice.
         warnings: Warnings for people, one sentence each.
         grouped_runs: Number of runs, this one included, that shared one pass through the base model; 0: not grouped.
+        activations: Number of micro-batches by what became of their activations: ``"keep"``, ``"recompute"``,
+            ``"offload"`` (to host memory), ``"recompute+offload"``; with ``"+chunk"`` feed-forward layers computed
+            their tokens in chunks. Empty without a backward pass.
     """
 
     loss: float | None
@@ -61,6 +64,7 @@ class LossResult:
     recomputed: bool = False
     warnings: tuple[str, ...] = ()
     grouped_runs: int = 0
+    activations: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> float:
         return self.metrics[metric]
@@ -167,6 +171,7 @@ def _loss_fields(body: pb.LossResult, timings: pb.Timings, columns: Columns) -> 
         "recomputed": body.recomputed,
         "warnings": tuple(body.warnings),
         "grouped_runs": body.grouped_runs,
+        "activations": dict(body.activations),
     }
 
 

@@ -92,7 +92,7 @@ class ServiceClient:
         head: Literal["value", "reward", "classification"] | None = None,
         seed: int = 0,
         name: str = "",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | None = None,
         tags: Mapping[str, str] | None = None,
         num_labels: int = 0,
         dropout: float = 0.0,
@@ -111,7 +111,8 @@ class ServiceClient:
                 of ``num_labels`` classes per sequence or token.
             seed: Seed of the adapter, the head, dropout and sampling.
             name: A label for people.
-            gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+            gradient_checkpointing: Whether to recompute activations in the backward pass, always or never, instead of
+                keeping them; by default where they do not fit into memory.
             tags: Key-value labels for people.
             num_labels: Number of classes of a classification head, 2 or more.
             dropout: Dropout rate of the model and the adapter during training; 0 by default, whatever the model's

@@ -44,6 +44,7 @@ class FakeEngine:
         self.die_after: set[int] = set()
         self.dies_behind: set[int] = set()
         self.overwrites: list[bool] = []
+        self.limits: dict[int, list[int]] = {}
         self.unreadable = self.disk_full = False
         self.unknown_losses: set[str] = set()
         self.seconds: dict[str, float] = {}
@@ -184,6 +185,8 @@ class FakeEngine:
                 run.failed_seq, result.status = seq, pb.STATUS_FAILED
                 result.error.code, result.error.message = pb.ERROR_CODE_UNKNOWN_LOSS, f"no loss is called {loss_fn}"
                 return reply, b""
+            self.limits.setdefault(seq, []).append(asked.limits.microbatch_tokens)
+            result.loss.limits.microbatch_tokens = asked.limits.microbatch_tokens or 100 + seq
             run.history.append(loss_fn)
             result.loss.loss = float(len(run.history))
             return reply, payload

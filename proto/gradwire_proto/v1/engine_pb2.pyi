@@ -166,6 +166,7 @@ class EngineOperation(_message.Message):
     UNLESS_FAILED_FIELD_NUMBER: _builtins.int
     DROPPED_STEP_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     seq: _builtins.int
     traceparent: _builtins.str
@@ -182,6 +183,10 @@ class EngineOperation(_message.Message):
     def operation(self) -> _training_pb2.Operation: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_training_pb2.TensorSpec]: ...
+    @_builtins.property
+    def limits(self) -> _training_pb2.MemoryLimits:
+        """of a repetition: what it was executed within; absent: the engine decides"""
+
     def __init__(
         self,
         *,
@@ -193,10 +198,11 @@ class EngineOperation(_message.Message):
         unless_failed: _builtins.int = ...,
         dropped_step: _builtins.int = ...,
         deadline: _builtins.float = ...,
+        limits: _training_pb2.MemoryLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "operation", b"operation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "dropped_step", b"dropped_step", "operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "dropped_step", b"dropped_step", "limits", b"limits", "operation", b"operation", "run_id", b"run_id", "seq", b"seq", "tensors", b"tensors", "traceparent", b"traceparent", "unless_failed", b"unless_failed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1183,6 +1183,7 @@ class RunConfig(_message.Message):
     name: _builtins.str
     """a label for people; need not be unique"""
     gradient_checkpointing: _builtins.bool
+    """Whether activations are recomputed in the backward pass: always or never; absent: where they do not fit."""
     num_labels: _builtins.int
     """of a classification head, at least 2; 0 for any other"""
     dropout: _builtins.float
@@ -1205,18 +1206,20 @@ class RunConfig(_message.Message):
         head: _builtins.str = ...,
         seed: _builtins.int = ...,
         name: _builtins.str = ...,
-        gradient_checkpointing: _builtins.bool = ...,
+        gradient_checkpointing: _builtins.bool | None = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         num_labels: _builtins.int = ...,
         dropout: _builtins.float = ...,
         kind: _builtins.str = ...,
         from_upload: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
+    _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
 
@@ -2861,6 +2864,26 @@ class LossResult(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ActivationsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LOSS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
@@ -2871,6 +2894,8 @@ class LossResult(_message.Message):
     RECOMPUTED_FIELD_NUMBER: _builtins.int
     GROUPED_RUNS_FIELD_NUMBER: _builtins.int
     ADDED_HEAD_FIELD_NUMBER: _builtins.int
+    ACTIVATIONS_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     num_sequences: _builtins.int
     num_tokens: _builtins.int
@@ -2890,6 +2915,16 @@ class LossResult(_message.Message):
     def added_head(self) -> Global___AddedHead:
         """the head that the run was given for this loss; absent for none"""
 
+    @_builtins.property
+    def activations(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of micro-batches of a backward by what became of their activations: "keep", "recompute",
+        "offload", "recompute+offload", "recompute+chunk" and so on.
+        """
+
+    @_builtins.property
+    def limits(self) -> Global___MemoryLimits:
+        """for a repetition"""
+
     def __init__(
         self,
         *,
@@ -2903,16 +2938,66 @@ class LossResult(_message.Message):
         recomputed: _builtins.bool = ...,
         grouped_runs: _builtins.int = ...,
         added_head: Global___AddedHead | None = ...,
+        activations: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        limits: Global___MemoryLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "limits", b"limits", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "activations", b"activations", "added_head", b"added_head", "grouped_runs", b"grouped_runs", "limits", b"limits", "loss", b"loss", "metrics", b"metrics", "num_loss_tokens", b"num_loss_tokens", "num_microbatches", b"num_microbatches", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "recomputed", b"recomputed", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___LossResult: _TypeAlias = LossResult  # noqa: Y015
+
+@_typing.final
+class MemoryLimits(_message.Message):
+    """Memory limits of an operation. A repetition within the same limits computes the same micro-batches in the same way,
+    whatever memory is free.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICROBATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
+    LOGITS_ELEMENTS_FIELD_NUMBER: _builtins.int
+    KEPT_LOGITS_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
+    OFFLOAD_FIELD_NUMBER: _builtins.int
+    WHOLE_TOKENS_FIELD_NUMBER: _builtins.int
+    microbatch_tokens: _builtins.int
+    activation_bytes: _builtins.int
+    logits_elements: _builtins.int
+    kept_logits: _builtins.int
+    kept_tokens: _builtins.int
+    """larger micro-batches do not keep their activations,"""
+    recompute: _builtins.bool
+    """but recompute them,"""
+    offload: _builtins.bool
+    """and copy what is kept to host memory;"""
+    whole_tokens: _builtins.int
+    """those above this number compute feed-forward layers in chunks of tokens"""
+    def __init__(
+        self,
+        *,
+        microbatch_tokens: _builtins.int = ...,
+        activation_bytes: _builtins.int = ...,
+        logits_elements: _builtins.int = ...,
+        kept_logits: _builtins.int = ...,
+        kept_tokens: _builtins.int = ...,
+        recompute: _builtins.bool = ...,
+        offload: _builtins.bool = ...,
+        whole_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "kept_logits", b"kept_logits", "kept_tokens", b"kept_tokens", "logits_elements", b"logits_elements", "microbatch_tokens", b"microbatch_tokens", "offload", b"offload", "recompute", b"recompute", "whole_tokens", b"whole_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemoryLimits: _TypeAlias = MemoryLimits  # noqa: Y015
 
 @_typing.final
 class AddedHead(_message.Message):

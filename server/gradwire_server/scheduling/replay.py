@@ -25,6 +25,7 @@ from gradwire_server.journal.same_state import (
     way_out,
 )
 from gradwire_server.journal.segments import CorruptRecord
+from gradwire_server.operation_kinds import loss_result
 from gradwire_server.scheduling.operation import drops_accumulation, is_replayed_with
 from gradwire_server.scheduling.parking import CannotRestore
 
@@ -161,7 +162,7 @@ async def _repeat(
     exact: bool,
     divergences: list[str],
 ) -> bool:
-    """Repeat an operation and compare its result with the stored one.
+    """Repeat an operation, within the memory limits of the first time, and compare its result with the stored one.
 
     Args:
         exact: Whether the bits must be the same; false once an operation before it was computed in other pieces.
@@ -176,11 +177,15 @@ async def _repeat(
             pb.ERROR_CODE_CHECKPOINT_CORRUPT,
             f"operation {header.seq} of the run {record.run_id} cannot be repeated: its payload was collected",
         )
+    before = parse_outcome(entry.outcome)
+    request = operation_request(header, dropped_step)
+    if before is not None and loss_result(before.result).HasField("limits"):
+        request.operation.limits.CopyFrom(loss_result(before.result).limits)
     try:
         if entry.damaged:
             raise CorruptRecord("its row is damaged")
         payload = [await journal.payload(entry.location)] if entry.location else []
-        reply, tensors = await engine.request(operation_request(header, dropped_step), payload)
+        reply, tensors = await engine.request(request, payload)
     except CorruptRecord as error:
         raise ServiceError(
             pb.ERROR_CODE_PAYLOAD_CORRUPT,
@@ -194,7 +199,6 @@ async def _repeat(
             f"operation {header.seq} of the run {record.run_id} succeeded once and failed when it was repeated:"
             f" {reply.result.error.message}",
         )
-    before = parse_outcome(entry.outcome)
     if before is None:
         return exact
     reply.result.seq = header.seq

@@ -12,8 +12,10 @@ import torch
 from gradwire_losses import registry
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.activations import ALL
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.scoring.activation_choice import Costs
 from gradwire_server.engine.scoring.memory import (
     MOST,
     ActivationMeter,
@@ -158,10 +160,10 @@ def test_limits_get_smaller_until_nothing_is_left_to_give_up(engine: LocalEngine
         budget = smaller
         tokens.append(budget.microbatch_tokens)
         assert budget.activation_bytes == 0
-    assert tokens == [14, 7]  # of 4 rows of at most 7 tokens; one row at a time is the end
+    assert tokens == [14, 7, 7, 7]  # of 4 rows of at most 7 tokens; one row at a time, recomputed in chunks, is the end
+    assert budget.kept_tokens == budget.whole_tokens == 0
     graphs_given_up = decisions.after_out_of_memory(run, ROWS, Budget(7))
     assert graphs_given_up is not None and graphs_given_up.activation_bytes == 0
-    assert decisions.after_out_of_memory(run, token_rows([[1, 2, 3]]), Budget()) is None
 
 
 class FullInBackward:
@@ -208,8 +210,10 @@ def test_a_backward_out_of_memory_leaves_nothing_of_what_it_had_added(
 def test_a_cpu_gets_what_its_memory_allows_and_never_what_is_free(engine: LocalEngine) -> None:
     engine.create("run-a")
     run, cpu = engine.context.runs["run-a"], torch.device("cpu")
-    assert Memory(cpu).budget(run) == MOST["cpu"]  # 2,048 tokens of so small a model fit everywhere
-    needed = token_bytes(run.policy)
+    budget, needed = Memory(cpu).budget(run), token_bytes(run.policy)
+    assert budget.kept_tokens >= budget.microbatch_tokens
+    # 2,048 tokens of so small a model fit everywhere
+    assert replace(budget, kept_tokens=ALL, whole_tokens=ALL) == MOST["cpu"]
     assert Memory(cpu, machine_bytes=int(6 * 100.5 * needed)).budget(run).microbatch_tokens == 100
     assert Memory(cpu, machine_bytes=1).budget(run).microbatch_tokens == 1
     assert Memory(cpu, 77, 5, machine_bytes=1).budget(run).microbatch_tokens == 77
@@ -225,6 +229,7 @@ def test_a_gpu_gets_what_is_free_and_less_after_it_was_too_much(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Memory, "_measured_costs", lambda memory, run: Costs(1.0, 1.0))
     memory = Memory(torch.device("cuda"))
     weights = 4.0 * run.policy.num_trainable_parameters
     room = (0.9 * (3 << 20) - 4 * weights) / 3  # gradients, those accumulated and two moments are still to come

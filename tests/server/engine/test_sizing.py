@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.policy import Policy, make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import ActivationMeter
@@ -52,7 +53,8 @@ def test_activations_on_meta_tensors_are_those_that_autograd_really_saves(
     meter = ActivationMeter(policy)
     with meter:
         policy.hidden(torch.zeros(tokens, dtype=torch.int64), torch.tensor([tokens]), training=True)
-    computed = MetaModel(str(model), torch.float32, config).step(1, tokens, {"logprobs"}, Budget(), checkpointing)
+    activations = Activations.RECOMPUTE if checkpointing else Activations.KEEP
+    computed = MetaModel(str(model), torch.float32, config).step(1, tokens, {"logprobs"}, Budget(), activations)
     # Masks and positions of a few bytes a token are not on meta tensors. What is alive and not saved are the result and
     # a state of the last layer.
     states = tokens * HIDDEN * 4
@@ -82,7 +84,8 @@ def test_few_layers_tell_the_bytes_of_all(model: Path, checkpointing: bool) -> N
     pool = MetaPool({MODEL: str(model)}, torch.float32)
     policy = make_policy(pool, run_config(rank=8, gradient_checkpointing=checkpointing), "run")
     whole = step_bytes(policy, 2, 64, {"logprobs"}, Budget())
-    found = MetaModel(str(model), torch.float32, config).step(2, 64, {"logprobs"}, Budget(), checkpointing)
+    activations = Activations.RECOMPUTE if checkpointing else Activations.KEEP
+    found = MetaModel(str(model), torch.float32, config).step(2, 64, {"logprobs"}, Budget(), activations)
     assert sum(found.values()) == pytest.approx(whole.peak, rel=1e-6)
 
 

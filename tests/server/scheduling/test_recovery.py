@@ -10,10 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import Caller
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.database import Database
+from gradwire_server.journal.same_state import divergence, is_comparable
 from support.front import Client, Door, Start, error_of
 from support.scripted import until
 
@@ -38,6 +40,29 @@ async def test_an_engine_that_died_is_given_the_run_again(door: Door) -> None:
     assert (await client.results(1, 5))[0][0].loss.loss == 3
     assert door.engine.runs[client.run_id].history == ["a", "step", "b"]
     assert [seq for _, seq in door.engine.seen] == [1, 2, 3, 4, 1, 4, 5]  # failures and reads are not repeated
+
+
+async def test_what_is_repeated_is_executed_within_the_limits_of_the_first_time(door: Door) -> None:
+    client = await (await door.client()).begin()
+    await client.fb(1, "a")
+    await client.fb(2, "b")
+    await client.results(2)
+    door.engine.die()
+    await client.fb(3, "c")
+    await client.results(3, 1)
+    assert door.engine.limits == {1: [0, 101], 2: [0, 102], 3: [0]}  # 0: the engine decides
+
+
+def test_what_becomes_of_activations_is_compared_and_is_no_difference() -> None:
+    def outcome(**fields: Any) -> journal_pb2.Outcome:
+        loss = pb.LossResult(loss=1.0, num_microbatches=2, **fields)
+        return journal_pb2.Outcome(result=pb.OperationResult(loss=loss))
+
+    kept = outcome(activations={"keep": 2})
+    recomputed = outcome(activations={"recompute": 2}, limits={"kept_tokens": 4})
+    earlier = outcome()  # of a version that did not say
+    assert is_comparable(kept, kept) and not is_comparable(kept, recomputed) and is_comparable(earlier, recomputed)
+    assert divergence(earlier, recomputed, exact=True) == divergence(kept, recomputed, exact=True) == ""
 
 
 async def test_an_engine_that_dies_between_two_operations_of_a_replay_is_given_the_run_again(door: Door) -> None:

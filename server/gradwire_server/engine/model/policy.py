@@ -8,6 +8,7 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.heads import Head, make_head
 from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.packing import Packing, arrange
@@ -39,7 +41,7 @@ class Policy:
     Attributes:
         split_model: The copy of the model to compute with.
         head: The head beside the output head, or None.
-        gradient_checkpointing: Whether training recomputes activations in the backward pass.
+        gradient_checkpointing: Whether training recomputes the activations of all micro-batches in the backward pass.
         dropout: Rate of the model's own dropout in training mode.
     """
 
@@ -77,12 +79,18 @@ class Policy:
         """The peft adapter's name, or None."""
         return None
 
-    def activate(self, *, training: bool = False) -> None:
-        """Activate these weights and the mode (dropout, gradient checkpointing); free if they are active already."""
+    def activate(self, *, training: bool = False, activations: Activations = Activations.KEEP) -> None:
+        """Activate these weights and the mode (dropout, gradient checkpointing); free if they are active already.
+
+        Args:
+            activations: What becomes of the activations in training mode.
+        """
+        recompute = self.gradient_checkpointing or Activations.RECOMPUTE in activations
         self.split_model.activate(
             self.adapter,
             training=training,
-            checkpointing=training and self.gradient_checkpointing,
+            checkpointing=training and recompute,
+            chunks=training and Activations.CHUNK in activations,
             dropout=self.dropout,
         )
 
@@ -105,6 +113,7 @@ class Policy:
         *,
         group_sizes: Tensor | None = None,
         training: bool = False,
+        activations: Activations = Activations.KEEP,
     ) -> Tensor:
         """Final hidden states of ragged sequences, from one forward of the trunk.
 
@@ -114,13 +123,16 @@ class Policy:
             positions: ``[P]`` indices into the tokens; by default all of them.
             group_sizes: ``[B]`` sequences per example; common prefixes are computed once.
             training: Apply the run's dropout and gradient checkpointing.
+            activations: What becomes of the activations in training mode.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
         """
-        self.activate(training=training)
+        self.activate(training=training, activations=activations)
         arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
-        states = self.split_model.states(arranged)
+        weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
+        with activations.saving(weights):
+            states = self.split_model.states(arranged)
         wanted = arranged.places if positions is None else arranged.places[positions]
         return states.index_select(0, sent(wanted, states.device))
 

@@ -24,6 +24,7 @@ from gradwire_server.engine.model.attention import LAYOUT
 from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.dropout import DropoutPlaces
 from gradwire_server.engine.model.embedding import add_rows_in_place
+from gradwire_server.engine.model.feed_forward import FeedForward
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
 
@@ -154,6 +155,7 @@ class SplitModel:
         self._dropout: float | None = None
         self._dropout_places = DropoutPlaces(model)
         model.eval()
+        self._feed_forward = FeedForward(model)
         add_rows_in_place(model.get_input_embeddings(), placement)
         self.packing = Packing.PADDED
 
@@ -239,13 +241,16 @@ class SplitModel:
         *,
         training: bool = False,
         checkpointing: bool = False,
+        chunks: bool = False,
         dropout: float = 0.0,
     ) -> None:
         """Activate an adapter (None: the bare base), the mode and gradient checkpointing; free if active already.
 
         Args:
+            chunks: Whether feed-forward layers compute the tokens in chunks.
             dropout: Rate of the model's own dropout in training mode.
         """
+        self._feed_forward.chunked = chunks
         if self.adapters is not None:
             self.adapters.use(adapter)
         self._set_mode(training, checkpointing, dropout)
@@ -254,6 +259,7 @@ class SplitModel:
         """Activate several adapters in training mode, each for its span, until the next :meth:`activate`."""
         assert self.adapters is not None
         self.adapters.use_spans(spans, self.device)
+        self._feed_forward.chunked = False  # spans are places among all tokens
         self._set_mode(True, checkpointing)
 
     def _set_mode(self, training: bool, checkpointing: bool, dropout: float = 0.0) -> None:

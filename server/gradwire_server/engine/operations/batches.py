@@ -202,6 +202,7 @@ def backward(
         num_loss_tokens=kept.batch.num_scored,
         num_microbatches=kept.num_microbatches,
         recomputed=kept.recomputed,
+        activations=kept.activations,
     )
     return Outcome(training_pb2.OperationResult(loss=result))
 
@@ -216,6 +217,7 @@ def evaluated(found: LossEvaluation) -> Outcome:
         warnings=found.warnings,
         num_microbatches=found.num_microbatches,
         recomputed=found.recomputed,
+        activations=found.activations,
     )
     if found.loss is not None:
         result.loss = found.loss

@@ -2,7 +2,8 @@
 
 What depends on free memory, on the clock, or on which requests have arrived is decided here. Executing a decision
 depends on none of them: the plan of micro-batches follows from a batch and its budget, and whether batches fit into one
-group from the batches and the decision. So one process may decide, and others execute the same. The exception is a
+group from the batches and the decision. So one process may decide, and others execute the same. The limits of an
+operation are in its result, too, and a repetition from the journal is executed within them again. The exception is a
 sampler that runs out of memory, which restarts its samples with half as many at a time by itself.
 """
 
@@ -12,9 +13,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gradwire_server.engine.model.policy import LoraPolicy
+from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.request import Columns, Request
-from gradwire_server.engine.scoring.memory import Memory
+from gradwire_server.engine.scoring.memory import Memory, may_recompute
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.grouped_forward_backward import can_go_together
@@ -80,31 +85,43 @@ class Decisions:
     def after_out_of_memory(self, run: EngineRun, columns: Columns, budget: Budget) -> Budget | None:
         """Decide the limits within which to repeat an operation that ran out of memory: half as many tokens at a time.
 
+        Once micro-batches are as small as the longest row and no graphs are kept, activations are recomputed, and then
+        feed-forward layers computed in chunks.
+
         Returns:
-            The limits, or None if the operation fails, because its micro-batches were as small as its longest row and
-            no graphs were kept.
+            The limits, or None if the operation fails, because nothing is left to give up.
         """
-        lengths = [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
-        longest = max((int(each.max()) for each in lengths), default=0)
-        total = max((int(each.max()) * len(each) for each in lengths), default=0)
+        longest = _longest_row(columns)
+        total = max((int(each.max()) * len(each) for each in _row_lengths(columns)), default=0)
         tokens = min(budget.microbatch_tokens, total)
-        if tokens <= longest and (tokens == total or not budget.activation_bytes):
-            return None
-        self._memory.ran_out(run)
-        logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
-        return replace(
+        smaller = replace(
             budget,
-            microbatch_tokens=max(tokens // 2, 1),
             activation_bytes=0,
             logits_elements=max(budget.logits_elements // 2, 1),
             kept_logits=budget.kept_logits // 2,
         )
+        if tokens > longest or (tokens < total and budget.activation_bytes):
+            logger.warning("out of memory with micro-batches of %d tokens: trying half of that", tokens)
+            smaller = replace(smaller, microbatch_tokens=max(tokens // 2, 1))
+        elif budget.kept_tokens and may_recompute(run):
+            logger.warning("out of memory with a micro-batch of one row: trying to recompute its activations")
+            smaller = replace(smaller, kept_tokens=0)
+        elif budget.whole_tokens and may_recompute(run):
+            logger.warning("out of memory with a recomputed micro-batch of one row: trying chunks of its tokens")
+            smaller = replace(smaller, whole_tokens=0)
+        else:
+            return None
+        self._memory.ran_out(run)
+        return smaller
 
     def _budget(self, request: Request) -> Budget:
         operation = request.message.operation
         run = self._runs.get(operation.run_id)
-        divisible = run is not None and kind_of(operation.operation).divisible
-        return self._memory.budget(run) if run is not None and divisible else self._memory.most
+        if run is None or not kind_of(operation.operation).divisible:
+            return self._memory.most
+        if operation.HasField("limits"):
+            return self._memory.again(limits.from_wire(operation.limits))
+        return self._memory.budget(run, _longest_row(request.columns))
 
     def _grouped(self, ready: Sequence[Request]) -> Sequence[Request]:
         first = self._trained(ready[0]) if ready else None
@@ -128,6 +145,15 @@ class Decisions:
         if run is None or request.error is not None or training_call(asked.operation) is None:
             return None
         return run.policy if isinstance(run.policy, LoraPolicy) else None
+
+
+def _row_lengths(columns: Columns) -> list[NDArray[np.uint32]]:
+    """Lengths of the rows of each column that has any."""
+    return [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
+
+
+def _longest_row(columns: Columns) -> int:
+    return max((int(each.max()) for each in _row_lengths(columns)), default=0)
 
 
 def _least_tokens(request: Request) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
 from gradwire_server.engine.interruption import interruptible
-from gradwire_server.engine.operations import batches
+from gradwire_server.engine.operations import batches, limits
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, check, not_started
@@ -139,6 +139,7 @@ class GroupedRuns:
     def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
         outcome = batches.trained(member.run, _call(member.request), member.training, lambda: evaluation)
         outcome.result.loss.grouped_runs = num_runs
+        limits.record(outcome.result.loss, member.run, member.budget)
         asked = member.request.message.operation
         if asked.operation.HasField("train_step"):
             began = time.perf_counter()

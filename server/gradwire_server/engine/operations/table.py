@@ -12,13 +12,13 @@ from gradwire_proto.v1 import engine_pb2
 from gradwire_server.engine.errors import invalid
 from gradwire_server.engine.failures import unless_out_of_memory
 from gradwire_server.engine.interruption import between_micro_batches, interruptible
-from gradwire_server.engine.operations import batches, checkpoints, steps, train_steps
+from gradwire_server.engine.operations import batches, checkpoints, limits, steps, train_steps
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, check
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
-from gradwire_server.operation_kinds import kind_of
+from gradwire_server.operation_kinds import kind_of, loss_result
 
 Handler = Callable[[EngineContext, EngineRun, int, Any, Columns], Outcome]
 """Executes one operation, given the engine's parts, the run, the operation's number, its message and its tensors."""
@@ -83,4 +83,6 @@ def _handled(
         if smaller is None:
             raise torch.OutOfMemoryError("the longest row does not fit into memory")
         budget = smaller
+    if kind.changes_state:
+        limits.record(loss_result(outcome.result), run, budget)
     return outcome

@@ -12,6 +12,7 @@ from gradwire_losses.batch import Batch, beside, sent
 from torch import Tensor
 
 from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
@@ -87,8 +88,12 @@ class Reading:
         """``[P]`` all positions."""
         return torch.cat(list(self.places.values()))
 
-    def alone(self, *, training: bool) -> dict[str, Tensor]:
-        """Compute the scores in one forward of the trunk, on the policy's device."""
+    def alone(self, *, training: bool, activations: Activations = Activations.KEEP) -> dict[str, Tensor]:
+        """Compute the scores in one forward of the trunk, on the policy's device.
+
+        Args:
+            activations: What becomes of the activations in training mode.
+        """
         if not len(self.positions):
             device = self.policy.device
             return {
@@ -103,7 +108,12 @@ class Reading:
             teacher_states = self.teacher_states()
             between_micro_batches()
             hidden = self.policy.hidden(
-                batch.input_ids, batch.lengths, self.positions, group_sizes=batch.group_sizes, training=training
+                batch.input_ids,
+                batch.lengths,
+                self.positions,
+                group_sizes=batch.group_sizes,
+                training=training,
+                activations=activations,
             )
             return self.scores(hidden, teacher_states, training=training)
 

@@ -9,6 +9,12 @@ available depend on the device:
   and the batch, so a replay of the journal reproduces the same bits. Above 2,048 tokens a larger micro-batch is hardly
   faster on a CPU, so only a model that is large for its machine gets less.
 
+A row cannot be split. Where its activations do not fit, they are recomputed layer by layer in the backward pass, with
+the same bits. Where one layer's do not fit either, its feed-forward part is computed in chunks of tokens. On a GPU they
+may be copied to host memory instead, if that is cheaper or all that fits (:mod:`.activation_choice`); the costs are
+measured once. A CPU engine's host memory is the device's, so that would bring nothing. A run's own setting,
+``gradient_checkpointing``, goes before that choice.
+
 Memory can run out all the same. The operation is then repeated within smaller limits (:mod:`.operations.decisions`).
 On a GPU the next operations of such runs get less, too. On a CPU they do not, because results would depend on a chance
 event.
@@ -22,16 +28,19 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.activations import ALL, Activations
 from gradwire_server.engine.model.placement import storage_address, storage_addresses
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.scoring.activation_choice import Costs, LongRow, choose, measured_costs
 from gradwire_server.engine.scoring.planner import Budget
 
 logger = logging.getLogger(__name__)
@@ -52,6 +61,20 @@ CHUNK_BYTES = 16
 """Bytes that scoring holds per logit of a chunk."""
 KEPT_BYTES = 4
 """Bytes of a kept logit."""
+
+
+class TokenBytes(NamedTuple):
+    """Bytes per token of a forward and backward.
+
+    Attributes:
+        kept: With all activations kept.
+        recomputed: With layers computed again: their inputs, and ``working``.
+        working: Of one layer alone, and what exists for a moment.
+    """
+
+    kept: float
+    recomputed: float
+    working: float
 
 
 class MemoryUser(Protocol):
@@ -88,7 +111,8 @@ class Memory:
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
         # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
         self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
-        self._token_bytes: dict[bytes, float] = {}
+        self._token_bytes: dict[bytes, TokenBytes] = {}
+        self._costs: dict[str, Costs] = {}
         self._shares: dict[bytes, float] = {}
         self._free_bytes = 0
         self._free_until = 0.0
@@ -98,36 +122,83 @@ class Memory:
         """Maximum budget of an operation."""
         return MOST[self._device.type]
 
-    def budget(self, run: MemoryUser) -> Budget:
-        """Budget of this run's operations.
+    def budget(self, run: MemoryUser, longest: int = 0) -> Budget:
+        """Budget of an operation of this run.
 
         It gives a third of the available bytes each to the micro-batch, to kept graphs, and to logits and reserve. A
         micro-batch is small enough to keep its logits, because computing them twice costs a third more.
+
+        Args:
+            longest: Tokens of the operation's longest row.
         """
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         room = self._room(run) * self._shares.get(kind, 1.0) / 3
         facts = run.policy.facts
         kept = min(int(room / 4 / KEPT_BYTES), max(most.kept_logits, facts.num_parameters // 4))
+        self.measure(run)
+        of_token = self._token_bytes[kind]
         if tokens is None:
-            self.measure(run)
             keeping = max(kept // facts.vocab_size, LEAST_TOKENS)
-            tokens = max(1, min(int(room / self._token_bytes[kind]), most.microbatch_tokens, keeping))
+            each = of_token.recomputed if run.config.gradient_checkpointing else of_token.kept
+            tokens = max(1, min(int(room / each), most.microbatch_tokens, keeping))
+        kept_tokens, whole_tokens, beyond = ALL, ALL, Activations.RECOMPUTE
+        if may_recompute(run):
+            # A row that cannot be split may take what is there for kept graphs, too.
+            of_row = min(2 * room, ALL if activations is None else activations)
+            kept_tokens = 0 if run.config.gradient_checkpointing else max(tokens, int(of_row / of_token.kept))
+            on_device = of_token.recomputed
+            if longest > kept_tokens and not run.config.gradient_checkpointing:
+                beyond = self._beyond(run, longest, of_row)
+                on_device = of_token.working if Activations.OFFLOAD in beyond else on_device
+            whole_tokens = max(tokens, kept_tokens, int(of_row / on_device))
         return Budget(
             tokens,
             min(int(room), most.activation_bytes) if activations is None else activations,
             max(1 << 16, min(int(room / 4 / CHUNK_BYTES), most.logits_elements)),
             kept,
+            kept_tokens=kept_tokens,
+            beyond=beyond,
+            whole_tokens=whole_tokens,
+        )
+
+    def again(self, budget: Budget) -> Budget:
+        """The budget for repeating an operation that was executed within this one: never above what is configured."""
+        return replace(
+            budget,
+            microbatch_tokens=min(budget.microbatch_tokens, self._microbatch_tokens or ALL),
+            activation_bytes=min(
+                budget.activation_bytes, ALL if self._activation_bytes is None else self._activation_bytes
+            ),
         )
 
     def measure(self, run: MemoryUser) -> None:
-        """Measure, by a forward, what a token of such runs takes, unless that is known or the limit is configured."""
-        kind = _kind(run)
-        if self._microbatch_tokens is None and kind not in self._token_bytes:
+        """Measure, by a forward, what a token of such runs takes, unless that is known; on a GPU also what it costs."""
+        kind, model = _kind(run), run.config.base_model
+        if kind not in self._token_bytes:
             self._token_bytes[kind] = self._measured(run)
+        if self._device.type == "cuda" and model not in self._costs:
+            self._costs[model] = self._measured_costs(run)
 
-    def _measured(self, run: MemoryUser) -> float:
-        return token_bytes(run.policy)
+    def _measured(self, run: MemoryUser) -> TokenBytes:
+        return measured_token_bytes(run.policy)
+
+    def _measured_costs(self, run: MemoryUser) -> Costs:
+        return measured_costs(run.policy)
+
+    def _beyond(self, run: MemoryUser, tokens: int, device_bytes: float) -> Activations:
+        """What becomes of the activations of a row of so many tokens that cannot be kept on the device."""
+        if self._device.type != "cuda":
+            return Activations.RECOMPUTE
+        facts, of_token = run.policy.facts, self._token_bytes[_kind(run)]
+        row = LongRow(
+            tokens=tokens,
+            kept_bytes=of_token.kept,
+            input_bytes=of_token.recomputed - of_token.working,
+            working_bytes=of_token.working,
+            attention=facts.num_layers * facts.hidden_size / facts.num_parameters,
+        )
+        return choose(row, self._costs[run.config.base_model], device_bytes, self._machine_bytes / 2)
 
     def ran_out(self, run: MemoryUser) -> None:
         """Record that an operation ran out of memory: on a GPU, the next ones of such runs get half as much."""
@@ -167,13 +238,31 @@ class ActivationMeter(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
+def may_recompute(run: MemoryUser) -> bool:
+    """Whether micro-batches of a run may recompute their activations: unless its settings or the model forbid it."""
+    forbidden = run.config.HasField("gradient_checkpointing") and not run.config.gradient_checkpointing
+    return not forbidden and bool(run.policy.model.supports_gradient_checkpointing)
+
+
 def token_bytes(policy: Policy) -> float:
     """Bytes per token of a forward and backward, measured in a small forward."""
-    width = policy.facts.hidden_size
-    saved = _saved_bytes(policy, policy.gradient_checkpointing)
-    if policy.gradient_checkpointing:  # plus the layer whose activations are being recomputed
-        saved += _saved_bytes(policy, False) / policy.facts.num_layers
-    return saved + PASSING_BYTES * width
+    found = measured_token_bytes(policy)
+    return found.recomputed if policy.gradient_checkpointing else found.kept
+
+
+def measured_token_bytes(policy: Policy) -> TokenBytes:
+    """Bytes per token of a forward and backward, measured in a small forward.
+
+    If the policy does not recompute always, what layers computed again keep is not measured: it is their inputs.
+    """
+    facts, passing = policy.facts, PASSING_BYTES * policy.facts.hidden_size
+    kept = _saved_bytes(policy, False)
+    if policy.gradient_checkpointing:
+        inputs = _saved_bytes(policy, True)
+    else:
+        inputs = facts.num_layers * facts.hidden_size * policy.split_model.dtype.itemsize
+    working = kept / facts.num_layers + passing
+    return TokenBytes(kept + passing, inputs + working, working)
 
 
 def _saved_bytes(policy: Policy, checkpointing: bool) -> float:

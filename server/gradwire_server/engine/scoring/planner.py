@@ -2,7 +2,8 @@
 
 Examples are taken longest first, so that neighbours have similar lengths, into micro-batches within a budget of
 computed tokens, counted with padding or sharing as the model's form needs. An example (a pair, a group) is never split.
-The plan depends only on the batch, the budget and that form.
+The budget also says what becomes of the activations of each. The plan depends only on the batch, the budget and that
+form.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gradwire_losses.batch import Batch, segment_ids, segment_sum
 from torch import Tensor
 
 from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.model.activations import ALL, Activations
 from gradwire_server.engine.model.packing import Packing, shared_lengths
 
 
@@ -26,12 +28,24 @@ class Budget:
         activation_bytes: Maximum bytes of activations kept for a later backward.
         logits_elements: Maximum number of logits in memory at once.
         kept_logits: Maximum number of logits kept for a micro-batch's backward; if it has more, all are recomputed.
+        kept_tokens: Maximum computed tokens of a micro-batch whose activations are kept.
+        beyond: What becomes of the activations of larger micro-batches.
+        whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.
     """
 
     microbatch_tokens: int = 2048
     activation_bytes: int = 2 << 30
     logits_elements: int = 1 << 22
     kept_logits: int = 1 << 25
+    kept_tokens: int = ALL
+    beyond: Activations = Activations.RECOMPUTE
+    whole_tokens: int = ALL
+
+    def activations(self, computed_tokens: int) -> Activations:
+        """What becomes of the activations of a micro-batch of so many tokens."""
+        if computed_tokens <= self.kept_tokens:
+            return Activations.KEEP
+        return self.beyond if computed_tokens <= self.whole_tokens else self.beyond | Activations.CHUNK
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,7 @@ class MicroBatch:
         sequences: ``[s]`` their sequences in the whole batch.
         tokens: ``[t]`` their scored tokens in the whole batch.
         computed_tokens: Number of tokens that go through the trunk.
+        activations: What becomes of its activations until its backward.
     """
 
     batch: Batch
@@ -51,6 +66,7 @@ class MicroBatch:
     sequences: Tensor
     tokens: Tensor
     computed_tokens: int
+    activations: Activations = Activations.KEEP
 
 
 def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:

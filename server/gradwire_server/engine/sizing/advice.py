@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.sizing.estimate import ENGINE_BYTES, Estimate, Workload, estimate
 from gradwire_server.engine.sizing.parts import readable
+
+TREATMENTS = {
+    Activations.RECOMPUTE: "recomputes them in the backward pass",
+    Activations.OFFLOAD: "copies what is kept to host memory",
+    Activations.CHUNK: "computes feed-forward layers in chunks of tokens",
+}
 
 
 def advice(found: Estimate) -> list[str]:
@@ -28,6 +35,9 @@ def _batches(found: Estimate) -> Iterator[str]:
         f"Use batches of any number of rows: the server splits them into micro-batches, here of {rows}"
         f" {'row' if rows == 1 else 'rows'} of {workload.tokens:,} tokens."
     )
+    if found.chosen and not workload.checkpointing:
+        does = " and ".join(TREATMENTS[each] for each in found.chosen)
+        yield f"The activations of such rows do not fit, so the server {does}."
     longest = longest_row(found)
     if longest > workload.tokens:
         yield f"A row may have up to about {longest:,} tokens."
@@ -57,7 +67,7 @@ def more_runs(found: Estimate) -> int:
 
 def _changes(found: Estimate) -> Iterator[str]:
     """The first change that makes the workload fit, the smallest changes first."""
-    for words, workload in _alternatives(found.workload):
+    for words, workload in _alternatives(found):
         other = estimate(workload, found.device)
         if other.fits:
             yield f"It fits with {words}: {readable(other.total_bytes)}."
@@ -65,12 +75,12 @@ def _changes(found: Estimate) -> Iterator[str]:
     yield "No setting makes it fit: take a smaller model, shorter rows, fewer runs or a larger device."
 
 
-def _alternatives(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    words = ""
+def _alternatives(found: Estimate) -> Iterator[tuple[str, Workload]]:
+    words, workload = "", found.workload
     if workload.runs > 1:
         half = replace(workload, runs=workload.runs // 2)
         yield f"half as many runs ({half.runs})", half
-    if not workload.checkpointing:
+    if not found.chosen:
         words, workload = "gradient_checkpointing=True (--checkpointing)", replace(workload, checkpointing=True)
         yield words, workload
     if not workload.lora_rank:

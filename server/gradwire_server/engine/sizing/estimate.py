@@ -13,8 +13,10 @@ from typing import Literal
 import torch
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.quantization import Quantization
-from gradwire_server.engine.scoring.memory import Memory, MemoryUser
+from gradwire_server.engine.scoring.activation_choice import Costs
+from gradwire_server.engine.scoring.memory import Memory, MemoryUser, TokenBytes, may_recompute
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
 from gradwire_server.engine.sizing.parts import GRADIENT_BYTES, MOMENT_BYTES, key_value_bytes, master_bytes
@@ -53,7 +55,7 @@ class Workload:
         runs: Number of runs.
         samples: Rows sampled at the same time, of ``tokens`` tokens each.
         head: ``""``, ``"value"`` or ``"reward"``.
-        checkpointing: Whether activations are recomputed in the backward pass.
+        checkpointing: Whether activations are always recomputed in the backward pass, also where they would fit.
         dtype: Dtype of the weights.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
@@ -73,7 +75,9 @@ class Workload:
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
-        config = training_pb2.RunConfig(base_model=MODEL, head=self.head, gradient_checkpointing=self.checkpointing)
+        config = training_pb2.RunConfig(base_model=MODEL, head=self.head)
+        if self.checkpointing:
+            config.gradient_checkpointing = True
         if self.lora_rank:
             config.lora.rank = self.lora_rank
         return config
@@ -90,9 +94,10 @@ class Estimate:
         trained_parameters: Of each run.
         parts: Name -> bytes; the names are those of :data:`PARTS`.
         activations: With (True) and without (False) gradient checkpointing.
+        chosen: What becomes of the micro-batch's activations.
         microbatch_rows: Rows that go through the model together.
         budget: The engine's limits for an operation.
-        row_bytes: Activations, logits and passing bytes of a micro-batch of one row.
+        row_bytes: Activations, logits and passing bytes of a micro-batch of one row, computed as longer rows are.
         key_value_token_bytes: Keys and values of a sampled token.
     """
 
@@ -102,6 +107,7 @@ class Estimate:
     trained_parameters: int
     parts: Mapping[str, int]
     activations: Mapping[bool, int]
+    chosen: Activations
     microbatch_rows: int
     budget: Budget
     row_bytes: int
@@ -151,17 +157,18 @@ def estimate(workload: Workload, device: Device) -> Estimate:
     model = MetaModel(workload.model, workload.dtype, workload.run_config, workload.quantize)
     parts = _held(workload, model)
     held = sum(parts.values()) + ENGINE_BYTES[device.kind]
-    planned = _Planned(device, model, held, workload.checkpointing)
-    budget = planned.budget(model.run)
+    planned = _Planned(device, model, held)
+    budget = planned.budget(model.run, workload.tokens)
     per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // workload.tokens))
     scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
 
-    def step(rows: int, checkpointing: bool) -> Mapping[str, float]:
-        return model.step(rows, workload.tokens, scores, budget, checkpointing)
+    def step(rows: int, activations: Activations) -> Mapping[str, float]:
+        return model.step(rows, workload.tokens, scores, budget, activations)
 
-    steps = {checkpointing: step(per_microbatch, checkpointing) for checkpointing in (False, True)}
-    one_row = steps[workload.checkpointing] if per_microbatch == 1 else step(1, workload.checkpointing)
-    parts |= {name: int(count) for name, count in steps[workload.checkpointing].items()}
+    chosen = budget.activations(per_microbatch * workload.tokens)
+    of_longer = Activations.RECOMPUTE | Activations.CHUNK if may_recompute(model.run) else Activations.KEEP
+    steps = {each: step(per_microbatch, each) for each in {Activations.KEEP, Activations.RECOMPUTE, chosen}}
+    parts |= {name: int(count) for name, count in steps[chosen].items()}
     per_token = key_value_bytes(model.model, workload.dtype)
     parts["libraries"] = LIBRARY_BYTES[device.kind]
     parts["key_values"] = workload.samples * workload.tokens * per_token
@@ -171,10 +178,14 @@ def estimate(workload: Workload, device: Device) -> Estimate:
         num_parameters=model.num_parameters,
         trained_parameters=model.trained_parameters,
         parts=parts,
-        activations={checkpointing: int(each["activations"]) for checkpointing, each in steps.items()},
+        activations={
+            checkpointing: int(steps[each]["activations"])
+            for checkpointing, each in ((False, Activations.KEEP), (True, Activations.RECOMPUTE))
+        },
+        chosen=chosen,
         microbatch_rows=per_microbatch,
         budget=budget,
-        row_bytes=int(sum(one_row.values())),
+        row_bytes=int(sum(step(1, of_longer).values())),
         key_value_token_bytes=per_token,
     )
 
@@ -203,13 +214,17 @@ def _held(workload: Workload, model: MetaModel) -> dict[str, int]:
 class _Planned(Memory):
     """The engine's plan of micro-batches on a device that need not be here."""
 
-    def __init__(self, device: Device, model: MetaModel, held_bytes: int, checkpointing: bool) -> None:
+    def __init__(self, device: Device, model: MetaModel, held_bytes: int) -> None:
         super().__init__(torch.device(device.kind), machine_bytes=1 << (device.bytes.bit_length() - 1))
-        self._model, self._checkpointing = model, checkpointing
+        self._model = model
         self._unused_bytes = max(0, device.bytes - held_bytes) if device.kind == "cuda" else None
 
-    def _measured(self, run: MemoryUser) -> float:
-        return self._model.token_bytes(self._checkpointing)
+    def _measured(self, run: MemoryUser) -> TokenBytes:
+        return self._model.token_bytes()
+
+    def _measured_costs(self, run: MemoryUser) -> Costs:
+        # Not known here. A forward is cheaper than copying all activations on every GPU and bus that there are.
+        return Costs(forward_s=0.0, copy_rate=1.0)
 
     def _room(self, run: MemoryUser) -> float:
         return super()._room(run) if self._unused_bytes is None else USABLE * self._unused_bytes

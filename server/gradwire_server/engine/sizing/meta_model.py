@@ -14,9 +14,10 @@ from gradwire_proto.v1 import training_pb2
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.policy import Policy, make_policy
 from gradwire_server.engine.model.quantization import Quantization
-from gradwire_server.engine.scoring.memory import token_bytes
+from gradwire_server.engine.scoring.memory import TokenBytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
 from gradwire_server.engine.sizing.meta_step import step_bytes
@@ -86,13 +87,16 @@ class MetaModel:
 
         return round(self._whole(held))
 
-    def token_bytes(self, checkpointing: bool) -> float:
+    def token_bytes(self) -> TokenBytes:
         """Bytes per token of a forward and backward, as the engine measures them."""
-        return self._whole(token_bytes, checkpointing)
+        found = [measured_token_bytes(policy) for policy in self._policies]
+        return TokenBytes(*(self._extrapolated(list(sizes)) for sizes in zip(*found, strict=True)))
 
-    def step(self, rows: int, tokens: int, scores: set[str], budget: Budget, checkpointing: bool) -> dict[str, float]:
+    def step(
+        self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations
+    ) -> dict[str, float]:
         """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
-        found = [step_bytes(policy, rows, tokens, scores, budget) for policy in self._with(checkpointing)]
+        found = [step_bytes(policy, rows, tokens, scores, budget, activations) for policy in self._policies]
         return {
             name: self._extrapolated([getattr(each, name) for each in found])
             for name in ("activations", "logits", "passing")
@@ -100,20 +104,18 @@ class MetaModel:
 
     @cached_property
     def _policies(self) -> list[Policy]:
-        return [
+        policies = [
             make_policy(
                 MetaPool({MODEL: self._path}, self._dtype, layers=layers, quantize=self._quantize), self._config, "run"
             )
             for layers in self._layers
         ]
+        for policy in policies:
+            policy.gradient_checkpointing = False  # steps say what becomes of their activations
+        return policies
 
-    def _with(self, checkpointing: bool) -> list[Policy]:
-        for policy in self._policies:
-            policy.gradient_checkpointing = checkpointing
-        return self._policies
-
-    def _whole(self, size: Callable[[Policy], float], checkpointing: bool = False) -> float:
-        return self._extrapolated([size(policy) for policy in self._with(checkpointing)])
+    def _whole(self, size: Callable[[Policy], float]) -> float:
+        return self._extrapolated([size(policy) for policy in self._policies])
 
     def _extrapolated(self, sizes: list[float]) -> float:
         """The size of the whole model, from those of the short ones."""

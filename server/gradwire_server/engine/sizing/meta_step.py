@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.numberless import as_on_a_cpu
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
@@ -82,7 +83,14 @@ class AllocationMeter(TorchDispatchMode):
         self.bytes -= count
 
 
-def step_bytes(policy: Policy, rows: int, tokens: int, names: set[str], budget: Budget) -> StepBytes:
+def step_bytes(
+    policy: Policy,
+    rows: int,
+    tokens: int,
+    names: set[str],
+    budget: Budget,
+    activations: Activations = Activations.KEEP,
+) -> StepBytes:
     """Count a micro-batch of equal rows.
 
     Args:
@@ -91,6 +99,7 @@ def step_bytes(policy: Policy, rows: int, tokens: int, names: set[str], budget: 
         tokens: Tokens of each row.
         names: Scores that the loss reads.
         budget: Limits for the logits.
+        activations: What becomes of the activations, besides what the policy's own setting says.
     """
     lengths = torch.full((rows,), tokens)
     scored = torch.ones(rows, tokens, dtype=torch.bool)
@@ -110,7 +119,7 @@ def step_bytes(policy: Policy, rows: int, tokens: int, names: set[str], budget: 
         kept: dict[str, int] = {}
 
         def compute() -> dict[str, Tensor]:
-            hidden = policy.hidden(batch.input_ids, lengths, reading.positions, training=True)
+            hidden = policy.hidden(batch.input_ids, lengths, reading.positions, training=True, activations=activations)
             kept["trunk"] = meter.bytes
             return reading.scores(hidden, None)
 
@@ -118,7 +127,7 @@ def step_bytes(policy: Policy, rows: int, tokens: int, names: set[str], budget: 
             scores = reading.with_weights(compute)
             kept["scores"] = meter.bytes
             outputs = [score for score in scores.values() if score.requires_grad]
-            policy.activate(training=True)
+            policy.activate(training=True, activations=activations)
             collector.backward(KEY, outputs, [torch.empty_like(score) for score in outputs])
     return StepBytes(kept["trunk"], kept["scores"] - kept["trunk"], meter.peak - kept["scores"])
 

@@ -42,6 +42,7 @@ class EngineRun:
         ema: Moving average of the weights, without head; None until something uses it.
         ema_version: Number that is unique in this process for each set of weights in ``ema``.
         advisor: Hints about the metrics of its losses.
+        told_activations: What the log has said about its activations.
     """
 
     def __init__(self, pool: ModelPool, run_id: str, config: training_pb2.RunConfig) -> None:
@@ -58,6 +59,7 @@ class EngineRun:
         self.ema: Policy | None = None
         self.ema_version = -1
         self.advisor = Advisor()
+        self.told_activations: set[str] = set()
         self._pool = pool
         self._nbytes: dict[tuple[object, ...], int] = {}
         with preserved_rng():

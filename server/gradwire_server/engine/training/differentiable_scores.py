@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from gradwire_losses.batch import Batch, beside
 from torch import Tensor
 
 from gradwire_server.engine.generators import generator_states, preserved_rng, set_generator_states
+from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.dropout import seed_generators
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading, assemble
@@ -40,6 +43,7 @@ class DifferentiableScores:
     Attributes:
         by_name: Score name -> ``[T]`` or ``[S]``, detached.
         recomputed: Whether any micro-batch is computed twice.
+        activations: Number of micro-batches by what becomes of their activations.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class DifferentiableScores:
         parts = self._forward(unmeasured=keep_single and len(self._micros) == 1)
         self.by_name = assemble(policy, batch, self._micros, parts, names)
         self.recomputed = any(graph is None for graph in self._graphs)
+        self.activations = counted(self._micros)
 
     @property
     def num_microbatches(self) -> int:
@@ -102,11 +107,11 @@ class DifferentiableScores:
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
         reading = Reading(self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget)
         if not self.policy.has_dropout:
-            return reading.alone(training=True)
+            return reading.alone(training=True, activations=micro.activations)
         row = micro.examples[0] if self._rows is None else self._rows[micro.examples[0]]
         with preserved_rng():
             seed_generators(self._dropout_seed, int(row))
-            return reading.alone(training=True)
+            return reading.alone(training=True, activations=micro.activations)
 
     def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
         """Collect each key's gradient in the weights, given its gradients in the scores; can be called once only."""
@@ -116,7 +121,7 @@ class DifferentiableScores:
                 with preserved_rng():
                     set_generator_states(self._rng[index])
                     scores = self._score(micro)
-            self.policy.activate(training=True)
+            self.policy.activate(training=True, activations=micro.activations)
             parts = []
             for key, by_name in gradients.items():
                 own = {name: _part(self.batch, micro, name, gradient) for name, gradient in by_name.items()}
@@ -130,7 +135,14 @@ class DifferentiableScores:
 
 def training_micros(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
-    return split(batch, 0 if policy.has_dropout else budget.microbatch_tokens, policy.packing(training=True))
+    micros = split(batch, 0 if policy.has_dropout else budget.microbatch_tokens, policy.packing(training=True))
+    always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
+    return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
+
+
+def counted(micros: Sequence[MicroBatch]) -> dict[str, int]:
+    """Number of micro-batches by what becomes of their activations."""
+    return Counter(micro.activations.label for micro in micros)
 
 
 def to_backward(scores: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -23,7 +23,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
-from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, training_micros
+from gradwire_server.engine.training.differentiable_scores import DifferentiableScores, counted, training_micros
 from gradwire_server.engine.training.loss_call import (
     LossOnPart,
     LossView,
@@ -137,7 +137,7 @@ class Training:
             )
         self._accumulator.merge(collector.by_key, sums.counts)
         found = reported(self.batch, outputs, num_microbatches, sums)
-        return replace(found, recomputed=recomputed)
+        return replace(found, recomputed=recomputed, activations=counted(self.micros))
 
 
 def forward_backward(training: Training) -> LossEvaluation:

@@ -89,7 +89,7 @@ def kept_forward(
     kept = DifferentiableScores(policy, batch, names, temperature=temperature, budget=budget, dropout_seed=dropout_seed)
     copies = host.fetched([kept.by_name[name] for name in names])
     evaluation = reported(batch, dict(zip(names, copies, strict=True)), kept.num_microbatches, None)
-    return kept, replace(evaluation, recomputed=kept.recomputed)
+    return kept, replace(evaluation, recomputed=kept.recomputed, activations=kept.activations)
 
 
 def custom_backward(

@@ -33,6 +33,7 @@ class LossEvaluation:
         num_loss_tokens: Number of scored tokens.
         num_microbatches: Number of forwards of the trunk, without recomputed ones.
         recomputed: Whether the activation budget was exceeded, so that part was computed twice.
+        activations: Number of micro-batches of a backward by what became of their activations.
         warnings: Sentences for a person.
     """
 
@@ -45,6 +46,7 @@ class LossEvaluation:
     num_loss_tokens: int
     num_microbatches: int
     recomputed: bool = False
+    activations: Mapping[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 

@@ -12,12 +12,13 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from gradwire_server.engine.sizing.estimate import Device, Workload, estimate
+from gradwire_server.engine.sizing.estimate import Device, Workload, estimate, meta_model
 from gradwire_server.engine.sizing.parts import GIB
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
@@ -75,24 +76,20 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def cells(model: Model) -> list[str]:
-    """A model's cells, one for each device."""
+def cells(model: Model, devices: Sequence[int] = DEVICES) -> list[str]:
+    """A model's cells, one for each device, whose size is in GiB."""
+    found = dict.fromkeys(devices, "—")
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         base = Workload(folder, tokens=TOKENS, rows=8, dtype=torch.bfloat16)
-        return [_cell(base, Device("cuda", size * GIB)) for size in DEVICES]
-
-
-def _cell(base: Workload, device: Device) -> str:
-    for words, changes in WAYS:
-        found = estimate(replace(base, **changes), device)
-        if found.fits:
-            return (
-                f"{words}: {found.total_bytes / GIB:.0f}"
-                if found.total_bytes > 10 * GIB
-                else (f"{words}: {found.total_bytes / GIB:.1f}")
-            )
-    return "—"
+        for words, changes in WAYS:
+            workload = replace(base, **changes)
+            sizes = meta_model(workload, "cuda")
+            for size in devices:
+                if found[size] == "—" and (each := estimate(workload, Device("cuda", size * GIB), sizes)).fits:
+                    total = each.total_bytes / GIB
+                    found[size] = f"{words}: {total:.0f}" if total > 10 else f"{words}: {total:.1f}"
+    return list(found.values())
 
 
 def table() -> str:

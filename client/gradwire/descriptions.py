@@ -55,6 +55,7 @@ class RunInfo:
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
         from_upload: Id of the upload that the run started from; empty if none.
+        router_aux_loss_coef: Coefficient of the experts' load-balancing loss; None: as the model's configuration says.
         changes: What changed under the run and was accepted (``accept_changes``, ``--accept-changes``), oldest first.
     """
 
@@ -82,6 +83,7 @@ class RunInfo:
     parked: str = ""
     recovery_s: float = 0.0
     from_upload: str = ""
+    router_aux_loss_coef: float | None = None
     changes: tuple[RunChange, ...] = ()
 
     @staticmethod
@@ -121,6 +123,7 @@ class RunInfo:
             parked=run.parked.message,
             recovery_s=run.recovery_s,
             from_upload=config.from_upload,
+            router_aux_loss_coef=config.router_aux_loss_coef if config.HasField("router_aux_loss_coef") else None,
             changes=tuple(RunChange(change.seq, change.time, change.note) for change in run.changes),
         )
 

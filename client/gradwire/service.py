@@ -99,6 +99,7 @@ class ServiceClient:
         kind: Literal["", "rl"] = "",
         from_adapter: str | PathLike | Upload | None = None,
         from_checkpoint: str | PathLike | Upload | None = None,
+        router_aux_loss_coef: float | None = None,
     ) -> TrainingClient:
         """Create a run with its own weights, optimizer state and queue.
 
@@ -125,6 +126,10 @@ class ServiceClient:
             from_checkpoint: Start from the weights of a whole model: a local Hugging Face folder of the same
                 architecture and size as the base model, or an upload of one. Trains all weights. Runs start from a
                 checkpoint of another run by :meth:`fork_run`.
+            router_aux_loss_coef: For a mixture of experts: coefficient of its load-balancing loss, which is then part
+                of everything that the run is trained by, and is not in the ``loss`` that results report. By default
+                what transformers does: the coefficient of the model's configuration if this has
+                ``output_router_logits``, else 0.
 
         Raises:
             UnknownModelError: The server does not hold the model.
@@ -159,6 +164,7 @@ class ServiceClient:
             dropout=dropout,
             kind=kind,
             from_upload=from_upload,
+            router_aux_loss_coef=router_aux_loss_coef,
         )
         request = pb.CreateRunRequest(config=config, idempotency_key=secrets.token_hex(16))
         run = await self._transport.unary(lambda stub: stub.CreateRun, request, timeout_s=None)

@@ -14,9 +14,9 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gradwire_losses.batch import Batch, Scores
 from gradwire_losses.monitoring import Range
@@ -91,20 +91,28 @@ class LossConfig(BaseModel):
         return value
 
 
-class QuantizedReference(LossConfig):
-    """A reference model whose linear layers are held in 4 or 8 bits."""
+class HeldReference(LossConfig):
+    """A reference model, and how its weights are held: in 4 or 8 bits, or in host memory while they do not compute."""
 
     name: str = Field(description='"base", a checkpoint of an adapter, or a model name')
-    quantize: Literal["nf4", "int8"]
+    quantize: Literal["nf4", "int8"] | None = None
+    offload: bool = False
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.quantize and self.offload:
+            raise ValueError("a reference is held in few bits or offloaded: leave out quantize or offload")
+        return self
 
 
 class ReferenceConfig(LossConfig):
     """Arguments of a loss that compares the policy with a frozen reference."""
 
-    reference_model: str | QuantizedReference | None = Field(
+    reference_model: str | HeldReference | None = Field(
         None,
         description='"base" (the run\'s base weights, adapter off), "ema", a checkpoint "RUN_ID/NAME", or a model '
-        'name; {"name": NAME, "quantize": "nf4"} or "int8" holds it in few bits, in a copy of the whole model',
+        'name; {"name": NAME, "quantize": "nf4"} or "int8" holds it in few bits, in a copy of the whole model; '
+        '{"name": NAME, "offload": true} holds its layers in host memory',
     )
     reference_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None,

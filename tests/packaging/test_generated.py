@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,29 @@ def test_loss_reference_is_fresh(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     fresh, committed = (tmp_path / "losses.md").read_text(), (ROOT / "docs" / "losses.md").read_text()
     assert fresh == committed, "a loss says something else of itself than docs/losses.md: run `make docs`"
+
+
+def test_the_sizing_table_is_what_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = loaded("make_sizing_table", monkeypatch)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tool.written().splitlines()[2:]]
+    assert [row[0] for row in rows] == [model.name for model in tool.MODELS]
+    ways = [words for words, _ in tool.WAYS]
+    for name, *cells in rows:
+        order = []
+        for size, cell in zip(tool.DEVICES, cells, strict=True):
+            words, _, total = cell.rpartition(": ")
+            order.append(ways.index(words) if words else len(ways))
+            assert cell == "—" or 0 < float(total) <= 0.9 * size, (name, cell)
+        assert order == sorted(order, reverse=True), f"{name}: a larger device trains less thoroughly"
+    small = min(tool.DEVICES)
+    assert tool.cells(tool.MODELS[0], [small]) == rows[0][1:2], "run `python tools/make_sizing_table.py`"
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A file of ``tools/`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module

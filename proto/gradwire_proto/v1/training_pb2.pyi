@@ -1175,6 +1175,7 @@ class RunConfig(_message.Message):
     DROPOUT_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     FROM_UPLOAD_FIELD_NUMBER: _builtins.int
+    ROUTER_AUX_LOSS_COEF_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     head: _builtins.str
     """"", "value" (one scalar per token), "reward" (one per sequence) or"""
@@ -1192,6 +1193,8 @@ class RunConfig(_message.Message):
     """"" or "rl"; selects the default learning rate"""
     from_upload: _builtins.str
     """id of the upload whose weights it starts from; empty: none"""
+    router_aux_loss_coef: _builtins.float
+    """coefficient of the load-balancing loss of a mixture of experts;"""
     @_builtins.property
     def lora(self) -> Global___LoraSettings:
         """absent: all weights are trained"""
@@ -1212,14 +1215,20 @@ class RunConfig(_message.Message):
         dropout: _builtins.float = ...,
         kind: _builtins.str = ...,
         from_upload: _builtins.str = ...,
+        router_aux_loss_coef: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "gradient_checkpointing", b"gradient_checkpointing", "lora", b"lora", "router_aux_loss_coef", b"router_aux_loss_coef"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing", "_router_aux_loss_coef", b"_router_aux_loss_coef", "base_model", b"base_model", "dropout", b"dropout", "from_upload", b"from_upload", "gradient_checkpointing", b"gradient_checkpointing", "head", b"head", "kind", b"kind", "lora", b"lora", "name", b"name", "num_labels", b"num_labels", "router_aux_loss_coef", b"router_aux_loss_coef", "seed", b"seed", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gradient_checkpointing: _TypeAlias = _typing.Literal["gradient_checkpointing"]  # noqa: Y015
     _WhichOneofArgType__gradient_checkpointing: _TypeAlias = _typing.Literal["_gradient_checkpointing", b"_gradient_checkpointing"]  # noqa: Y015
+    _WhichOneofReturnType__router_aux_loss_coef: _TypeAlias = _typing.Literal["router_aux_loss_coef"]  # noqa: Y015
+    _WhichOneofArgType__router_aux_loss_coef: _TypeAlias = _typing.Literal["_router_aux_loss_coef", b"_router_aux_loss_coef"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gradient_checkpointing) -> _WhichOneofReturnType__gradient_checkpointing | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__router_aux_loss_coef) -> _WhichOneofReturnType__router_aux_loss_coef | None: ...
 
 Global___RunConfig: _TypeAlias = RunConfig  # noqa: Y015
 

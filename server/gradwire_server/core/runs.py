@@ -253,6 +253,11 @@ class Runs:
             raise _invalid('num_labels goes with head="classification"', "num_labels")
         if not 0.0 <= config.dropout < 1.0:
             raise _invalid(f"dropout is {config.dropout}; 0 <= dropout < 1", "dropout")
+        if not 0.0 <= config.router_aux_loss_coef < float("inf"):
+            raise _invalid(
+                f"router_aux_loss_coef is {config.router_aux_loss_coef}; it is a finite number of at least 0",
+                "router_aux_loss_coef",
+            )
         if config.kind not in ("", "rl"):
             raise _invalid(f'kind is {config.kind[:50]!r}; it is "" or "rl"', "kind")
         if config.HasField("lora"):

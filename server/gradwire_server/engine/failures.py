@@ -101,7 +101,8 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
         found = error.errors()
     argument = found[0]["loc"][:1]
     # Of an argument with several forms, what is wrong within the form that was meant.
-    first = max((each for each in found if each["loc"][:1] == argument), key=lambda each: len(each["loc"]))
+    meant = (each for each in found if each["loc"][:1] == argument)
+    first = max(meant, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
     name = str(first["loc"][0]) if first["loc"] else ""
     properties = loss.config.model_json_schema().get("properties", {})
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:

@@ -12,6 +12,7 @@ from gradwire_server.engine.model.policy import LoraPolicy, make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state.exports import save_adapter
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 SHAPE: dict[str, Any] = {
@@ -36,11 +37,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def make(model: Path, *targets: str) -> LoraPolicy:
+def make(model: Path, *targets: str, pool: ModelPool | None = None, run: str = "run-1") -> LoraPolicy:
     config = pb.RunConfig(base_model="m")
     config.lora.rank = 4
     config.lora.target_modules.extend(targets)
-    policy = make_policy(ModelPool({"m": str(model)}), config, "run-1")
+    policy = make_policy(pool or ModelPool({"m": str(model)}), config, run)
     assert isinstance(policy, LoraPolicy)
     return policy
 
@@ -51,6 +52,17 @@ def test_the_router_is_left_out_unless_it_is_named(model: Path) -> None:
     assert not any(".gate." in name for name in names)
     named = list(make(model, "gate").trainable_parameters())
     assert named and all(".gate." in name for name in named)
+
+
+def test_every_linear_layer_beside_the_experts_has_an_adapter(model: Path) -> None:
+    pool = ModelPool({"m": str(model)})
+    policy = make(model, pool=pool)
+    head = policy.model.get_output_embeddings()
+    linear = {name for name, layer in policy.model.named_modules() if type(layer) is nn.Linear and layer is not head}
+    adapted = {name.partition(".lora_")[0] for name in policy.trainable_parameters()}
+    bare = {name.removesuffix(".base_layer") for name in linear if ".lora_" not in name}
+    assert bare and bare <= adapted
+    assert list(make(model, pool=pool, run="run-2").trainable_parameters()) == list(policy.trainable_parameters())
 
 
 def test_an_adapter_on_experts_trains_and_loads_in_plain_peft(model: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from gradwire_server.engine.model.attention_blocks import in_blocks
 from gradwire_server.engine.model.attention_masked import masked_attention
 from gradwire_server.engine.model.attention_paged import PagedDecode, PagedPrefill
 from gradwire_server.engine.model.attention_varlen import varlen_kernel
-from gradwire_server.engine.model.numberless import computes_as_cpu
+from gradwire_server.engine.model.numberless import computes_as_cpu, is_estimate
 from gradwire_server.engine.model.packing import Layout
 
 NAME = "gradwire"
@@ -82,7 +82,8 @@ def packed_attention(
         varlen = varlen_kernel(query.device, query.dtype)
     if varlen is not None:
         return varlen(query[0], key[0], value[0], layout, scale, window)[None], None
-    if computes_as_cpu(query.device) and one_size and not dropout and window is None:
+    on_blocks = computes_as_cpu(query.device) or is_estimate(query.device)  # they save what the varlen kernel saves
+    if on_blocks and one_size and not dropout and window is None:
         return in_blocks(query, key, value, layout, scale), None
     return masked_attention(q, k, v, layout.masked, scale, window, dropout)[None], None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +15,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.quantization import QuantizedLinear
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+logger = logging.getLogger(__name__)
 
 ALL_LINEAR, OUTPUT_HEAD = "all-linear", "lm_head"
 """Names of target modules with a meaning of their own; see :func:`lora_config`."""
@@ -54,7 +59,7 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
         task_type="CAUSAL_LM",
     )
     if every:
-        experts = _leave_routers_out(config, model)
+        experts = _resolve_experts(config, model)
         if named:  # peft knows "all-linear" only alone
             found = config.target_modules if experts else _linear_layers(model)
             config.target_modules = sorted({*cast(Iterable[str], found), *named})
@@ -87,10 +92,13 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _leave_routers_out(config: LoraConfig, model: PreTrainedModel) -> bool:
-    """Resolve "all-linear" on a mixture of experts, where it would put an adapter on the routers as well.
+def _resolve_experts(config: LoraConfig, model: PreTrainedModel) -> bool:
+    """Resolve "all-linear" on a mixture of experts.
 
-    A router has few weights, which decide what every expert is trained on; who wants to train it names it.
+    peft takes the names of an expert's layers for the fused experts alone, also where layers outside of them have these
+    names: shared experts, and the MLPs of layers without experts. Those are targeted by the names of their weights. It
+    would put an adapter on the routers as well. A router has few weights, which decide what every expert is trained on;
+    who wants to train it names it.
 
     Returns:
         Whether the model has fused experts, and the settings are resolved.
@@ -99,8 +107,27 @@ def _leave_routers_out(config: LoraConfig, model: PreTrainedModel) -> bool:
 
     convert_peft_config_for_transformers(config, model, None)
     if config.target_parameters:
-        config.target_parameters = sorted(set(config.target_parameters) - {ROUTER_PARAMETER})
+        targets = cast(Iterable[str], config.target_modules)
+        left_out = [name for name in _linear_layers(model) if not _matches(name, targets)]
+        held = {f"{_in_layer(name)}.weight" for name in left_out if not _is_quantized(model.get_submodule(name))}
+        if len(left_out) > len(held) == 0:
+            logger.warning("peft has no adapter for quantized layers beside the experts, first %s", left_out[0])
+        config.target_parameters = sorted((set(config.target_parameters) | held) - {ROUTER_PARAMETER})
     return bool(config.target_parameters)
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, "base_layer", layer), QuantizedLinear)
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    """Whether peft takes a layer for one of its targets."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _in_layer(name: str) -> str:
+    """A module's name without that of its layer, which all layers with such a module then share."""
+    return re.sub(r"^.*\.layers\.\d+\.", "", name)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""What the meta device, whose tensors have no numbers, stands for while something is computed on it.
+"""What the meta device, whose tensors have no numbers, stands for while something is computed on it: a GPU, or a CPU.
 
-Estimates compute there what a CPU would; where nothing is said, it stands for a GPU.
+Outside of :func:`estimating` it stands for a GPU.
 """
 
 from __future__ import annotations
@@ -8,22 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
 import torch
 
-_as_on_a_cpu: ContextVar[bool] = ContextVar("as_on_a_cpu", default=False)
+DeviceKind = Literal["cpu", "cuda"]
+
+_estimated: ContextVar[DeviceKind | None] = ContextVar("estimated", default=None)
 
 
 @contextmanager
-def as_on_a_cpu() -> Iterator[None]:
-    """Compute on the meta device what a CPU computes."""
-    token = _as_on_a_cpu.set(True)
+def estimating(kind: DeviceKind) -> Iterator[None]:
+    """Compute on the meta device what a device of this kind would, to count its memory."""
+    token = _estimated.set(kind)
     try:
         yield
     finally:
-        _as_on_a_cpu.reset(token)
+        _estimated.reset(token)
+
+
+def is_estimate(device: torch.device) -> bool:
+    """Whether computations on a device are counted only, so that a kernel may stand for another of the same memory."""
+    return device.type == "meta" and _estimated.get() is not None
 
 
 def computes_as_cpu(device: torch.device) -> bool:
     """Whether computations on a device are those of a CPU."""
-    return device.type == "cpu" or (device.type == "meta" and _as_on_a_cpu.get())
+    return device.type == "cpu" or (device.type == "meta" and _estimated.get() == "cpu")

@@ -8,6 +8,7 @@ optimizer updates and checkpoints contain; the model's own tensor is its rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +26,7 @@ from gradwire_server.engine.model.lora_settings import lora_config, only_the_hea
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.routers import balance_coefficient
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Policy:
         head: The head beside the output head, or None.
         gradient_checkpointing: Whether training recomputes the activations of all micro-batches in the backward pass.
         dropout: Rate of the model's own dropout in training mode.
+        router_aux_loss_coef: Coefficient of the experts' load-balancing loss in training; 0 for none.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Policy:
         gradient_checkpointing: bool = False,
         dropout: float = 0.0,
     ) -> None:
+        self.router_aux_loss_coef = 0.0
         self.split_model = split_model
         self.head = head
         self.gradient_checkpointing = gradient_checkpointing
@@ -114,6 +118,7 @@ class Policy:
         group_sizes: Tensor | None = None,
         training: bool = False,
         activations: Activations = Activations.KEEP,
+        router_sums: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states of ragged sequences, from one forward of the trunk.
 
@@ -124,6 +129,7 @@ class Policy:
             group_sizes: ``[B]`` sequences per example; common prefixes are computed once.
             training: Apply the run's dropout and gradient checkpointing.
             activations: What becomes of the activations in training mode.
+            router_sums: Receives what the routers of a mixture of experts decide, as :data:`.routers.ROUTER_SCORES`.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
@@ -131,8 +137,11 @@ class Policy:
         self.activate(training=training, activations=activations)
         arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
         weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
-        with activations.saving(weights):
+        routers = self.split_model.routers if router_sums is not None else None
+        with activations.saving(weights), nullcontext() if routers is None else routers.observed() as seen:
             states = self.split_model.states(arranged)
+        if router_sums is not None and routers is not None and seen is not None:
+            router_sums |= routers.sums(seen, arranged.places, differentiable=self.router_aux_loss_coef > 0)
         wanted = arranged.places if positions is None else arranged.places[positions]
         return states.index_select(0, sent(wanted, states.device))
 
@@ -355,7 +364,8 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
         settings = training_pb2.LoraSettings()
         settings.CopyFrom(config.lora)
         settings.dropout = settings.dropout or config.dropout
-        return LoraPolicy(
+        coefficient = balance_coefficient(split_model.model, config)
+        policy: Policy = LoraPolicy(
             split_model,
             run_id,
             settings,
@@ -364,10 +374,15 @@ def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) ->
             gradient_checkpointing=config.gradient_checkpointing,
             dropout=config.dropout,
         )
+        policy.router_aux_loss_coef = coefficient
+        return policy
     split_model = pool.load(config.base_model)
+    coefficient = balance_coefficient(split_model.model, config)
     head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
     if head is not None:
         pool.placement.place(head)
-    return FullPolicy(
+    policy = FullPolicy(
         split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
     )
+    policy.router_aux_loss_coef = coefficient
+    return policy

@@ -22,6 +22,7 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model import quantization
 from gradwire_server.engine.model.compilation import compile_layers
+from gradwire_server.engine.model.offload import offload_layers
 from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.quantization import Quantization
@@ -127,19 +128,27 @@ class ModelPool:
         if name in self._loaded and self._loaded[name].adapters is None:
             del self._loaded[name]
 
-    def load(self, name: str, dtype: torch.dtype | None = None, quantize: Quantization | None = None) -> SplitModel:
+    def load(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        quantize: Quantization | None = None,
+        *,
+        offload: bool = False,
+    ) -> SplitModel:
         """Load a copy of a model from disk for one owner.
 
         Args:
             dtype: Overrides the server's.
             quantize: Holds the linear layers in few bits, which cannot be trained.
+            offload: Keeps the layers in host memory, which cannot be trained either.
 
         Raises:
             OperationError: UNKNOWN_MODEL, or UNSUPPORTED if it cannot be loaded.
         """
         facts = self.facts(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
-        arguments = self.placement.loading_arguments()
+        arguments = {} if offload else self.placement.loading_arguments()
         if quantize is not None:
             arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
@@ -152,10 +161,14 @@ class ModelPool:
             )
         if quantize is not None:
             quantization.compute_dequantised(model)
+        if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+            model.set_experts_implementation("eager")  # grouped products know no float64
+        if offload:
+            offload_layers(model, self.device)
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
         check_split(split_model)
         split_model.packing = choose_packing(split_model)
-        if self._compiled:
+        if self._compiled and not offload:
             compile_layers(split_model.trunk)
         self.placement.place(split_model.root)
         return split_model

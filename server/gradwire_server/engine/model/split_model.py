@@ -27,6 +27,7 @@ from gradwire_server.engine.model.embedding import add_rows_in_place
 from gradwire_server.engine.model.feed_forward import FeedForward
 from gradwire_server.engine.model.packing import Layout, Packing, Padded
 from gradwire_server.engine.model.placement import Placement
+from gradwire_server.engine.model.routers import Routers
 
 if TYPE_CHECKING:
     from gradwire_server.engine.model.adapter_set import AdapterSet
@@ -131,6 +132,7 @@ class SplitModel:
         placement: Where its tensors live.
         root: The module around ``model`` in whose forward everything is computed.
         trunk: The part of the model that ends in hidden states.
+        routers: Its routers; None for a model without experts.
         adapters: Its LoRA adapters; None while there are none.
         mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
         weight_bytes: Bytes of the weights that it was loaded with.
@@ -149,6 +151,7 @@ class SplitModel:
         self.mixed = mixed
         if mixed:
             self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
+        self.routers = Routers.of(model)
         self.adapters: AdapterSet | None = None
         self._training = False
         self._checkpointing = False

@@ -17,9 +17,9 @@ from gradwire_losses.padding import Padding
 from gradwire_losses.registry import (
     DivergenceConfig,
     FieldSpec,
+    HeldReference,
     LossConfig,
     LossSpec,
-    QuantizedReference,
     ReferenceConfig,
     get_loss,
 )
@@ -31,10 +31,12 @@ from torch import Tensor
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.routers import balance_hint
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.state.references import OFFLOADED
 from gradwire_server.engine.state.references import Reference as FrozenReference
 from gradwire_server.engine.training import forward_backward as training_pass
 from gradwire_server.engine.training import forward_only as evaluate
@@ -113,6 +115,7 @@ def trained(
     Raises:
         OperationError: The evaluation's error, except NON_FINITE if the call has ``skip_nonfinite``.
     """
+    first = run.step == 0 and run.accumulator.empty
     try:
         found = evaluation()
     except OperationError as error:
@@ -121,6 +124,8 @@ def trained(
         return _left_out(run, training.loss, training.batch, error)
     loss = training.loss
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
+    if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
+        hints = [*hints, said]
     return evaluated(replace(found, warnings=[*found.warnings, *hints]))
 
 
@@ -193,10 +198,10 @@ def backward(
         if column.levels and not np.array_equal(column.levels[-1], lengths):
             raise invalid(f"{name} has other row lengths than the scores of forward {call.forward_seq}", name)
         gradients[score] = torch.from_numpy(column.values.astype(np.float32))
-    evaluate.custom_backward(kept, gradients, call.weight, run.accumulator)
+    metrics = evaluate.custom_backward(kept, gradients, call.weight, run.accumulator)
     result = training_pb2.LossResult(
         loss=call.loss,
-        metrics={"loss": call.loss},
+        metrics={"loss": call.loss} | metrics,
         num_sequences=kept.batch.num_sequences,
         num_tokens=len(kept.batch.input_ids),
         num_loss_tokens=kept.batch.num_scored,
@@ -271,8 +276,9 @@ def _teacher(context: EngineContext, run: EngineRun, config: LossConfig | None) 
 
 def _resolved(context: EngineContext, run: EngineRun, config: ReferenceConfig) -> FrozenReference:
     asked = config.reference_model
-    if isinstance(asked, QuantizedReference):
-        return context.references.resolve(asked.name, run, dtype=config.reference_dtype, quantize=asked.quantize)
+    if isinstance(asked, HeldReference):
+        held = OFFLOADED if asked.offload else asked.quantize
+        return context.references.resolve(asked.name, run, dtype=config.reference_dtype, held=held)
     return context.references.resolve(asked or "", run, dtype=config.reference_dtype)
 
 

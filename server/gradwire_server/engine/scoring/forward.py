@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire_server.engine.interruption import between_micro_batches
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.routers import ROUTER_SCORES
 from gradwire_server.engine.scoring.divergence import score_divergence
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
 from gradwire_server.engine.scoring.score_types import (
@@ -64,7 +65,10 @@ def score_batch(
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The scores wanted of one micro-batch, and the positions of its hidden states that they are read at."""
+    """The scores wanted of one micro-batch, and the positions of its hidden states that they are read at.
+
+    :data:`.routers.ROUTER_SCORES` among the names are sums over all of its tokens.
+    """
 
     policy: Policy
     batch: Batch
@@ -94,7 +98,8 @@ class Reading:
         Args:
             activations: What becomes of the activations in training mode.
         """
-        if not len(self.positions):
+        routers: dict[str, Tensor] | None = {} if ROUTER_SCORES & set(self.names) else None
+        if not len(self.positions) and routers is None:
             device = self.policy.device
             return {
                 name: torch.zeros(score_shape(self.policy, self.batch, name), dtype=score_dtype(name), device=device)
@@ -114,8 +119,9 @@ class Reading:
                 group_sizes=batch.group_sizes,
                 training=training,
                 activations=activations,
+                router_sums=routers,
             )
-            return self.scores(hidden, teacher_states, training=training)
+            return self.scores(hidden, teacher_states, training=training) | (routers or {})
 
         with suited_threads(self.policy.device, len(batch.input_ids), sizes):
             return self.with_weights(compute)
@@ -187,7 +193,7 @@ class Reading:
                 scores[name] = self.policy.head(
                     last if name in SEQUENCE_SCORES else own if name in OWN_SCORES else read
                 )
-        return {name: scores[name] for name in self.names}
+        return {name: scores[name] for name in self.names if name not in ROUTER_SCORES}
 
 
 def assemble(

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.numberless import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class WeightProduct:
 
     def __init__(self, weight: Tensor) -> None:
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.mixed = weight.device.type != "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        self.mixed = not computes_as_cpu(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
         self.weight = weight if self.mixed else weight.to(self.dtype)
 
     def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:

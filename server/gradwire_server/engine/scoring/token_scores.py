@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire_server.engine.model.numberless import computes_as_cpu
 from gradwire_server.engine.model.split_model import OutputHead
 from gradwire_server.engine.scoring.head_products import HeadGradients, HeadProduct, head_logits, parts
 from gradwire_server.engine.scoring.vocabulary_tiles import ScoreRequest, ScoreTiles
@@ -175,6 +176,6 @@ def _log_probabilities(
 ) -> tuple[Tensor, Tensor | None]:
     """``[C, V]`` log-probabilities for states of ``C`` places, in ``place`` if given; :func:`head_logits`' second."""
     logits, capped = head_logits(product, states, bias, request.head, request.temperature, place)
-    if logits.is_cuda:
+    if not computes_as_cpu(logits.device):
         return torch.log_softmax(logits, dim=-1, out=place), capped
     return torch.log_softmax(logits, dim=-1, out=logits), capped

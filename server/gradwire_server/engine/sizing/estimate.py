@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.numberless import DeviceKind
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.scoring.activation_choice import Costs
 from gradwire_server.engine.scoring.memory import Memory, MemoryUser, TokenBytes, may_recompute
@@ -39,7 +39,7 @@ class Device:
         bytes: Its memory.
     """
 
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceKind
     bytes: int
 
 
@@ -148,13 +148,21 @@ PARTS = {
 """Name of a part -> what it is."""
 
 
-def estimate(workload: Workload, device: Device) -> Estimate:
+def meta_model(workload: Workload, kind: DeviceKind) -> MetaModel:
+    """The model and run of a workload, for estimates on devices of this kind."""
+    return MetaModel(workload.model, workload.dtype, workload.run_config, workload.quantize, kind)
+
+
+def estimate(workload: Workload, device: Device, model: MetaModel | None = None) -> Estimate:
     """Compute the memory of a workload.
+
+    Args:
+        model: Its :func:`meta_model`, for estimates of one workload on several devices; by default a new one.
 
     Raises:
         OperationError: UNSUPPORTED if a model is not a causal LM of transformers, INVALID_ARGUMENT for LoRA settings.
     """
-    model = MetaModel(workload.model, workload.dtype, workload.run_config, workload.quantize)
+    model = model or meta_model(workload, device.kind)
     parts = _held(workload, model)
     held = sum(parts.values()) + ENGINE_BYTES[device.kind]
     planned = _Planned(device, model, held)

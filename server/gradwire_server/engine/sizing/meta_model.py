@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.numberless import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy, make_policy
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_token_bytes
@@ -45,14 +46,21 @@ class MetaModel:
         dtype: Dtype of the weights.
         config: The run's configuration, whose model is :data:`MODEL`.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
+        kind: The device that it is computed on.
 
     Raises:
         OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
     """
 
     def __init__(
-        self, path: str, dtype: torch.dtype, config: training_pb2.RunConfig, quantize: Quantization | None = None
+        self,
+        path: str,
+        dtype: torch.dtype,
+        config: training_pb2.RunConfig,
+        quantize: Quantization | None = None,
+        kind: DeviceKind = "cpu",
     ) -> None:
+        self._kind = kind
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
@@ -89,14 +97,15 @@ class MetaModel:
 
     def token_bytes(self) -> TokenBytes:
         """Bytes per token of a forward and backward, as the engine measures them."""
-        found = [measured_token_bytes(policy) for policy in self._policies]
+        with estimating(self._kind):
+            found = [measured_token_bytes(policy) for policy in self._policies]
         return TokenBytes(*(self._extrapolated(list(sizes)) for sizes in zip(*found, strict=True)))
 
     def step(
         self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations
     ) -> dict[str, float]:
         """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
-        found = [step_bytes(policy, rows, tokens, scores, budget, activations) for policy in self._policies]
+        found = [step_bytes(policy, rows, tokens, scores, budget, activations, self._kind) for policy in self._policies]
         return {
             name: self._extrapolated([getattr(each, name) for each in found])
             for name in ("activations", "logits", "passing")

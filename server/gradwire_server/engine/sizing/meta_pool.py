@@ -41,7 +41,14 @@ class MetaPool(ModelPool):
         super().__init__(models, Placement("meta"), dtype, quantize=quantize)
         self._layers = layers
 
-    def load(self, name: str, dtype: torch.dtype | None = None, quantize: Quantization | None = None) -> SplitModel:
+    def load(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        quantize: Quantization | None = None,
+        *,
+        offload: bool = False,
+    ) -> SplitModel:
         facts = self.facts(name)
         config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
         if self._layers is not None:

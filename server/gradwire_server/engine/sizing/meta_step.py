@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.numberless import as_on_a_cpu
+from gradwire_server.engine.model.numberless import DeviceKind, estimating
 from gradwire_server.engine.model.placement import storage_address
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.scoring.forward import Reading
@@ -90,6 +90,7 @@ def step_bytes(
     names: set[str],
     budget: Budget,
     activations: Activations = Activations.KEEP,
+    kind: DeviceKind = "cpu",
 ) -> StepBytes:
     """Count a micro-batch of equal rows.
 
@@ -100,6 +101,7 @@ def step_bytes(
         names: Scores that the loss reads.
         budget: Limits for the logits.
         activations: What becomes of the activations, besides what the policy's own setting says.
+        kind: The device that computes.
     """
     lengths = torch.full((rows,), tokens)
     scored = torch.ones(rows, tokens, dtype=torch.bool)
@@ -123,7 +125,7 @@ def step_bytes(
             kept["trunk"] = meter.bytes
             return reading.scores(hidden, None)
 
-        with meter, as_on_a_cpu():
+        with meter, estimating(kind):
             scores = reading.with_weights(compute)
             kept["scores"] = meter.bytes
             outputs = [score for score in scores.values() if score.requires_grad]

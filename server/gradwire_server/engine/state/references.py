@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from gradwire_losses import host
@@ -23,10 +24,11 @@ from torch import Tensor
 from gradwire_server.checkpoint_files import Manifest
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.heads import Head, make_head
+from gradwire_server.engine.model.offload import num_layer_bytes
 from gradwire_server.engine.model.placement import assign
 from gradwire_server.engine.model.policy import HEAD_PREFIX, LoraPolicy, Policy
 from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.quantization import Quantization
+from gradwire_server.engine.model.quantization import QUANTIZATIONS, Quantization
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.scoring.forward import score_batch
 from gradwire_server.engine.scoring.logprob_cache import LogprobCache, keys_in_batch, sequence_keys
@@ -38,8 +40,11 @@ from gradwire_server.engine.state.snapshot import WEIGHTS
 
 logger = logging.getLogger(__name__)
 
-Form = torch.dtype | Quantization | None
-"""How a copy of a model is held: a dtype, a quantization, or as the server holds base models."""
+OFFLOADED: Literal["offload"] = "offload"
+"""A copy with its layers in host memory."""
+Held = Quantization | Literal["offload"]
+Form = torch.dtype | Held | None
+"""How a copy of a model is held: a dtype, a quantization, offloaded, or as the server holds base models."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class _Loaded:
     reference: Reference
     own_bytes: int
     shared_model: str = ""
+    host_bytes: int = 0
 
 
 class References:
@@ -104,8 +110,9 @@ class References:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of cached weights that are not a shared base model's."""
-        return sum(entry.own_bytes for entry in list(self._loaded.values()) if not entry.shared_model)
+        """Bytes on the device of cached weights that are not a shared base model's."""
+        held = [entry for entry in list(self._loaded.values()) if not entry.shared_model]
+        return sum(entry.own_bytes - entry.host_bytes for entry in held)
 
     @property
     def cached_bytes(self) -> int:
@@ -119,7 +126,7 @@ class References:
         *,
         field: str = "reference_model",
         dtype: str | None = None,
-        quantize: Quantization | None = None,
+        held: Held | None = None,
     ) -> Reference:
         """Resolve a reference by name.
 
@@ -127,21 +134,21 @@ class References:
             run: The run that "base" and "ema" refer to; without it they are unknown.
             field: Argument to name in errors.
             dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for the server's.
-            quantize: Holds its linear layers in few bits; None as the server holds base models.
+            held: Quantization of its linear layers, or :data:`OFFLOADED`; None as the server holds base models.
 
         Raises:
             OperationError: UNKNOWN_MODEL, UNKNOWN_CHECKPOINT, CHECKPOINT_CORRUPT, UNSUPPORTED without bitsandbytes, or
-                INVALID_ARGUMENT for a dtype or quantization.
+                INVALID_ARGUMENT for a dtype, quantization or checkpoint to be offloaded.
         """
-        other = self._form(dtype, quantize)
+        other = self._form(dtype, held)
         if run is not None and name == "base":
             return self._model(run.config.base_model, other)
         if run is not None and name == "ema":
             if other is not None:
                 raise OperationError(
                     training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                    f'"ema" follows the run\'s weights and is of their dtype, not {quantize or dtype}',
-                    field="reference_model" if quantize else "reference_dtype",
+                    f'"ema" follows the run\'s weights, on their device and of their dtype, not {held or dtype}',
+                    field="reference_model" if held else "reference_dtype",
                     rule='not with "ema"',
                 )
             return Reference(f"ema {run.run_id} {run.ema_version}", run.ensure_ema())
@@ -162,17 +169,19 @@ class References:
             rule="a model reference",
         )
 
-    def _form(self, dtype: str | None, quantize: Quantization | None) -> Form:
+    def _form(self, dtype: str | None, held: Held | None) -> Form:
         """How a copy is to be held; None if the server's own will do."""
-        if quantize is not None and dtype is not None:
+        if held is not None and dtype is not None:
+            setting = OFFLOADED if held == OFFLOADED else "quantize"
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"a reference is held as {quantize} or as {dtype}: leave out reference_dtype, or the quantization",
+                f"reference_dtype is {dtype}, and a reference with {setting!r} has the server's dtype: leave out one of"
+                " them",
                 field="reference_dtype",
-                rule="not with quantize",
+                rule=f"not with {setting}",
             )
-        if quantize is not None:
-            return None if quantize == self._pool.quantize else quantize
+        if held is not None:
+            return None if held == self._pool.quantize else held
         wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         return None if wanted is self._pool.dtype and self._pool.quantize is None else wanted
 
@@ -227,7 +236,9 @@ class References:
         if identity not in self._loaded and form:
             size = self._model_bytes(name, form)
             self._make_room(size)
-            self._loaded[identity] = _Loaded(Reference(identity, Policy(self._frozen_copy(name, form))), size)
+            policy = Policy(self._frozen_copy(name, form))
+            on_host = num_layer_bytes(policy.model) if form == OFFLOADED and self._pool.device.type != "cpu" else 0
+            self._loaded[identity] = _Loaded(Reference(identity, policy), size, host_bytes=on_host)
             self.loaded_models += 1
         elif identity not in self._loaded:
             if not self._pool.is_loaded(name):
@@ -240,6 +251,14 @@ class References:
     def _checkpoint(self, manifest: Manifest, form: Form) -> Reference:
         weights = manifest.files.get(WEIGHTS)
         identity = f"checkpoint {manifest.path} {weights.blake2b if weights else ''} {form or ''}"
+        if form == OFFLOADED:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"{manifest.path} is a checkpoint, and only models can be offloaded: export it, and serve the export as"
+                " a model",
+                field="reference_model",
+                rule='"base", or a model name',
+            )
         if identity not in self._loaded:
             config = manifest.config
             tensors = self._store.load(manifest.path, WEIGHTS, manifest)
@@ -305,7 +324,9 @@ class References:
                 entry.reference.policy.close()
 
     def _frozen_copy(self, name: str, form: Form) -> SplitModel:
-        if isinstance(form, str):
+        if form == OFFLOADED:
+            split_model = self._pool.load(name, offload=True)
+        elif isinstance(form, str):
             split_model = self._pool.load(name, quantize=form)
         else:
             split_model = self._pool.load(name, None if form is self._pool.dtype else form)
@@ -313,7 +334,7 @@ class References:
         return split_model
 
     def _model_bytes(self, name: str, form: Form = None) -> int:
-        quantize = form if isinstance(form, str) else None if form else self._pool.quantize
+        quantize = self._pool.quantize if form is None else form if form in QUANTIZATIONS else None
         if quantize is None:
             dtype = form if isinstance(form, torch.dtype) else self._pool.dtype
             return self._pool.facts(name).num_parameters * dtype.itemsize

@@ -14,6 +14,7 @@ from gradwire_server.engine.generators import generator_states, preserved_rng, s
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.dropout import seed_generators
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.routers import PROBABILITIES, ROUTER_SCORES, RouterSums
 from gradwire_server.engine.scoring.forward import Reading, assemble
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import Budget, MicroBatch, split
@@ -42,6 +43,7 @@ class DifferentiableScores:
 
     Attributes:
         by_name: Score name -> ``[T]`` or ``[S]``, detached.
+        routers: What the routers of a mixture of experts decided; None for another model.
         recomputed: Whether any micro-batch is computed twice.
         activations: Number of micro-batches by what becomes of their activations.
     """
@@ -74,6 +76,9 @@ class DifferentiableScores:
         self._rng: list[dict[str, Tensor]] = []
         parts = self._forward(unmeasured=keep_single and len(self._micros) == 1)
         self.by_name = assemble(policy, batch, self._micros, parts, names)
+        self.routers: RouterSums | None = None
+        if parts and policy.split_model.routers is not None:
+            self.routers = RouterSums.of(parts, len(batch.input_ids))
         self.recomputed = any(graph is None for graph in self._graphs)
         self.activations = counted(self._micros)
 
@@ -105,7 +110,8 @@ class DifferentiableScores:
         return parts
 
     def _score(self, micro: MicroBatch) -> dict[str, Tensor]:
-        reading = Reading(self.policy, micro.batch, self.names, self._temperature, self._teacher, self._budget)
+        names = self.names if self.policy.split_model.routers is None else self.names | ROUTER_SCORES
+        reading = Reading(self.policy, micro.batch, names, self._temperature, self._teacher, self._budget)
         if not self.policy.has_dropout:
             return reading.alone(training=True, activations=micro.activations)
         row = micro.examples[0] if self._rows is None else self._rows[micro.examples[0]]
@@ -113,8 +119,17 @@ class DifferentiableScores:
             seed_generators(self._dropout_seed, int(row))
             return reading.alone(training=True, activations=micro.activations)
 
-    def backward(self, collector: GradientCollector, gradients: Mapping[Key, Mapping[str, Tensor]]) -> None:
-        """Collect each key's gradient in the weights, given its gradients in the scores; can be called once only."""
+    def backward(
+        self,
+        collector: GradientCollector,
+        gradients: Mapping[Key, Mapping[str, Tensor]],
+        router_gradient: Tensor | None = None,
+    ) -> None:
+        """Collect each key's gradient in the weights, given its gradients in the scores; can be called once only.
+
+        Args:
+            router_gradient: ``[E]`` gradient in the routers' summed probabilities; it is collected with the first key.
+        """
         for index, micro in enumerate(self._micros):
             scores, self._graphs[index] = self._graphs[index], None
             if scores is None:
@@ -125,6 +140,8 @@ class DifferentiableScores:
             parts = []
             for key, by_name in gradients.items():
                 own = {name: _part(self.batch, micro, name, gradient) for name, gradient in by_name.items()}
+                if router_gradient is not None and key == next(iter(gradients)):
+                    own[PROBABILITIES] = router_gradient
                 outputs, their_gradients = to_backward(scores, own)
                 if outputs:
                     parts.append((key, outputs, their_gradients))

@@ -4,6 +4,10 @@ The result always equals that of one loss call on the whole batch. A streaming l
 micro-batch, and each graph is used and freed at once. Any other loss is evaluated once, on the scores of the whole
 batch, and its gradient goes back through :class:`.differentiable_scores.DifferentiableScores`.
 
+In a mixture of experts the load-balancing loss (:mod:`.routers`), if the run has one, is a function of the whole batch,
+and needs every loss to be evaluated like one that does not stream. Its gradient joins that of the loss's first unit,
+times what this unit is divided by.
+
 All tensors stay on the policy's device, and the host runs ahead of it until the end of the operation. Then all figures
 are transferred at once, including the checks for non-finite values. The row at fault is searched for only if one fails.
 """
@@ -20,6 +24,7 @@ from torch import Tensor
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.routers import RouterSums
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.scoring.score_types import check_candidates, check_scores
 from gradwire_server.engine.training.accumulation import GradientAccumulator, GradientCollector, Key
@@ -93,10 +98,12 @@ class Training:
         self._sums = LossSums(loss.name)
         self._evaluated: list[LossOnPart] = []
         self._output_scores: dict[str, Tensor] = {}
+        self._routers: RouterSums | None = None
 
     def parts(self) -> list[LossView]:
         """Parts of the batch that the loss is evaluated on: each micro-batch if it streams, else the whole batch."""
-        if self.loss.streams(self._config, frozenset(self.batch.fields)):
+        streams = self.loss.streams(self._config, frozenset(self.batch.fields))
+        if streams and not self.policy.router_aux_loss_coef:
             return [part_of(self.batch, micro) for micro in self.micros]
         return [LossView(self.batch, self.micros)]
 
@@ -117,6 +124,23 @@ class Training:
             part.place(self.batch, name, scores[name], self._output_scores)
         return found.gradients
 
+    def balance(self, routers: RouterSums | None) -> Tensor | None:
+        """Take note of what routers decided on the part evaluated last, and return the load-balancing loss's gradient.
+
+        Returns:
+            ``[E]`` its gradient in the routers' summed probabilities, with its coefficient and times the divisor of the
+            loss's first unit; None without such a loss.
+        """
+        if routers is None:
+            return None
+        self._routers = routers if self._routers is None else self._routers + routers
+        evaluated = self._evaluated[-1]
+        if not self.policy.router_aux_loss_coef or not evaluated.gradients:
+            return None
+        _, unit = next(iter(evaluated.gradients))
+        count = next(term.count for term in evaluated.output.terms.values() if term.unit == unit)
+        return routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
+
     def end(self, collector: GradientCollector, num_microbatches: int, recomputed: bool = False) -> LossEvaluation:
         """Accumulate the gradient of all parts and report the loss.
 
@@ -124,6 +148,8 @@ class Training:
             OperationError: NON_FINITE, with the row at fault where one is found.
         """
         sums = self._sums
+        if self._routers is not None:
+            sums.add_metrics(self._routers.metrics())
         wanted = {name: self._output_scores[name] for name in self._outputs}
         outputs = sums.settle([part.totals() for part in self._evaluated], collector.norm(), outputs=wanted)
         if not sums.finite:
@@ -161,7 +187,8 @@ def forward_backward(training: Training) -> LossEvaluation:
                 dropout_seed=training.dropout_seed,
                 rows=part.examples,
             )
-            kept.backward(collector, training.evaluate(part, kept.by_name))
+            gradients = training.evaluate(part, kept.by_name)
+            kept.backward(collector, gradients, training.balance(kept.routers))
             recomputed |= kept.recomputed
             num_microbatches += kept.num_microbatches
     return training.end(collector, num_microbatches, recomputed)

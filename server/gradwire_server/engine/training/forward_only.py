@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from gradwire_losses import host
 from gradwire_losses.batch import Batch, sent
+from gradwire_losses.outputs import settled
 from gradwire_losses.registry import LossConfig, LossSpec
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
@@ -94,12 +95,17 @@ def kept_forward(
 
 def custom_backward(
     kept: DifferentiableScores, gradients: Mapping[str, Tensor], weight: float, accumulator: GradientAccumulator
-) -> None:
+) -> dict[str, float]:
     """Add the gradient of the client's loss, times ``weight``, to the accumulator.
+
+    In a mixture of experts, that of the load-balancing loss is added too, if the run has one.
 
     Args:
         gradients: Score name -> the loss's gradient in that score, flat like the score.
         weight: Count that the loss averages over; calls of one accumulation are averaged by it.
+
+    Returns:
+        Metrics of the routers; empty for a model without.
 
     Raises:
         OperationError: INVALID_ARGUMENT, or NON_FINITE with the row at fault.
@@ -126,7 +132,10 @@ def custom_backward(
     with GradientCollector(kept.policy.trainable_parameters()) as collector:
         device = kept.policy.device
         moved = {name: sent(gradient, device) for name, gradient in gradients.items()}
-        kept.backward(collector, {CUSTOM: moved})
+        of_routers = None
+        if kept.routers is not None and kept.policy.router_aux_loss_coef:
+            of_routers = kept.routers.balance_gradient() * kept.policy.router_aux_loss_coef
+        kept.backward(collector, {CUSTOM: moved}, of_routers)
     if not collector.finite():
         raise OperationError(
             training_pb2.ERROR_CODE_NON_FINITE,
@@ -134,3 +143,5 @@ def custom_backward(
             "accumulated. A lower learning rate, or float32 weights, may help",
         )
     accumulator.merge(collector.by_key, {CUSTOM: weight}, scale=weight)
+    figures, _ = settled({} if kept.routers is None else kept.routers.metrics())
+    return {name: metric.value() for name, metric in figures.items()}

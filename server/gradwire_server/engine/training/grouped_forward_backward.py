@@ -32,6 +32,7 @@ def can_go_together(policy: LoraPolicy, other: LoraPolicy) -> bool:
         and policy.adapter != other.adapter
         and policy.gradient_checkpointing == other.gradient_checkpointing
         and not (policy.has_dropout or other.has_dropout)
+        and policy.split_model.routers is None  # whose figures are sums over one run's tokens
         and adapters is not None
         and all(adapters.computes_in_spans(each.adapter) for each in (policy, other))
     )

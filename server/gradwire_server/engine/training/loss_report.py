@@ -72,6 +72,10 @@ class LossSums:
         self._units |= {name: term.unit for name, term in output.terms.items()}
         self._metrics.append(dict(output.metrics))
 
+    def add_metrics(self, metrics: Mapping[str, Metric]) -> None:
+        """Add metrics that are not the loss's own."""
+        self._metrics.append(metrics)
+
     def settle(self, *checks: Any, outputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Wait for the figures of all parts and of ``checks``: 0-d tensors, possibly in lists, that must be finite.
 

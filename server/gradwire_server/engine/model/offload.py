@@ -14,10 +14,11 @@ def offload_layers(model: PreTrainedModel, device: torch.device) -> None:
     Embedding, final norm and output head move to the device. Weights on the host are pinned for a GPU, so that copies
     run at the full speed of the bus. A forward copies all layers once, whatever it computes.
     """
+    whole: nn.Module = model  # the type of transformers' own method knows no device
     trunk = model.get_decoder()
     layers = trunk.layers
     trunk.layers = nn.ModuleList()
-    model.to(device)
+    whole.to(device)
     trunk.layers = layers
     weights = layers.state_dict()
     if device.type == "cuda":

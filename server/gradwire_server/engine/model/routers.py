@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from gradwire_losses.batch import sent
@@ -32,11 +32,11 @@ LOADS, PROBABILITIES, ENTROPY = "router_loads", "router_probabilities", "router_
 ROUTER_SCORES = frozenset({LOADS, PROBABILITIES, ENTROPY})
 """Sums over the tokens of a forward: ``[L, E]`` int64 how often each expert was chosen; ``[E]`` probabilities over all
 layers, the only differentiable one; ``[]`` entropy of the probabilities in nats."""
-COEFFICIENT = "router_aux_loss_coef"
+COEFFICIENT: Literal["router_aux_loss_coef"] = "router_aux_loss_coef"
 """Name of the coefficient of the load-balancing loss in a run's settings and in configurations of transformers."""
 
 
-class Decision(NamedTuple):
+class Routed(NamedTuple):
     """What one router gave: logits ``[M, E]``, and the experts chosen for each token ``[M, experts per token]``."""
 
     logits: Tensor
@@ -100,7 +100,7 @@ class Routers:
         self._index, self._top_k = index, top_k
         # Routers that choose by a corrected score have probabilities of their own for each expert.
         self._sigmoid = any(getattr(module, "e_score_correction_bias", None) is not None for module in modules)
-        self._seen: list[Decision] | None = None
+        self._seen: list[Routed] | None = None
         for module in modules:
             module.register_forward_hook(self._see)
 
@@ -112,9 +112,10 @@ class Routers:
         return cls(modules, index, int(top_k or 1)) if modules else None
 
     @contextmanager
-    def observed(self) -> Iterator[list[Decision]]:
+    def observed(self) -> Iterator[list[Routed]]:
         """Collect what each router decides in a forward in the body, in the order of the layers."""
-        self._seen = seen = []
+        seen: list[Routed] = []
+        self._seen = seen
         try:
             yield seen
         finally:
@@ -126,9 +127,9 @@ class Routers:
         results = result if isinstance(result, tuple) else (result,)
         logits = results[self._index].flatten(0, -2)
         chosen = [each for each in results if each.dtype == torch.int64]
-        self._seen.append(Decision(logits, chosen[-1].flatten(0, -2) if chosen else logits.topk(self._top_k)[1]))
+        self._seen.append(Routed(logits, chosen[-1].flatten(0, -2) if chosen else logits.topk(self._top_k)[1]))
 
-    def sums(self, seen: Sequence[Decision], places: Tensor, *, differentiable: bool) -> dict[str, Tensor]:
+    def sums(self, seen: Sequence[Routed], places: Tensor, *, differentiable: bool) -> dict[str, Tensor]:
         """Add up decisions as :data:`ROUTER_SCORES`.
 
         Args:

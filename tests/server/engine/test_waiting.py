@@ -79,7 +79,7 @@ def test_a_step_waits_for_its_figures_only(
     created = engine.create(run_id, base_model="tiny", lora=lora, head=head, num_labels=labels)
     assert not created.HasField("error"), created.error
     assert all(master.is_meta for master in engine.context.runs[run_id].policy.masters().values())
-    monkeypatch.setattr(engine.context.memory, "budget", lambda run: BUDGETS[budget])
+    monkeypatch.setattr(engine.context.memory, "budget", lambda *_: BUDGETS[budget])
     columns = batches.columns(loss, 4, 1, 9)
     for _ in range(2 if budget == "whole" else 1):  # the second step has moments, and what was kept of the first
         with counted_copies(monkeypatch) as copies, Numberless() as seen:

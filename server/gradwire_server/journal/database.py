@@ -29,8 +29,8 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
-LATER_S = 0.2
-"""Seconds for which a write that need not be made soon waits for others."""
+LATER_S = 0.02
+"""Seconds for which a write that need not be made soon waits for others; a call that waits for it holds its turn."""
 
 
 @dataclass(frozen=True)

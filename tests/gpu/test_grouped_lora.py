@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradwire_losses.batch import Batch
 from gradwire_proto.v1.training_pb2 import LoraSettings
-from gradwire_server.engine.model import adapters as grouped_lora
+from gradwire_server.engine.model import adapters
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.training.grouped_forward_backward import hidden_together
@@ -61,4 +61,4 @@ def test_each_run_gets_what_it_gets_alone(tmp_path: Path, ranks: tuple[int, ...]
 def test_the_grouped_kernels_run_here() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("no bfloat16 products on this device")
-    assert grouped_lora.grouped_products_run(torch.device("cuda", 0), torch.bfloat16)
+    assert adapters.grouped_products_run(torch.device("cuda", 0), torch.bfloat16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gradwire_losses.batch import Batch
-from gradwire_server.engine.model import adapters as grouped_lora
-from gradwire_server.engine.model.adapters import Span
+from gradwire_server.engine.model import adapters
+from gradwire_server.engine.model.adapter_products import ByKernels, InBuckets, InTurn, Span, alike, bucketed
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.policy import LoraPolicy, Policy, lora_config
 from gradwire_server.engine.model.pool import ModelPool
@@ -53,6 +54,11 @@ def gradients(run: EngineRun) -> dict[str, Tensor]:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     dtype: torch.dtype = request.param
     return dtype
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture
@@ -148,24 +154,63 @@ def test_gradient_checkpointing_computes_again_with_the_same_spans(make: Any, dt
             torch.testing.assert_close(again[name], gradient, msg=name)
 
 
-def test_grouped_kernels_give_what_products_in_turn_do() -> None:
-    if not grouped_lora.grouped_products_run(torch.device("cpu"), torch.float32):
+SPANS = {
+    "equal": [Span("a", 0, 5), Span("b", 5, 10), Span("c", 10, 15)],
+    "similar": [Span("a", 0, 3), Span("b", 3, 11), Span("c", 11, 20)],
+    "apart": [Span("a", 0, 1), Span("b", 1, 90), Span("c", 90, 180)],
+    "with places of others between": [Span("a", 0, 4), Span("b", 10, 14), Span("c", 14, 18)],
+}
+
+
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 2, 7)], ids=str)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_products_in_buckets_are_those_in_turn(
+    spans: list[Span], ranks: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    def some(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, dtype=dtype).requires_grad_()
+
+    assert spans[-1].stop is not None
+    x, weight = some(1, spans[-1].stop + 3, 16), some(12, 16).detach()
+    pairs = [each for rank in ranks for each in (some(rank, 16), some(12, rank))]
+    for scales in ([2.0] * 3, [2.0, 0.5, 1.0]):
+        found = []
+        for products in (InTurn(spans, scales), InBuckets(bucketed(spans, x.device), scales)):
+            output = adapters._LoraLinear.apply(x, None, weight, None, products, *pairs)  # type: ignore[no-untyped-call]
+            found.append([output, *torch.autograd.grad(output.sin().sum(), [x, *pairs])])
+        for in_turn, in_buckets in zip(*found, strict=True):
+            torch.testing.assert_close(in_buckets, in_turn, atol=10 * TOLERANCES[dtype], rtol=10 * TOLERANCES[dtype])
+
+
+def test_spans_of_similar_length_share_a_bucket() -> None:
+    def members(*lengths: int) -> list[list[int]]:
+        stops = list(itertools.accumulate(lengths))
+        spans = [Span(str(stop), stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+        return [list(bucket.members) for bucket in bucketed(spans, torch.device("cpu"))]
+
+    assert members(64, 64, 64) == [[0, 1, 2]]
+    assert members(20, 64, 30) == [[1, 2, 0]]
+    assert members(1, 64, 1) == [[1], [0, 2]]
+    assert members(300, 200, 210) == [[0], [2, 1]]
+
+
+def test_grouped_kernels_give_what_products_in_turn_do(rng: torch.Generator) -> None:
+    if not adapters.grouped_products_run(torch.device("cpu"), torch.float32):
         pytest.skip("this torch has no grouped products on the CPU")
-    generator = torch.Generator().manual_seed(0)
 
     def some(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).requires_grad_()
+        return torch.randn(size, generator=rng).requires_grad_()
 
     x, weight, pairs = (
         some(1, 20, 16),
         some(12, 16).detach(),
         [each for _ in range(3) for each in (some(4, 16), some(12, 4))],
     )
-    spans = [Span("a", 0, 3), Span("b", 3, 11), Span("c", 11, 20)]
-    assert grouped_lora._alike(pairs, [2.0] * 3)
+    spans = SPANS["similar"]
+    assert alike(pairs, [2.0] * 3)
     found = []
-    for ends in (None, torch.tensor([3, 11, 20], dtype=torch.int32)):
-        output = grouped_lora._LoraLinear.apply(x, None, weight, None, spans, [2.0] * 3, ends, *pairs)  # type: ignore[no-untyped-call]
+    for products in (InTurn(spans, [2.0] * 3), ByKernels(torch.tensor([3, 11, 20], dtype=torch.int32), 2.0)):
+        output = adapters._LoraLinear.apply(x, None, weight, None, products, *pairs)  # type: ignore[no-untyped-call]
         found.append([output, *torch.autograd.grad(output.sin().sum(), [x, *pairs])])
     for in_turn, grouped in zip(*found, strict=True):
         torch.testing.assert_close(grouped, in_turn)

@@ -165,6 +165,79 @@ def test_adapters_of_one_base_take_turns(tiny_model_path: Path) -> None:
     assert len({tuple(tokens) for tokens in alone}) == 3
 
 
+MIXED: list[dict[str, Any]] = [
+    {"rank": 4},
+    {"rank": 2, "alpha": 3.0},
+    {"rank": 3, "target_modules": ["q_proj", "down_proj"]},
+    {"rank": 4, "target_modules": ["all-linear", "lm_head"]},
+]
+
+
+@pytest.fixture
+def several(tiny_model_path: Path) -> list[Policy]:
+    """Adapters of several ranks, alphas and targets on one base, and the base itself."""
+    split_model = ModelPool({"tiny": str(tiny_model_path)}).get("tiny")
+    made = [
+        LoraPolicy(split_model, f"run-{i}", training_pb2.LoraSettings(**each), seed=i) for i, each in enumerate(MIXED)
+    ]
+    with torch.no_grad():
+        for number, policy in enumerate(made):
+            for master in policy.masters().values():
+                master.normal_(std=0.3, generator=torch.Generator().manual_seed(number))
+    return [*made, Policy(split_model)]
+
+
+def of_each(policies: list[Policy], sampler: LocalSampler, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """The samples of each policy, each begun two steps after the one before, in one batch."""
+    jobs = []
+    for number, policy in enumerate([*policies, *policies]):
+        params = SamplingParams(max_tokens=9 + number % 3, seed=number, n=1 + number % 2, ignore_eos=True)
+        jobs.append(sampler.begin(policy, prompts, params, mixed=True))
+        assert len(sampler.turn()) == sum(not job.done for job in jobs)
+        for _ in range(2):
+            sampler.step()
+    while sampler.turn():
+        sampler.step()
+        policies[0].split_model.activate(None, training=True)  # what another run leaves behind
+    return [[sample.token_ids for sample in own] for job in jobs for own in job.samples().by_prompt()]
+
+
+def expected_of_each(policies: list[Policy], prompts: list[list[int]]) -> list[list[list[int]]]:
+    found = []
+    for number, policy in enumerate([*policies, *policies]):
+        params = SamplingParams(max_tokens=9 + number % 3, seed=number, n=1 + number % 2, ignore_eos=True)
+        found += [[sample.token_ids for sample in own] for own in samples_of(policy, prompts, params).by_prompt()]
+    return found
+
+
+def test_adapters_of_one_base_share_a_batch(several: list[Policy]) -> None:
+    prompts = [[1, 2, 3], [*range(3, 40)]]  # the second fills two pages, which must not be shared
+    sampler = LocalSampler()
+    expected = expected_of_each(several, prompts)
+    assert of_each(several, sampler, prompts) == expected
+    assert len({str(tokens) for tokens in expected}) > len(several)
+    assert of_each(several, sampler, prompts) == expected  # with the pages that were kept
+    with torch.no_grad():
+        for master in several[1].masters().values():
+            master.mul_(0.5)
+    changed = expected_of_each(several, prompts)
+    assert changed != expected
+    assert of_each(several, sampler, prompts) == changed
+
+
+def test_what_does_not_compute_in_spans_has_a_batch_of_its_own(several: list[Policy]) -> None:
+    settings = training_pb2.LoraSettings(rank=2, target_modules=["embed_tokens"])
+    embeddings = LoraPolicy(several[0].split_model, "run-embeddings", settings, seed=7)
+    sampler, params = LocalSampler(), SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    everyone = [several[0], embeddings, several[1]]
+    jobs = [sampler.begin(policy, [[1, 2, 3]], params, mixed=True) for policy in everyone]
+    assert len(sampler.turn()) == 2
+    while sampler.turn():
+        sampler.step()
+    alone = [samples_of(policy, [[1, 2, 3]], params).token_ids.tolist() for policy in everyone]
+    assert [job.samples().token_ids.tolist() for job in jobs] == alone
+
+
 def test_stop_strings_are_each_requests_own(policy: Policy, tokenizer: TextTokenizer) -> None:
     params = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
     (text,) = samples_of(policy, [[1, 40]], params, tokenizer).texts or ()

@@ -22,7 +22,8 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradwire_server.engine.model.adapters import Active, LoraPair, Span, SpanLinear
+from gradwire_server.engine.model.adapter_products import Span
+from gradwire_server.engine.model.adapters import Active, LoraPair, SpanLinear
 
 _SCALE = ("r", "lora_alpha", "lora_dropout")
 
@@ -159,9 +160,10 @@ class AdapterSet:
                 have its ``stop``.
         """
         self._detach()
-        self._active.spans, self._active.ends = tuple(spans), None
+        ends = None
         if device is not None and device.type == "cuda" and len(spans) > 1:
-            self._active.ends = sent(torch.tensor([span.stop for span in spans], dtype=torch.int32), device)
+            ends = sent(torch.tensor([span.stop for span in spans], dtype=torch.int32), device)
+        self._active.set_spans(spans, ends)
 
     def _detach(self) -> None:
         if self._attached is None:

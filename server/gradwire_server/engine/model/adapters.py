@@ -2,20 +2,20 @@
 
 The layers are peft's (Hu et al. 2021: ``y = x W^T + scale * x A^T B^T``), with a forward of their own: one autograd
 function computes the frozen product once for all tokens, then adds each adapter's product on its *span* of the token
-axis, so that no further tensor of the output's size is kept or summed. A single run has one span over all tokens.
-Several runs in one forward have a span each, and each span's gradient goes only to its own adapter's parameters.
-Changing the spans only sets an attribute.
+axis (:mod:`.adapter_products`), so that no further tensor of the output's size is kept or summed. A single run has one
+span over all tokens. Several runs in one forward have a span each, and each span's gradient goes only to its own
+adapter's parameters. Changing the spans only sets an attribute.
 
 peft itself computes adapters with dropout or on layers that are not linear, one adapter at a time.
 
-Legend: ``N`` tokens, padding included; ``I``, ``O`` features in and out; ``R`` rank; ``G`` spans.
+Legend: ``N`` tokens, padding included; ``I``, ``O`` features in and out; ``R`` rank.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -26,24 +26,51 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from gradwire_server.engine.model.adapter_products import (
+    AdapterProducts,
+    ByKernels,
+    InBuckets,
+    InTurn,
+    Span,
+    SpanBucket,
+    alike,
+    bucketed,
+)
+
 logger = logging.getLogger(__name__)
-
-
-class Span(NamedTuple):
-    """Tokens computed with an adapter: ``start <= place < stop`` on the flattened token axis; None is its end."""
-
-    adapter: str
-    start: int = 0
-    stop: int | None = None
 
 
 @dataclass
 class Active:
-    """Spans that a model's layers compute with. ``peft``: use peft's own forward with its enabled adapter instead."""
+    """Spans that a model's layers compute with. ``peft``: use peft's own forward with its enabled adapter instead.
+
+    ``ends``: the spans' ends on the device, for grouped kernels; None where these do not run.
+    """
 
     spans: tuple[Span, ...] = ()
     ends: Tensor | None = None
     peft: bool = False
+    _buckets: dict[tuple[tuple[Span, ...], torch.device], list[SpanBucket]] = field(default_factory=dict)
+
+    def set_spans(self, spans: Sequence[Span], ends: Tensor | None = None) -> None:
+        """Compute with these spans."""
+        if self.spans != tuple(spans):
+            self._buckets.clear()
+        self.spans, self.ends = tuple(spans), ends
+
+    def products(
+        self, x: Tensor, spans: Sequence[Span], pairs: Sequence[Tensor], scales: Sequence[float]
+    ) -> AdapterProducts:
+        """How a layer computes the products of the spans whose adapters are on it."""
+        if len(spans) == 1:
+            return InTurn(spans, scales)
+        ends = self.ends if len(spans) == len(self.spans) and alike(pairs, scales) else None
+        if ends is not None and ends.device == x.device and grouped_products_run(x.device, x.dtype):
+            return ByKernels(ends, scales[0])
+        key = tuple(spans), x.device
+        if key not in self._buckets:
+            self._buckets[key] = bucketed(spans, x.device)
+        return InBuckets(self._buckets[key], scales)
 
 
 class LoraPair(NamedTuple):
@@ -95,15 +122,8 @@ class SpanLinear(LoraLinear):
             x = x.to(dtype)
             weight, bias, result = (each if each is None else each.to(dtype) for each in (weight, bias, result))
             pairs = [each.to(dtype) for each in pairs]
-        ends = active.ends
-        if ends is not None and not (
-            len(spans) == len(active.spans)
-            and _alike(pairs, scales)
-            and ends.device == x.device
-            and grouped_products_run(x.device, x.dtype)
-        ):
-            ends = None
-        output: Tensor = _LoraLinear.apply(x, result, weight, bias, spans, scales, ends, *pairs)  # type: ignore[no-untyped-call]
+        products = active.products(x, spans, pairs, scales)
+        output: Tensor = _LoraLinear.apply(x, result, weight, bias, products, *pairs)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -119,10 +139,7 @@ def _frozen_product(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """``x W^T + bias``, or a given result in its place, plus each span's ``scale * x A^T B^T``; ``W`` is frozen.
-
-    With ``ends`` (int32, on the device) grouped kernels compute the spans' products; ranks and scales must be equal.
-    """
+    """``x W^T + bias``, or a given result in its place, plus the products of the adapters; ``W`` is frozen."""
 
     @staticmethod
     def forward(
@@ -131,9 +148,7 @@ class _LoraLinear(torch.autograd.Function):
         result: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        spans: Sequence[Span],
-        scales: Sequence[float],
-        ends: Tensor | None,
+        products: AdapterProducts,
         *pairs: Tensor,
     ) -> Tensor:
         tokens = x.flatten(0, -2)
@@ -142,64 +157,23 @@ class _LoraLinear(torch.autograd.Function):
         else:
             assert result is not None
             output = result.flatten(0, -2).clone()
-        if ends is None:
-            inner = []
-            for span, scale, a, b in zip(spans, scales, pairs[::2], pairs[1::2], strict=True):
-                inner.append(_rows(tokens, span) @ a.T)
-                _rows(output, span).addmm_(inner[-1], b.T, alpha=scale)
-        else:
-            inner = [F.grouped_mm(tokens, torch.stack(pairs[::2]).mT, offs=ends)]
-            output.add_(F.grouped_mm(inner[0], torch.stack(pairs[1::2]).mT, offs=ends), alpha=scales[0])
-        ctx.save_for_backward(x, weight, *inner, *pairs)
-        ctx.spans, ctx.scales, ctx.ends = spans, scales, ends
+        saved = products.add(output, tokens, pairs)
+        ctx.save_for_backward(x, weight, *saved, *pairs)
+        ctx.products, ctx.count = products, len(saved)
         return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *saved = ctx.saved_tensors
-        spans, scales, ends = ctx.spans, ctx.scales, ctx.ends
-        count = len(spans) if ends is None else 1
-        inner, pairs = saved[:count], saved[count:]
+        x, weight, *rest = ctx.saved_tensors
+        saved, pairs = rest[: ctx.count], rest[ctx.count :]
         tokens, grad = x.flatten(0, -2), grad_output.flatten(0, -2)
         into: Tensor | None = None
         if ctx.needs_input_grad[0]:
             into = torch.zeros_like(tokens) if weight is None else grad @ weight
-        grads: list[Tensor] = []
-        if ends is None:
-            for span, scale, between, a, b in zip(spans, scales, inner, pairs[::2], pairs[1::2], strict=True):
-                own = _rows(grad, span)
-                through = own @ b
-                grads.append((through.T @ _rows(tokens, span)).mul_(scale))
-                grads.append((own.T @ between).mul_(scale))
-                if into is not None:
-                    _rows(into, span).addmm_(through, a, alpha=scale)
-        else:
-            a, b = torch.stack(pairs[::2]), torch.stack(pairs[1::2])
-            through = F.grouped_mm(grad, b, offs=ends)
-            of_a = F.grouped_mm(through.T, tokens, offs=ends).mul_(scales[0])
-            of_b = F.grouped_mm(grad.T, inner[0], offs=ends).mul_(scales[0])
-            grads = [each for pair in zip(of_a, of_b, strict=True) for each in pair]
-            if into is not None:
-                into.add_(F.grouped_mm(through, a, offs=ends), alpha=scales[0])
+        grads = ctx.products.gradients(grad, tokens, saved, pairs, into)
         of_x = None if into is None else into.unflatten(0, x.shape[:-1])
-        return of_x, grad_output if weight is None else None, None, None, None, None, None, *grads
-
-
-def _rows(tokens: Tensor, span: Span) -> Tensor:
-    """The rows of a span; the tensor itself where the span is all of it, as in a short step each view counts."""
-    if span.start == 0 and (span.stop is None or span.stop >= len(tokens)):
-        return tokens
-    return tokens[span.start : span.stop]
-
-
-def _alike(pairs: Sequence[Tensor], scales: Sequence[float]) -> bool:
-    """Whether grouped kernels accept these pairs: equal shapes and scales, rows aligned to 16 bytes."""
-    sides = (pairs[::2], pairs[1::2])
-    return len(set(scales)) == 1 and all(
-        len({each.shape for each in side}) == 1 and all(size * side[0].itemsize % 16 == 0 for size in side[0].shape)
-        for side in sides
-    )
+        return of_x, grad_output if weight is None else None, None, None, None, *grads
 
 
 @cache

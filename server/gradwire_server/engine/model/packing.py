@@ -128,7 +128,7 @@ class Layout:
                 buckets[-1].append(segment)
             else:
                 buckets.append([segment])
-        return [_bucket(members) for members in buckets]
+        return [bucket_of(members) for members in buckets]
 
     @cached_property
     def masked(self) -> MaskedSegments:
@@ -254,7 +254,8 @@ def shared_lengths(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> T
     return torch.where(torch.arange(len(lengths)) == first, 0, of_group[groups])
 
 
-def _bucket(segments: Sequence[Segment]) -> Bucket:
+def bucket_of(segments: Sequence[Segment]) -> Bucket:
+    """Put segments, the longest first, into one bucket."""
     width = segments[0].length
     starts = torch.tensor([segment.start for segment in segments])
     lengths = torch.tensor([segment.length for segment in segments])

@@ -30,8 +30,8 @@ from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.routers import Routers
 
 if TYPE_CHECKING:
+    from gradwire_server.engine.model.adapter_products import Span
     from gradwire_server.engine.model.adapter_set import AdapterSet
-    from gradwire_server.engine.model.adapters import Span
 
 T = TypeVar("T")
 
@@ -258,12 +258,12 @@ class SplitModel:
             self.adapters.use(adapter)
         self._set_mode(training, checkpointing, dropout)
 
-    def activate_spans(self, spans: Sequence[Span], *, checkpointing: bool = False) -> None:
-        """Activate several adapters in training mode, each for its span, until the next :meth:`activate`."""
+    def activate_spans(self, spans: Sequence[Span], *, training: bool, checkpointing: bool = False) -> None:
+        """Activate several adapters, each for its span, and the mode, until the next :meth:`activate`."""
         assert self.adapters is not None
         self.adapters.use_spans(spans, self.device)
         self._feed_forward.chunked = False  # spans are places among all tokens
-        self._set_mode(True, checkpointing)
+        self._set_mode(training, checkpointing)
 
     def _set_mode(self, training: bool, checkpointing: bool, dropout: float = 0.0) -> None:
         rate = dropout if training else None

@@ -67,6 +67,11 @@ class EngineContext:
         finally:
             self.budget = before
 
+    @property
+    def groups_runs(self) -> bool:
+        """Whether operations of several runs are computed together."""
+        return self.decisions.group_tokens > 0
+
     def tokenizer(self, model: str) -> TextTokenizer | None:
         """The tokenizer of a model; None if it has none."""
         file = self.tokenizer_files.get(model)

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 GROUP_TOKENS = {"cpu": 1024, "cuda": 1 << 14}
 """Maximum tokens of a group by device type; above it, grouping is not faster."""
+MOST_STEPS = 64
+"""Maximum optimizer steps at once, whose runs are all on the device meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Decisions:
     def execute(self, ready: Sequence[Request]) -> Decision:
         """Decide which of the ready requests of different runs, samples aside, to execute: the first, or several.
 
-        If the first one could be grouped, a ready step goes before it, because the next ``forward_backward`` of the
-        step's run may then join the group.
+        If the first one is a batch that could be grouped, ready steps go before it, because the next
+        ``forward_backward`` of a step's run may then join the group. Steps of LoRA runs are executed at once.
         """
         ready = [request for request in ready if not request.samples]
         requests = self._grouped(ready) if self.group_tokens else ready[:1]
@@ -124,12 +126,13 @@ class Decisions:
         return self._memory.budget(run, _longest_row(request.columns))
 
     def _grouped(self, ready: Sequence[Request]) -> Sequence[Request]:
+        steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
         first = self._trained(ready[0]) if ready else None
+        if steps and (first is not None or steps[0] is ready[0]):
+            together = [step for step in steps if self._lora(step) is not None][:MOST_STEPS]
+            return together if steps[0] in together else steps[:1]
         if first is None:
             return ready[:1]
-        steps = [request for request in ready if request.message.operation.operation.HasField("optim_step")]
-        if steps:
-            return steps[:1]
         chosen, tokens = [ready[0]], _least_tokens(ready[0])
         for request in ready[1:]:
             other, more = self._trained(request), _least_tokens(request)
@@ -139,10 +142,13 @@ class Decisions:
         return chosen
 
     def _trained(self, request: Request) -> LoraPolicy | None:
-        """The policy of a request that may be grouped; None for any other request."""
-        asked = request.message.operation
-        run = self._runs.get(asked.run_id)
-        if run is None or request.error is not None or training_call(asked.operation) is None:
+        """The policy of a request on a batch that may be grouped; None for any other request."""
+        return None if training_call(request.message.operation.operation) is None else self._lora(request)
+
+    def _lora(self, request: Request) -> LoraPolicy | None:
+        """The policy of a request of a LoRA run that can be executed; None for any other request."""
+        run = self._runs.get(request.message.operation.run_id)
+        if run is None or request.error is not None:
             return None
         return run.policy if isinstance(run.policy, LoraPolicy) else None
 

@@ -1,9 +1,9 @@
 """Execution of waiting operations of several runs at once, where that is faster.
 
 Small ``forward_backward`` and ``train_step`` operations of LoRA runs on one base model share a forward and a backward
-of the trunk (:mod:`gradwire_server.engine.training.grouped_forward_backward`). Each run gets the result it gets alone,
-up to rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are
-unaffected.
+of the trunk (:mod:`gradwire_server.engine.training.grouped_forward_backward`), and the optimizer steps of LoRA runs
+share an update (:mod:`gradwire_server.engine.training.grouped_steps`). Each run gets the result it gets alone, up to
+rounding. A failed operation is repeated alone, so its error is the one it has alone and the other runs are unaffected.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.failures import is_fatal, unless_out_of_memory
 from gradwire_server.engine.interruption import interruptible
 from gradwire_server.engine.operations import batches, limits
 from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.decisions import Decision
 from gradwire_server.engine.operations.lifecycle import Answer, Execution, begins, check, not_started
-from gradwire_server.engine.operations.request import Request
+from gradwire_server.engine.operations.request import Outcome, Request
+from gradwire_server.engine.operations.steps import optim_steps
 from gradwire_server.engine.operations.table import carry_out
-from gradwire_server.engine.operations.train_steps import stepped
+from gradwire_server.engine.operations.train_steps import step_error, with_step
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import suited_threads
@@ -38,17 +40,34 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Member:
+class _Begun:
+    """An operation in progress, the engine's seconds on it, and its outcome so far."""
+
     request: Request
-    budget: Budget
     execution: Execution
-    training: Training
-    generators: dict[str, Tensor]
-    seconds: float
+    seconds: float = 0.0
+    outcome: Outcome | Exception | None = None
 
     @property
     def run(self) -> EngineRun:
         return self.execution.run
+
+    @property
+    def step(self) -> training_pb2.OptimStep | None:
+        """The step that the operation is or ends with."""
+        operation = self.request.message.operation.operation
+        if operation.HasField("train_step"):
+            return operation.train_step.optim_step
+        return operation.optim_step if operation.HasField("optim_step") else None
+
+
+@dataclass(eq=False, kw_only=True)
+class _Member(_Begun):
+    """An operation on a batch."""
+
+    budget: Budget
+    training: Training
+    generators: dict[str, Tensor]
 
 
 class GroupedRuns:
@@ -62,7 +81,10 @@ class GroupedRuns:
         self._context = context
 
     def answer(self, decision: Decision) -> Iterator[Answer]:
-        """Execute the decision's requests; answers equal those of each alone, up to rounding."""
+        """Execute the decision's requests, all of them steps or all on batches; see the module."""
+        if all(request.message.operation.operation.HasField("optim_step") for request in decision.requests):
+            yield from self._steps(decision.requests)
+            return
         alone: list[tuple[Request, Budget]] = []
         members: list[_Member] = []
         for request, budget in zip(decision.requests, decision.budgets, strict=True):
@@ -102,7 +124,26 @@ class GroupedRuns:
             execution.drop_added()
             run.load_rng_tensors(generators)
             return None
-        return _Member(request, budget, execution, training, generators, execution.seconds)
+        return _Member(
+            request=request,
+            execution=execution,
+            seconds=execution.seconds,
+            budget=budget,
+            training=training,
+            generators=generators,
+        )
+
+    def _steps(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """Execute the ``optim_step`` operations of several runs."""
+        begun = []
+        for request in requests:
+            if begins(self._context, request.message):
+                begun.append(_Begun(request, Execution(self._context, request.message.operation)))
+            else:
+                yield _to(request, not_started())
+        self._take_steps(begun)
+        for each in begun:
+            yield self._answer(each)
 
     def _together(self, members: Sequence[_Member]) -> Iterator[tuple[_Member, Answer | None]]:
         """Execute the members at once; yields None instead of an answer for each that must be executed alone."""
@@ -128,29 +169,56 @@ class GroupedRuns:
             if evaluation is None:
                 member.run.load_rng_tensors(member.generators)
                 yield member, None
-            else:
-                share = seconds * len(member.training.batch.input_ids) / tokens
-                yield member, self._succeeded(member, evaluation, member.seconds + share, len(members))
+                continue
+            member.seconds += seconds * len(member.training.batch.input_ids) / tokens
+            member.outcome = _evaluated(member, evaluation)
+            member.outcome.result.loss.grouped_runs = len(members)
+            limits.record(member.outcome.result.loss, member.run, member.budget)
+        computed = [member for member in members if member.outcome is not None]
+        self._take_steps([member for member in computed if member.step is not None])
+        for member in computed:
+            if isinstance(member.outcome, Exception):
+                member.run.load_rng_tensors(member.generators)
+            yield member, self._answer(member)
 
     def _check(self, members: Sequence[_Member]) -> None:
         for member in members:
             check(self._context, member.request.message)
 
-    def _succeeded(self, member: _Member, evaluation: LossEvaluation, seconds: float, num_runs: int) -> Answer:
-        outcome = batches.trained(member.run, _call(member.request), member.training, lambda: evaluation)
-        outcome.result.loss.grouped_runs = num_runs
-        limits.record(outcome.result.loss, member.run, member.budget)
-        asked = member.request.message.operation
-        if asked.operation.HasField("train_step"):
-            began = time.perf_counter()
+    def _take_steps(self, begun: Sequence[_Begun]) -> None:
+        """Take the steps of operations whose gradients are accumulated."""
+        start = time.perf_counter()
+        ready: list[_Begun] = []
+        for each in begun:
             try:
-                with interruptible(lambda: check(self._context, member.request.message)):
-                    outcome = stepped(self._context, member.run, asked.seq, asked.operation.train_step, outcome)
-            except Exception as error:  # the boundary: the error becomes the operation's result
-                member.run.load_rng_tensors(member.generators)
-                return _to(member.request, member.execution.failed(error))
-            seconds += time.perf_counter() - began
-        return _to(member.request, member.execution.succeeded(outcome, seconds))
+                check(self._context, each.request.message)  # the last moment to cancel it
+                ready.append(each)
+            except OperationError as error:
+                each.outcome = error
+        calls = [each.step for each in ready if each.step is not None]
+        done: Sequence[Outcome | Exception]
+        try:
+            done = optim_steps(self._context, [each.run for each in ready], calls)
+        except Exception as error:  # it concerns all of them
+            done = [error] * len(ready)
+        seconds = (time.perf_counter() - start) / max(1, len(ready))
+        for each, step in zip(ready, done, strict=True):
+            each.seconds += seconds
+            computed = each.outcome
+            if not isinstance(computed, Outcome):
+                each.outcome = step
+            else:
+                each.outcome = step_error(step) if isinstance(step, Exception) else with_step(computed, step)
+
+    def _answer(self, begun: _Begun) -> Answer:
+        if isinstance(begun.outcome, Outcome):
+            return _to(begun.request, begun.execution.succeeded(begun.outcome, begun.seconds))
+        assert begun.outcome is not None
+        return _to(begun.request, begun.execution.failed(begun.outcome))
+
+
+def _evaluated(member: _Member, evaluation: LossEvaluation) -> Outcome:
+    return batches.trained(member.run, _call(member.request), member.training, lambda: evaluation)
 
 
 def _call(request: Request) -> training_pb2.LossCall:

@@ -66,7 +66,8 @@ def begin_in_run(
     A call without a seed has one that follows from the run's seed and the operation's number. It draws nothing from the
     run's generators, so that a recovery need not repeat it.
 
-    On a CPU it is computed alone, so that a run's results are bit-identical whatever other runs do.
+    On a CPU it is computed alone unless runs are grouped, so that a run's results are bit-identical whatever other runs
+    do.
 
     Raises:
         OperationError: The request is invalid.
@@ -82,7 +83,9 @@ def begin_in_run(
             )
         prompts = [row.tolist() for row in column.rows()]
     seed = call.seed if call.HasField("seed") else own_seed(run.config.seed, seq)
-    return _begin(context, run.policy, call, prompts, seed, alone=context.pool.device.type == "cpu")
+    return _begin(
+        context, run.policy, call, prompts, seed, alone=context.pool.device.type == "cpu" and not context.groups_runs
+    )
 
 
 def own_seed(run_seed: int, seq: int) -> int:
@@ -148,7 +151,7 @@ def _begin(
     wanted = candidate_ids(prompts, candidates, policy.facts.vocab_size) if candidates else None
     if draws is not None and not (call.prompt_logprobs and 0 <= draws.temperature < math.inf):
         raise invalid("prompt_draws come with prompt_logprobs, at a temperature of 0 or more", "prompt_draws")
-    job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone)
+    job = context.sampler.begin(policy, prompts, params, tokenizer, alone=alone, mixed=context.groups_runs)
     num_prompt_tokens = sum(map(len, prompts))
     if not call.prompt_logprobs:
         return Started(job, num_prompt_tokens)

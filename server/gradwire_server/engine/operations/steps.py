@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gradwire_proto.v1 import training_pb2
 
 from gradwire_server.engine.errors import OperationError
@@ -9,6 +11,8 @@ from gradwire_server.engine.operations.context import EngineContext
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import STEP_TOKENS, suited_threads
+from gradwire_server.engine.training.grouped_steps import RunStep, step_together
+from gradwire_server.engine.training.optimizer import StepOutcome
 
 LEARNING_RATE, RL_LEARNING_RATE = 1e-4, 1e-5
 """Learning rates of steps without one, for runs in general and for reinforcement learning."""
@@ -26,18 +30,48 @@ def optim_step(
 
     The accumulation is cleared even if the step fails.
     """
-    if call.default_learning_rate:
-        settings = training_pb2.OptimStep()
-        settings.CopyFrom(call)
-        settings.learning_rate = RL_LEARNING_RATE if for_rl(run.config) else LEARNING_RATE
-        call = settings
+    settings = _settings(run, call)
     threads = suited_threads(context.pool.device, STEP_TOKENS, run.policy.num_trainable_parameters)
     with context.tracing.span("gradwire.optimizer.step"), threads:
-        done = run.optimizer.step(run.accumulator, call)
+        done = run.optimizer.step(run.accumulator, settings)
+    return _taken(run, settings, done)
+
+
+def optim_steps(
+    context: EngineContext, runs: Sequence[EngineRun], calls: Sequence[training_pb2.OptimStep]
+) -> list[Outcome | Exception]:
+    """Take a step of each of several runs at once: for each its outcome, or the error that it would have alone.
+
+    Raises:
+        Exception: An error that concerns all of them.
+    """
+    settings = [_settings(run, call) for run, call in zip(runs, calls, strict=True)]
+    sizes = sum(run.policy.num_trainable_parameters for run in runs)
+    with suited_threads(context.pool.device, STEP_TOKENS, sizes):
+        done = step_together(
+            [RunStep(run.optimizer, run.accumulator, own) for run, own in zip(runs, settings, strict=True)]
+        )
+    return [
+        each if isinstance(each, Exception) else _taken(run, own, each)
+        for run, own, each in zip(runs, settings, done, strict=True)
+    ]
+
+
+def _settings(run: EngineRun, call: training_pb2.OptimStep) -> training_pb2.OptimStep:
+    """The settings of a step, with the learning rate of one that has none."""
+    if not call.default_learning_rate:
+        return call
+    settings = training_pb2.OptimStep()
+    settings.CopyFrom(call)
+    settings.learning_rate = RL_LEARNING_RATE if for_rl(run.config) else LEARNING_RATE
+    return settings
+
+
+def _taken(run: EngineRun, settings: training_pb2.OptimStep, done: StepOutcome) -> Outcome:
     run.step += not done.skipped
     result = training_pb2.OptimStepResult(
         grad_norm=done.grad_norm,
-        learning_rate=call.learning_rate,
+        learning_rate=settings.learning_rate,
         step=run.step,
         skipped=done.skipped,
         num_accumulated=done.num_accumulated,

@@ -35,11 +35,21 @@ def stepped(
     try:
         done = steps.optim_step(context, run, seq, call.optim_step, {})
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OperationError(
-            training_pb2.ERROR_CODE_OUT_OF_MEMORY,
-            "the server ran out of memory in the optimizer's step; weights and moments are as they were",
-        ) from error
-    result = training_pb2.TrainStepResult(loss=computed.result.loss, optim_step=done.result.optim_step)
+        raise step_error(error) from error
+    return with_step(computed, done)
+
+
+def step_error(error: Exception) -> Exception:
+    """The error of a ``train_step`` whose optimizer step raised one; no ``MemoryError``, as above."""
+    if not is_out_of_memory(error):
+        return error
+    return OperationError(
+        training_pb2.ERROR_CODE_OUT_OF_MEMORY,
+        "the server ran out of memory in the optimizer's step; weights and moments are as they were",
+    )
+
+
+def with_step(computed: Outcome, step: Outcome) -> Outcome:
+    """The outcome of a ``train_step``, of those of its halves."""
+    result = training_pb2.TrainStepResult(loss=computed.result.loss, optim_step=step.result.optim_step)
     return Outcome(training_pb2.OperationResult(train_step=result), computed.columns)

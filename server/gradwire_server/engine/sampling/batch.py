@@ -1,4 +1,4 @@
-"""Continuous batching of one policy's samples.
+"""Continuous batching of samples, of one policy or of several on one copy of a model.
 
 A prompt shared by several rows goes through the model once. Rows join and leave between two tokens. All that the host
 needs of a token is copied at once. A token is drawn by inverting the cumulative distribution at one uniform number.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal, is_out_of_memory
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.sampling.adjustments import logits_to_choose_by
 from gradwire_server.engine.sampling.draw import Uniforms, draw, top_tokens
 from gradwire_server.engine.sampling.growing_sample import GrowingSample
@@ -30,6 +31,7 @@ from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.key_values import IntArray, KeyValues
 from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
 from gradwire_server.engine.sampling.sampler import SamplingParams, TopTokens
+from gradwire_server.engine.sampling.several_policies import neighbours
 from gradwire_server.engine.scoring.token_scores import token_logits
 
 logger = logging.getLogger(__name__)
@@ -43,18 +45,22 @@ _NOT_OF_DRAWING: dict[str, Any] = {"max_tokens": 0, "seed": 0, "n": 1, "stop": (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Rows that are drawn together: their parameters, and ``[V]`` whether a token ends a sample."""
+    """Rows that are drawn together: their parameters, and ``[V]`` whether a token ends a sample.
 
-    key: tuple[SamplingParams, frozenset[int]]
+    ``policy`` is one whose output head they have.
+    """
+
+    key: tuple[SamplingParams, frozenset[int], str]
     params: SamplingParams
+    policy: Policy
     ends: BoolArray
 
 
 class Batch:
-    """The samples of one policy.
+    """The samples of one policy, or of several that compute in spans.
 
     Args:
-        policy: The policy.
+        split_model: The copy of the model that they are computed with.
         values: Makes the keys and values of no rows.
         cache_tokens: Maximum tokens of key-value cache, including room for tokens to come.
         rows: Maximum rows at a time.
@@ -65,9 +71,9 @@ class Batch:
     """
 
     def __init__(
-        self, policy: Policy, values: Callable[[], KeyValues], cache_tokens: int, rows: int, uniforms: Uniforms
+        self, split_model: SplitModel, values: Callable[[], KeyValues], cache_tokens: int, rows: int, uniforms: Uniforms
     ) -> None:
-        self.policy = policy
+        self._split_model = split_model
         self._make_values = values
         self._cache_tokens, self._most = cache_tokens, rows
         self._waiting: dict[LocalJob, deque[int]] = {}  # the job whose turn it is comes first
@@ -98,7 +104,7 @@ class Batch:
         failure = None
         try:
             with torch.no_grad():
-                self.policy.compute(self._step)
+                self._split_model.compute(self._step)
         except Exception as error:  # reported by the jobs, to whoever waits for their samples
             if is_fatal(error):
                 raise
@@ -115,16 +121,20 @@ class Batch:
             self._kinds = {number: kind for number, kind in self._kinds.items() if number in used}
 
     def _step(self) -> None:
-        self.policy.activate()
         self._joining = self._admit()
         states = []
         if len(self._rows):
-            states.append(self.values.decode(self.policy, self._rows.last, self._rows.length))
+            states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))
             self._rows.length += 1
         if self._joining:
             states.append(self._prefill())
         if states:
             self._draw(states[0] if len(states) == 1 else torch.cat(states))
+            if len(states) > 1:
+                order = neighbours(_policies(self._rows))
+                if (order[1:] < order[:-1]).any():
+                    self._rows = self._rows.select(order)
+                    self.values.keep(order)
 
     def _give_up(self, failure: Exception) -> None:
         """Handle the failure of a step.
@@ -157,20 +167,20 @@ class Batch:
             return []
         admitted: list[tuple[LocalJob, int]] = []
         longest = 0
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[tuple[Policy, tuple[int, ...]]] = set()
         while self._waiting:
             job, rows = next(iter(self._waiting.items()))
             row = rows[0]
             prompt = job.prompt_of(row)
             needs = _needs(job, row)
-            prompts.add(prompt)
+            prompts.add((job.policy, prompt))
             longest = max(longest, len(prompt))
             count = len(self._rows) + len(admitted) + 1
             if count > 1 and (count > self._most or self._room.with_row(*needs) > self._cache_tokens):
                 break
             if admitted and len(prompts) * longest > PREFILL_TOKENS:
                 break
-            if not admitted and self.values.warm(self.policy, prompt):
+            if not admitted and self.values.warm(job.policy, prompt):
                 break
             admitted.append((job, rows.popleft()))
             del self._waiting[job]
@@ -181,10 +191,12 @@ class Batch:
 
     def _prefill(self) -> Tensor:
         """Add the rows that join; returns their states, ``[R, H]``."""
+        self._joining = [self._joining[place] for place in neighbours([job.policy for job, _ in self._joining])]
         new = self._begin(self._joining)
-        numbers: dict[tuple[int, ...], int] = {}
-        spread = [numbers.setdefault(job.prompt_of(row), len(numbers)) for job, row in self._joining]
-        states = self.values.prefill(self.policy, list(numbers), np.array(spread))
+        numbers: dict[tuple[Policy, tuple[int, ...]], int] = {}
+        spread = [numbers.setdefault((job.policy, job.prompt_of(row)), len(numbers)) for job, row in self._joining]
+        policies, prompts = [policy for policy, _ in numbers], [prompt for _, prompt in numbers]
+        states = self.values.prefill(policies, prompts, np.array(spread))
         if len(self._rows):
             room = max(self._rows.tokens.shape[1], new.tokens.shape[1])
             new = widened(self._rows, room).beside(widened(new, room))
@@ -223,14 +235,16 @@ class Batch:
 
     def _kind(self, job: LocalJob) -> int:
         """Number of a job's drawing parameters, shared by jobs with equal ones."""
-        key = (dataclasses.replace(job.params, **_NOT_OF_DRAWING), job.ends)
+        own_head = job.policy.output_head().adapter is not None
+        head = job.policy.adapter if own_head else None
+        key = (dataclasses.replace(job.params, **_NOT_OF_DRAWING), job.ends, head or "")
         for number, kind in self._kinds.items():
             if kind.key == key:
                 return number
-        ends = np.zeros(self.policy.facts.vocab_size, np.bool_)
+        ends = np.zeros(self._split_model.facts.vocab_size, np.bool_)
         ends[[token for token in job.ends if 0 <= token < len(ends)]] = True
         number = max(self._kinds, default=-1) + 1
-        self._kinds[number] = _Kind(key, job.params, ends)
+        self._kinds[number] = _Kind(key, job.params, job.policy, ends)
         return number
 
     # ---- drawing ----
@@ -247,14 +261,13 @@ class Batch:
         tops: dict[int, TopTokens] = {}
         drawn: list[tuple[_Kind, IntArray]] = []
         found: list[Tensor] = []
-        head = self.policy.output_head()
         for number in np.unique(rows.kind).tolist():
             kind = self._kinds[number]
             of_kind = np.flatnonzero(rows.kind == number)
             part = states
             if len(of_kind) < len(drawing):
                 part = states.index_select(0, sent(torch.from_numpy(of_kind), states.device))
-            logits = token_logits(part, head, temperature=kind.params.temperature or 1.0)
+            logits = token_logits(part, kind.policy.output_head(), temperature=kind.params.temperature or 1.0)
             choices = logits_to_choose_by(logits, kind.params, rows, of_kind)
             drawn.append((kind, of_kind))
             found += draw(logits, sent(torch.from_numpy(uniform[of_kind]), logits.device), kind.params, choices)
@@ -317,6 +330,11 @@ class Batch:
         self._room = self.values.room()
         for job, row in zip(rows.job, rows.row.tolist(), strict=True):
             self._room.add(*_needs(job, row))
+
+
+def _policies(rows: Rows) -> list[Policy]:
+    """The policy of each row."""
+    return [job.policy for job in rows.job]
 
 
 def _needs(job: LocalJob, row: int) -> tuple[Hashable, int, int]:

@@ -38,6 +38,7 @@ class LocalJob:
         prompts, params, tokenizer: See :meth:`.sampler.Sampler.begin`.
 
     Attributes:
+        policy: The policy to sample from.
         ends: Tokens that end a sample.
         limits: ``[R]`` maximum tokens of each sample.
         error: The error that ended the job, or None.
@@ -54,7 +55,7 @@ class LocalJob:
         tokenizer: TextTokenizer | None,
     ) -> None:
         _check(policy, prompts, params, tokenizer)
-        facts = policy.facts
+        facts, self.policy = policy.facts, policy
         self.prompts, self.params, self.tokenizer = [tuple(prompt) for prompt in prompts], params, tokenizer
         eos = frozenset(facts.eos_token_ids)
         self.ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos

@@ -45,11 +45,14 @@ class KeyValues(Protocol):
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         """Compute a part of a long prompt in advance; returns whether there is more of it to compute so."""
 
-    def prefill(self, policy: Policy, prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
-        """Add rows, where ``spread [R]`` is each row's index in ``prompts``; returns its last state, ``[R, H]``."""
+    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+        """Add rows, where ``spread [R]`` is each row's index in ``prompts``; returns its last state, ``[R, H]``.
 
-    def decode(self, policy: Policy, tokens: IntArray, positions: IntArray) -> Tensor:
-        """Add a token to every row, given ``[R]`` tokens and positions; returns their states, ``[R, H]``."""
+        Each prompt has its policy. Prompts of one policy are neighbours.
+        """
+
+    def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
+        """Add a token to every row, given ``[R]`` policies, tokens and positions; returns their states, ``[R, H]``."""
 
     def keep(self, rows: IntArray) -> None:
         """Keep only these rows, in this order."""
@@ -72,7 +75,7 @@ class PaddedRoom:
 
 
 class Together:
-    """Rows that begin at the same time, padded on the left, in the cache that the model itself makes."""
+    """Rows of one policy that begin at the same time, padded on the left, in the cache that the model itself makes."""
 
     joins = False
 
@@ -86,7 +89,9 @@ class Together:
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         return False
 
-    def prefill(self, policy: Policy, prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+        policy = policies[0]
+        policy.activate()
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -107,7 +112,9 @@ class Together:
             state = state[sent(torch.from_numpy(spread), state.device)]
         return state
 
-    def decode(self, policy: Policy, tokens: IntArray, positions: IntArray) -> Tensor:
+    def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
+        policy = policies[0]
+        policy.activate()
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         output = policy.split_model.trunk(
             input_ids=sent(torch.from_numpy(tokens)[:, None], policy.device),

@@ -13,7 +13,7 @@ rows and lists of pages are filled up to powers of two, so that few shapes occur
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.sampling.key_values import IntArray, Prompt, Room
 from gradwire_server.engine.sampling.page_lists import own_lists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.page_table import SCRATCH, PageTable, page_digests
+from gradwire_server.engine.sampling.several_policies import activate_each
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class SharedRoom:
 class _Prompt:
     """A prompt in the store: its full pages, which rows share, and the page of the tokens behind them, or None."""
 
+    policy: Policy
+    weights: bytes
     tokens: Prompt
     digests: list[bytes]
     pages: list[int]
@@ -72,6 +75,7 @@ class _Prompt:
 class _Row:
     """A row's pages and tokens; ``tokens`` are those in the store."""
 
+    weights: bytes
     shared: tuple[int, ...]
     own: list[int]
     tokens: list[int]
@@ -82,6 +86,8 @@ class Pages:
 
     Args:
         kept_bytes: Maximum bytes of known pages to keep when no row uses them.
+        weights: Names the weights of a policy as they are now; only pages of equal weights are shared. By default all
+            prompts are computed with the same weights.
 
     Attributes:
         computed_tokens: Prompt tokens that went through the model.
@@ -89,8 +95,8 @@ class Pages:
 
     joins = True
 
-    def __init__(self, kept_bytes: int = 0) -> None:
-        self._kept = kept_bytes
+    def __init__(self, kept_bytes: int = 0, weights: Callable[[Policy], bytes] = lambda policy: b"") -> None:
+        self._kept, self._weights = kept_bytes, weights
         self._store, self._table = PageStore(), PageTable()
         self._rows: list[_Row] = []
         self._warmed: list[int] = []
@@ -108,25 +114,25 @@ class Pages:
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
         if len(prompt) <= CHUNK_TOKENS:
             return False
-        digests = page_digests(prompt)
+        digests = page_digests(prompt, self._weights(policy))
         found = self._table.find(digests[: (len(prompt) - 1) // PAGE])
         self._table.release(self._warmed)
         self._warmed = found
         stop = (len(found) * PAGE + CHUNK_TOKENS) // PAGE * PAGE
         if stop >= len(prompt):
             return False
-        whole = self._add(prompt[:stop])
-        self._forward(policy, [(whole, whole.computed, stop)])
+        whole = self._add(policy, prompt[:stop])
+        self._forward([(whole, whole.computed, stop)])
         self._table.know(whole.pages, whole.digests)
         self._table.release(self._warmed)
         self._warmed = whole.pages
         return True
 
-    def prefill(self, policy: Policy, prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
-        added = [self._add(prompt) for prompt in prompts]
+    def prefill(self, policies: Sequence[Policy], prompts: Sequence[Prompt], spread: IntArray) -> Tensor:
+        added = [self._add(policy, prompt) for policy, prompt in zip(policies, prompts, strict=True)]
         states: dict[int, Tensor] = {}
         for pieces in _pieces(added):
-            last = self._forward(policy, [(added[number], start, stop) for number, start, stop in pieces])
+            last = self._forward([(added[number], start, stop) for number, start, stop in pieces])
             for place, (number, _, stop) in enumerate(pieces):
                 if stop == len(added[number].tokens):
                     states[number] = last[place]
@@ -140,7 +146,8 @@ class Pages:
             if prompt.rest is not None:
                 own = [self._table.new()]
                 copies.append((prompt.rest, own[0]))
-            self._rows.append(_Row(tuple(prompt.full), own, list(prompt.tokens) if self._kept else []))
+            kept = list(prompt.tokens) if self._kept else []
+            self._rows.append(_Row(prompt.weights, tuple(prompt.full), own, kept))
         self._store.reserve(self._table.pages)
         if copies:
             self._store.copy(*torch.tensor(copies).T)
@@ -151,8 +158,9 @@ class Pages:
         together = torch.stack([states[number] for number in range(len(added))])
         return together.index_select(0, sent(torch.from_numpy(spread), together.device))
 
-    def decode(self, policy: Policy, tokens: IntArray, positions: IntArray) -> Tensor:
-        rows, fills = self._rows, policy.device.type != "cpu"
+    def decode(self, policies: Sequence[Policy], tokens: IntArray, positions: IntArray) -> Tensor:
+        split_model = policies[0].split_model
+        rows, fills = self._rows, split_model.device.type != "cpu"
         inside = positions - np.array([len(row.shared) * PAGE for row in rows])
         pages = inside // PAGE
         for row, page in zip(rows, pages.tolist(), strict=True):
@@ -174,7 +182,8 @@ class Pages:
         lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
         own = own_lists(table, lengths + 1, fills)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
-        states = policy.split_model.packed_states(torch.from_numpy(ids), torch.from_numpy(at), plan)
+        activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
+        states = split_model.packed_states(torch.from_numpy(ids), torch.from_numpy(at), plan)
         return states[: len(rows)]
 
     def keep(self, rows: IntArray) -> None:
@@ -194,20 +203,21 @@ class Pages:
     def _leave(self, row: _Row) -> None:
         if self._kept:
             full = len(row.tokens) // PAGE
-            self._table.know([*row.shared, *row.own][:full], page_digests(row.tokens))
+            self._table.know([*row.shared, *row.own][:full], page_digests(row.tokens, row.weights))
         # The end first, because what was released first is dropped first, and an end alone is never found.
         self._table.release(reversed(row.own))
         self._table.release(reversed(row.shared))
 
-    def _add(self, tokens: Prompt) -> _Prompt:
+    def _add(self, policy: Policy, tokens: Prompt) -> _Prompt:
         """Give a prompt its pages; those of a known beginning are computed already."""
-        digests = page_digests(tokens)
+        weights = self._weights(policy)
+        digests = page_digests(tokens, weights)
         found = self._table.find(digests[: (len(tokens) - 1) // PAGE])
         pages = [*found, *(self._table.new() for _ in range(len(found), -(-len(tokens) // PAGE)))]
         rest = pages[-1] if len(tokens) % PAGE else None
-        return _Prompt(tokens, digests, pages, rest, len(found) * PAGE)
+        return _Prompt(policy, weights, tokens, digests, pages, rest, len(found) * PAGE)
 
-    def _forward(self, policy: Policy, pieces: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
+    def _forward(self, pieces: Sequence[tuple[_Prompt, int, int]]) -> Tensor:
         """Compute pieces of prompts, from a token to another; returns the last state of each, ``[P, H]``."""
         self._store.reserve(self._table.pages)
         ids = torch.tensor([token for prompt, start, stop in pieces for token in prompt.tokens[start:stop]])
@@ -223,7 +233,9 @@ class Pages:
         fresh = not any(start for _, start, _ in pieces)
         layout = lay_out(ids, lengths) if fresh else None
         plan = PagedPrefill(self._store, places, layout, MaskedSegments(segments))
-        states = policy.split_model.packed_states(ids, positions, plan)
+        policies = [prompt.policy for prompt, _, _ in pieces]
+        activate_each(policies, lengths.tolist())
+        states = policies[0].split_model.packed_states(ids, positions, plan)
         self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))
@@ -271,8 +283,8 @@ def fits_pages(policy: Policy) -> bool:
         if type(cache) is not DynamicCache or not all(map(_is_plain, cache.layers)):
             return False
         pages, tokens = Pages(), ids.numpy()
-        pages.prefill(policy, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
-        found = pages.decode(policy, tokens[[-1, 1]], np.array([count - 1, 1]))
+        pages.prefill([policy] * 2, [tokens[:-1].tolist(), tokens[:1].tolist()], np.arange(2))
+        found = pages.decode([policy] * 2, tokens[[-1, 1]], np.array([count - 1, 1]))
     except Exception as error:  # an architecture may do anything with keywords that it does not know
         if is_out_of_memory(error):
             raise

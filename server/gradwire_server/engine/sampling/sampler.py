@@ -218,6 +218,7 @@ class Sampler(Protocol[J]):
         tokenizer: TextTokenizer | None = None,
         *,
         alone: bool = False,
+        mixed: bool = False,
     ) -> J:
         """Begin a request for ``params.n`` samples of each prompt.
 
@@ -227,6 +228,7 @@ class Sampler(Protocol[J]):
             prompts: Token ids of each prompt.
             tokenizer: Used for texts and stop strings.
             alone: Compute without rows of other requests, so that results are bit-identical whatever else is requested.
+            mixed: Compute with rows of other policies on the same copy of the model too, where possible.
 
         Raises:
             OperationError: INVALID_BATCH for a prompt, INVALID_ARGUMENT for a token id or a schema, UNSUPPORTED for

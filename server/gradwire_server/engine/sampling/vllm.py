@@ -82,9 +82,10 @@ class VllmSampler:
         tokenizer: TextTokenizer | None = None,
         *,
         alone: bool = False,
+        mixed: bool = False,
     ) -> LocalJob:
         if alone or not self._can(policy, params):
-            return self._local.begin(policy, prompts, params, tokenizer, alone=alone)
+            return self._local.begin(policy, prompts, params, tokenizer, alone=alone, mixed=mixed)
         job = LocalJob(policy, prompts, params, tokenizer)
         with preserved_rng():  # vLLM seeds torch's global generators, which hold the run's state here
             served = self._of(policy, has_tokenizer=tokenizer is not None)

@@ -29,7 +29,7 @@ from gradwire_server.engine.scoring.score_types import (
     score_dtype,
     score_shape,
 )
-from gradwire_server.engine.scoring.token_scores import score_tokens
+from gradwire_server.engine.scoring.token_scores import TokenScores, score_tokens
 from gradwire_server.engine.threads import suited_threads
 
 T = TypeVar("T")
@@ -146,30 +146,52 @@ class Reading:
                 batch.input_ids, batch.lengths, self.places["read"], group_sizes=batch.group_sizes
             )
 
-    def scores(self, hidden: Tensor, teacher_states: Tensor | None, *, training: bool = False) -> dict[str, Tensor]:
+    @cached_property
+    def ids(self) -> Tensor:
+        """``[T, K]`` the ids that are scored in each place that is read."""
+        ids = self.batch.targets[:, None]
+        return torch.cat([ids, self.batch["candidates"]], dim=1) if "candidate_logprobs" in self.names else ids
+
+    def read_states(self, hidden: Tensor) -> Tensor:
+        """``[T, H]`` the hidden states before scored tokens, of those at :attr:`positions`."""
+        return hidden[: len(self.places["read"])]
+
+    def token_scores(self, states: Tensor, ids: Tensor, *, training: bool = False) -> TokenScores:
+        """Compute the scores of ids given states ``[T, H]``, which may be of several batches."""
+        wanted = set(self.names)
+        return score_tokens(
+            states,
+            self.policy.output_head(training=training),
+            sent(ids, states.device),
+            temperature=self.temperature,
+            entropy="entropy" in wanted,
+            mean_logprobs="mean_logprobs" in wanted,
+            collision="collision" in wanted,
+            correct="correct" in wanted,
+            chunk_elements=self.budget.logits_elements,
+            kept_elements=self.budget.kept_logits,
+        )
+
+    def scores(
+        self,
+        hidden: Tensor,
+        teacher_states: Tensor | None,
+        *,
+        training: bool = False,
+        found: TokenScores | None = None,
+    ) -> dict[str, Tensor]:
         """Compute the scores from the policy's hidden states at :attr:`positions` and the teacher's.
 
         Call it within :meth:`with_weights`. With ``training`` an adapter on the output head applies its dropout.
+
+        Args:
+            found: The result of :meth:`token_scores` for this batch, where it is known already.
         """
         wanted = set(self.names)
         read, own, last = hidden.split([len(positions) for positions in self.places.values()])
         scores: dict[str, Tensor] = {}
         if wanted & VOCABULARY_SCORES:
-            ids = self.batch.targets[:, None]
-            if "candidate_logprobs" in wanted:
-                ids = torch.cat([ids, self.batch["candidates"]], dim=1)
-            found = score_tokens(
-                read,
-                self.policy.output_head(training=training),
-                sent(ids, hidden.device),
-                temperature=self.temperature,
-                entropy="entropy" in wanted,
-                mean_logprobs="mean_logprobs" in wanted,
-                collision="collision" in wanted,
-                correct="correct" in wanted,
-                chunk_elements=self.budget.logits_elements,
-                kept_elements=self.budget.kept_logits,
-            )
+            found = found or self.token_scores(read, self.ids, training=training)
             scores = {
                 "logprobs": found.logprobs[:, 0],
                 "candidate_logprobs": found.logprobs[:, 1:],

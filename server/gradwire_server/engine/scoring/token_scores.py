@@ -17,7 +17,7 @@ few enough to keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -52,6 +52,12 @@ class TokenScores:
     mean_logprobs: Tensor
     collision: Tensor
     correct: Tensor
+
+    def split(self, counts: Sequence[int]) -> list[TokenScores]:
+        """The scores of each of several batches, given the numbers of their places."""
+        columns = [getattr(self, each.name) for each in fields(self)]
+        parts = [each.split(list(counts)) if len(each) else [each] * len(counts) for each in columns]
+        return [TokenScores(*own) for own in zip(*parts, strict=True)]
 
 
 def score_tokens(

@@ -12,10 +12,12 @@ from gradwire_losses.batch import Batch, sent
 from torch import Tensor
 
 from gradwire_server.engine.failures import is_fatal
-from gradwire_server.engine.model.adapters import Span
+from gradwire_server.engine.model.adapter_products import Span
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.scoring.forward import Reading, assemble
+from gradwire_server.engine.scoring.score_types import VOCABULARY_SCORES
+from gradwire_server.engine.scoring.token_scores import TokenScores
 from gradwire_server.engine.training.accumulation import GradientCollector, Key
 from gradwire_server.engine.training.differentiable_scores import to_backward
 from gradwire_server.engine.training.forward_backward import Training
@@ -68,7 +70,7 @@ def hidden_together(
     starts = arranged.places[begins].tolist()
     stops = [*starts[1:], arranged.input_ids.numel()]
     spans = [Span(policy.adapter, *ends) for policy, ends in zip(policies, zip(starts, stops), strict=True)]
-    split_model.activate_spans(spans, checkpointing=first.gradient_checkpointing)
+    split_model.activate_spans(spans, training=True, checkpointing=first.gradient_checkpointing)
     states = split_model.states(arranged)
     wanted = arranged.places[torch.cat([own + begin for own, begin in zip(positions, begins, strict=True)])]
     found = states.index_select(0, sent(wanted, states.device))
@@ -135,14 +137,35 @@ def _scores_together(trainings: Sequence[Training]) -> list[dict[str, Tensor]]:
         taught = [reading.teacher_states() for reading in readings]
         policies = [cast(LoraPolicy, training.policy) for training in trainings]
         hidden = hidden_together(policies, [each.batch for each in trainings], [each.positions for each in readings])
+        found = _token_scores_together(readings, hidden)
         return [
-            reading.scores(states, teacher_states, training=True)
-            for reading, states, teacher_states in zip(readings, hidden, taught, strict=True)
+            reading.scores(states, teacher_states, training=True, found=scores)
+            for reading, states, teacher_states, scores in zip(readings, hidden, taught, found, strict=True)
         ]
 
     for reading in readings:
         compute = partial(reading.with_weights, compute)
     return compute()
+
+
+def _token_scores_together(readings: Sequence[Reading], hidden: Sequence[Tensor]) -> list[TokenScores | None]:
+    """Token scores of the readings that want the same ones with the base's output head, by one product with it."""
+    alike: dict[object, list[int]] = {}
+    for number, reading in enumerate(readings):
+        wanted = frozenset(reading.names) & VOCABULARY_SCORES
+        if wanted and reading.policy.output_head().adapter is None:
+            alike.setdefault((wanted, reading.temperature, reading.ids.shape[1]), []).append(number)
+    found: list[TokenScores | None] = [None] * len(readings)
+    for numbers in alike.values():
+        if len(numbers) == 1:
+            continue
+        members = [readings[number] for number in numbers]
+        states = torch.cat([readings[number].read_states(hidden[number]) for number in numbers])
+        whole = members[0].token_scores(states, torch.cat([each.ids for each in members]), training=True)
+        parts = whole.split([len(each.ids) for each in members])
+        for number, part in zip(numbers, parts, strict=True):
+            found[number] = part
+    return found
 
 
 def _backward(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from gradwire_losses import host
@@ -40,6 +41,65 @@ class StepOutcome:
     grad_norm: float
     num_accumulated: int
     skipped: bool
+
+
+class Updated(NamedTuple):
+    """A master to be updated: its gradient and the gradient's factor, its moments, and its hyperparameters."""
+
+    master: Tensor
+    gradient: Tensor
+    factor: float
+    state: Mapping[str, Tensor]
+    group: Mapping[str, Any]
+
+
+@dataclass
+class Step:
+    """A step that has begun.
+
+    Attributes:
+        gradients: Master's name -> gradient, still to be multiplied by ``factor``.
+        factor: One over the count, and once :meth:`clip` is done, what clips the norm.
+        settings: Hyperparameters.
+        num_accumulated: Number of accumulated operations.
+        skipped: Whether the step is not taken, because the gradient is not finite.
+        grad_norm: Global norm before clipping.
+    """
+
+    gradients: Mapping[str, Tensor]
+    factor: float
+    settings: training_pb2.OptimStep
+    num_accumulated: int
+    skipped: bool = False
+    grad_norm: float = 0.0
+
+    def norm(self) -> Tensor:
+        """Norm of the gradients without the factor, 0-d."""
+        return total_norm(list(self.gradients.values())) if self.gradients else torch.zeros(())
+
+    def clip(self, norm: float) -> None:
+        """Take note of the result of :meth:`norm`.
+
+        Raises:
+            OperationError: NON_FINITE unless ``skip_nonfinite``.
+        """
+        self.grad_norm = norm * self.factor
+        if math.isfinite(self.grad_norm):
+            most = self.settings.max_grad_norm
+            if most and self.grad_norm > most:
+                self.factor *= most / self.grad_norm
+        elif self.settings.skip_nonfinite:
+            self.skipped = True
+        else:
+            raise OperationError(
+                training_pb2.ERROR_CODE_NON_FINITE,
+                "the accumulated gradient is not finite; it is dropped, and the weights are untouched. "
+                "on_nonfinite='skip' makes such a step a warning",
+            )
+
+    @property
+    def outcome(self) -> StepOutcome:
+        return StepOutcome(self.grad_norm, self.num_accumulated, self.skipped)
 
 
 class Optimizer:
@@ -83,11 +143,18 @@ class Optimizer:
                 moments are then unchanged.
         """
         try:
-            return self._step(accumulator, settings)
+            step = self.begin(accumulator, settings)
+            (norm,) = host.fetched([step.norm()])
+            step.clip(norm.item())
+            if not step.skipped:
+                self.update(step)
+                self.end()
+            return step.outcome
         finally:
             accumulator.clear()
 
-    def _step(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> StepOutcome:
+    def begin(self, accumulator: GradientAccumulator, settings: training_pb2.OptimStep) -> Step:
+        """Check a step and collect its gradients; arguments and errors as of :meth:`step`."""
         check_settings(settings)
         if accumulator.empty or not self._masters:
             raise OperationError(
@@ -97,34 +164,46 @@ class Optimizer:
         found, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
         gradients = {name: found[name] for name in self._masters if name in found}
-        norm = host.fetched([total_norm(list(gradients.values()))])[0].item() * factor if gradients else 0.0
-        if not math.isfinite(norm):
-            if not settings.skip_nonfinite:
-                raise OperationError(
-                    training_pb2.ERROR_CODE_NON_FINITE,
-                    "the accumulated gradient is not finite; it is dropped, and the weights are untouched. "
-                    "on_nonfinite='skip' makes such a step a warning",
-                )
-            return StepOutcome(norm, accumulator.num_operations, skipped=True)
-        if settings.max_grad_norm and norm > settings.max_grad_norm:
-            factor *= settings.max_grad_norm / norm
-        rules = {name: rule_of(settings.optimizer or "adamw", name, self._masters[name]) for name in gradients}
+        return Step(gradients, factor, settings, accumulator.num_operations)
+
+    def allocate(self, step: Step) -> Mapping[str, str]:
+        """Allocate missing moments before anything is changed, as memory may run out here; returns each rule."""
+        named = step.settings.optimizer or "adamw"
+        rules = {name: rule_of(named, name, self._masters[name]) for name in step.gradients}
         for name, rule in rules.items():
             self._prepare(rule, self._masters[name])
+        return rules
+
+    def update(self, step: Step) -> None:
+        """Change weights and moments."""
+        rules = self.allocate(step)
         for rule in RULES:
-            chosen = [name for name in gradients if rules[name] == rule]
+            chosen = [name for name in step.gradients if rules[name] == rule]
             if not chosen:
                 continue
             optimizer = self._of(rule)
-            set_groups(optimizer.param_groups, RULES[rule], settings)
+            set_groups(optimizer.param_groups, RULES[rule], step.settings)
             for name in chosen:
-                self._masters[name].grad = gradients[name].to(self._masters[name].dtype)
-            scale(optimizer, [self._masters[name] for name in chosen], factor)
+                self._masters[name].grad = step.gradients[name].to(self._masters[name].dtype)
+            scale(optimizer, [self._masters[name] for name in chosen], step.factor)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def updated(self, step: Step) -> list[Updated]:
+        """What :meth:`update` would change by fused AdamW, for an update of several runs at once."""
+        optimizer = self._of("adamw")
+        set_groups(optimizer.param_groups, RULES["adamw"], step.settings)
+        groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
+        found = []
+        for name, gradient in step.gradients.items():
+            master = self._masters[name]
+            found.append(Updated(master, gradient, step.factor, optimizer.state[master], groups[id(master)]))
+        return found
+
+    def end(self) -> None:
+        """Make the model compute with the changed weights."""
         crash_point("engine.inside_optim_step")
         self._policy.sync()
-        return StepOutcome(norm, accumulator.num_operations, skipped=False)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Moments as ``"moment|parameter"`` -> the tensor itself, not a copy; empty before the first step.

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 from gradwire_proto.v1 import tinker_pb2 as pb
+from gradwire_server.access.keys import ANYONE
 from gradwire_server.doors.http.tinker.collection import SNAPSHOTS_KEPT
 from gradwire_server.doors.http.tinker.samplers import MANY_SNAPSHOTS
 from support.front import Start
@@ -102,6 +103,20 @@ async def test_old_snapshots_go_while_new_ones_come(start: Start, tmp_path: Path
         assert steps - 1 in numbers and 0 not in numbers
         session = await client.send("GET", f"sessions/{client.session_id}")
         assert len(session["sampler_ids"]) <= len(names) + 1
+
+
+async def test_a_run_that_another_writer_took_over_keeps_no_other_results(start: Start) -> None:
+    async with start(http="127.0.0.1:0") as door, httpx.AsyncClient(base_url=door.server.http.url, timeout=300) as http:
+        client = await TinkerClient(http).begin()
+        runs = []
+        tinker, core = door.server.http._tinker, door.server.core
+        for number in range(2):
+            model = await client.model(number)
+            await client.done("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+            runs.append(tinker.store.models[model].run_id)
+        await core.open_run(ANYONE, runs[0], "of another door", takeover=True)
+        await tinker.models.release_delivered(time.time() + 1, 0)
+        assert [core.runs.get(ANYONE, run).released_seq for run in runs] == [0, 1]
 
 
 def _at_most(count: int, folder: Path) -> list[str]:

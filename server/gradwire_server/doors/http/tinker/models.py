@@ -268,18 +268,27 @@ class Models:
             if model is None:
                 del self._delivered[model_id]
                 continue
-            owner = Caller(model.owner)
-            run = self._core.runs.get(owner, model.run_id)
-            seq, spare = run.released_seq, len(sent) - kept
-            while seq + 1 in sent and (sent[seq + 1] < before or spare > 0):
-                seq, spare = seq + 1, spare - 1
-            if seq == run.released_seq:
-                continue
-            epoch = self._core.epoch_of(owner, model.run_id, writer_of(model))
-            await self._core.release_results(owner, model.run_id, seq, epoch)
-            for done in [done for done in sent if done <= seq]:
-                del sent[done]
-                await self._store.delete(self._store.widths, request_id_of(model_id, done, "loss"))
+            try:
+                await self._release(model, sent, before, kept)
+            except ServiceError as error:
+                if error.code not in (pb.ERROR_CODE_STALE_EPOCH, pb.ERROR_CODE_UNKNOWN_RUN):
+                    raise
+                log.info("results of %s are not this door's any more: %s", model_id, error)
+                del self._delivered[model_id]
+
+    async def _release(self, model: ModelRecord, sent: dict[int, float], before: float, kept: int) -> None:
+        owner = Caller(model.owner)
+        run = self._core.runs.get(owner, model.run_id)
+        seq, spare = run.released_seq, len(sent) - kept
+        while seq + 1 in sent and (sent[seq + 1] < before or spare > 0):
+            seq, spare = seq + 1, spare - 1
+        if seq == run.released_seq:
+            return
+        epoch = self._core.epoch_of(owner, model.run_id, writer_of(model))
+        await self._core.release_results(owner, model.run_id, seq, epoch)
+        for done in [done for done in sent if done <= seq]:
+            del sent[done]
+            await self._store.delete(self._store.widths, request_id_of(model.model_id, done, "loss"))
 
     async def failure_delivered(self, model_id: str, seq: int) -> None:
         """Note that the client knows of a failure: operations that it sends from now on are not aborted by it."""

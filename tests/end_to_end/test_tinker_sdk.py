@@ -12,14 +12,17 @@ import shutil
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from support.chatty_model import chatty_model
+from support.recording_proxy import RecordingProxy, losses_of, recording_proxy
 from support.server import free_port
 from support.tinker import HttpServer
 from support.tiny import tiny_model
@@ -56,6 +59,31 @@ RECIPES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """The cookbook's recipes that need no network, and their arguments."""
+ROLES, AGAIN = "renderer_name=role_colon", "behavior_if_log_dir_exists=delete"
+LEARNING: dict[str, tuple[tuple[str, ...], str, float]] = {
+    "rl_loop": (
+        ("loss_fn=importance_sampling", "batch_size=8", "group_size=8", "max_steps=24", "max_tokens=20",
+         "learning_rate=0.005", "save_every=0"), "reward/total", 0.1,
+    ),
+    "math_rl.train": (
+        (ROLES, "env=arithmetic", "loss_fn=importance_sampling", "group_size=8", "groups_per_batch=8",
+         "max_tokens=20", "max_steps=20", "learning_rate=0.002", "eval_every=0", "save_every=0", AGAIN),
+        "env/all/format", 0.07,
+    ),
+    "multiplayer_rl.guess_number.train": (
+        (ROLES, "group_size=4", "batch_size=4", "max_tokens=20", "max_steps=12", "learning_rate=0.005",
+         "eval_every=0", "save_every=0", AGAIN), "env/all/reward/total", 1.0,
+    ),
+    "chat_sl.train": (
+        (ROLES, "dataset=chat.jsonl", "batch_size=16", "max_length=128", "num_epochs=4", "learning_rate=0.005",
+         "eval_every=0", "infrequent_eval_every=0", AGAIN), "train_mean_nll", -0.5,
+    ),
+    "preference.dpo.train": (
+        (ROLES, "dataset=hhh", "batch_size=8", "max_length=128", "max_steps=8", "learning_rate=0.002", AGAIN),
+        "dpo_loss", -0.1,
+    ),
+}  # fmt: skip
+"""Recipes, the metric that they improve, and by how much at least from the first quarter of the steps to the last."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +91,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with a model and data sets under the names of the hub."""
     folder = tmp_path_factory.mktemp("cookbook")
     tiny_model(folder / MODEL, context_length=4096)
-    write = {
+    _write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a model whose answers are of a few forms, and one number as the answer of all problems."""
+    folder = tmp_path_factory.mktemp("chatty")
+    chatty_model(folder / MODEL)
+    _write_data(folder, answer=3)
+    return folder
+
+
+def _write_data(folder: Path, answer: int | None = None) -> None:
+    write: dict[str, Callable[[int], dict[str, Any]]] = {
         "HuggingFaceH4/no_robots": lambda i: {
             "messages": [
                 {"role": "user", "content": f"Say {i % 7}"},
                 {"role": "assistant", "content": f"{i % 7} is it"},
             ]
         },
-        "openai/gsm8k": lambda i: {"question": f"{i % 5} + 1?", "answer": f"so #### {i % 5 + 1}"},
+        "openai/gsm8k": lambda i: {"question": f"{i % 5} + 1?", "answer": f"so #### {answer or i % 5 + 1}"},
         "Anthropic/hh-rlhf": lambda i: {
             "chosen": f"\n\nHuman: Hi {i % 5}\n\nAssistant: Yes {i % 5}",
             "rejected": f"\n\nHuman: Hi {i % 5}\n\nAssistant: No",
@@ -78,13 +120,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, row in write.items():
         (folder / name).mkdir(parents=True)
-        for split, count in (("train", 64), ("test", 8)):
+        for split, count in (("train", 256 if answer else 64), ("test", 8)):
             rows = "\n".join(json.dumps(row(i)) for i in range(count))
             (folder / name / f"{split}.jsonl").write_text(rows)
     shutil.copy(folder / "HuggingFaceH4/no_robots/train.jsonl", folder / "chat.jsonl")
     splits = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
     (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +136,13 @@ def server(folder: Path) -> Iterator[HttpServer]:
     served.end()
 
 
-def _environment(server: HttpServer, folder: Path) -> dict[str, str]:
+def _environment(server: HttpServer | RecordingProxy, folder: Path) -> dict[str, str]:
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     own = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
     return os.environ | offline | own | {"HF_HOME": str(folder / "hf"), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
 
 
-def _run(server: HttpServer, folder: Path, *command: str) -> str:
+def _run(server: HttpServer | RecordingProxy, folder: Path, *command: str) -> str:
     done = subprocess.run(
         [str(PYTHON), *command], cwd=folder, env=_environment(server, folder), capture_output=True, text=True,
         timeout=LIMIT_S,
@@ -127,11 +168,14 @@ async def test_the_sdk_trains_as_gradwires_own_does(server: HttpServer, folder: 
             await step
     assert tinker["losses"] == pytest.approx(losses, rel=1e-5)
     assert tinker["custom_losses"] == pytest.approx(losses, rel=1e-5)
+    assert tinker["traced_losses"] == pytest.approx(losses, rel=1e-5)
     assert tinker["losses"][-1] < tinker["losses"][0] and tinker["shape"] == [16]
     assert tinker["after"][0] == pytest.approx(tinker["after"][1], rel=1e-6)  # resumed, with the optimizer
     first, again = tinker["tokens"]
     assert first == again and len(first) == 2  # later steps do not change a sampler
     assert tinker["prompt_logprobs"][0] is None and all(value < 0 for value in tinker["prompt_logprobs"][1:])
+    drawn = np.array(tinker["alternatives"])
+    assert drawn.shape == (2, 4) and (drawn[:, 0, None] == drawn).all()  # at temperature 0
     assert found["async"]["losses"][-1] < found["async"]["losses"][0]
     assert tinker["path"].split("/")[2] in found["async"]["runs"]
     arguments = ("-m", "tinker.cli", "-f", "json", "checkpoint", "list")
@@ -154,9 +198,9 @@ def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path
     found = json.loads(_run(server, folder, str(program), MODEL, str(tmp_path / "recipe")).splitlines()[-1])
     command = ("-m", "tinker.cli", "checkpoint", "download", found["path"], "-o", str(tmp_path / "command"))
     _run(server, folder, *command)
-    base = AutoModelForCausalLM.from_pretrained(folder / MODEL)
     ids = torch.tensor([found["ids"]])
     for adapter in [file.parent for file in tmp_path.rglob("adapter_config.json")]:
+        base = AutoModelForCausalLM.from_pretrained(folder / MODEL)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             model = PeftModel.from_pretrained(base, str(adapter)).eval()
@@ -164,7 +208,6 @@ def test_the_command_downloads_what_was_trained(server: HttpServer, folder: Path
             log_p = model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
         theirs = log_p.gather(1, ids[0, 1:, None])[:, 0].numpy()
         np.testing.assert_allclose(found["logprobs"], theirs, atol=1e-5)
-        model.unload()
     assert len(list(tmp_path.rglob("adapter_config.json"))) == 2
 
 
@@ -178,6 +221,42 @@ def test_a_recipe_of_the_cookbook_runs_unchanged(server: HttpServer, folder: Pat
     if recipe == "sl_loop":
         assert metrics[-1]["train_mean_nll"] < metrics[0]["train_mean_nll"]
         _run(server, folder, *arguments)  # resumes from its newest checkpoint
+
+
+@pytest.fixture(scope="module")
+def chatty_server(chatty: Path) -> Iterator[HttpServer]:
+    served = HttpServer(chatty / MODEL, chatty / "state", free_port(), "--threads", "1", name=MODEL)
+    served.start()
+    yield served
+    served.end()
+
+
+@pytest.mark.parametrize("recipe", LEARNING)
+async def test_a_recipe_learns_what_gradwires_own_sdk_learns_from_the_same_rows(
+    chatty_server: HttpServer, chatty: Path, recipe: str
+) -> None:
+    log = chatty / "logs" / recipe
+    arguments, metric, least = LEARNING[recipe]
+    command = ("-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={log}")
+    async with (
+        recording_proxy(chatty_server.url) as proxy,
+        gradwire.connect(chatty_server.address) as service,
+    ):
+        await asyncio.to_thread(_run, proxy, chatty, *command, *arguments)
+        [(model_id, trained)] = proxy.trained.items()
+        [info] = [info for info in await service.list_runs() if info.name == model_id]
+        history = await service.get_training_client(info.run_id).history()
+        losses = history.loss[history.operation == "forward_backward"]
+        assert len(losses) >= 8 and losses.any()
+        again = await losses_of(service, info, trained)
+        np.testing.assert_allclose(losses, again, rtol=1e-5, atol=1e-5)
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    found = [line[metric] for line in lines if metric in line]
+    quarter = len(found) // 4
+    gain = np.mean(found[-quarter:]) - np.mean(found[:quarter])
+    apart = np.abs(losses - again).max()
+    print(recipe, metric, [round(float(value), 3) for value in found], f"losses are {apart:.1g} apart")
+    assert gain * np.sign(least) > abs(least), found
 
 
 def test_a_recipe_survives_the_kill_of_its_server(folder: Path, tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def custom(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch
     return loss, {"custom": float(loss)}
 
 
+def traced(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same of one datum, for ``create_custom_loss``."""
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/nll:sum": loss}
+
+
 def synchronous(service: tinker.ServiceClient, model: str) -> dict[str, object]:
     training = service.create_lora_training_client(base_model=model, rank=8, seed=7).result()
     data = [datum(seed) for seed in range(4)]
@@ -46,11 +52,13 @@ def synchronous(service: tinker.ServiceClient, model: str) -> dict[str, object]:
         client.forward_backward(data, "cross_entropy").result()
         client.optim_step(adam).result()
         after.append(client.forward(data, "cross_entropy").result().metrics["loss:sum"])
-    tailored = service.create_lora_training_client(base_model=model, rank=8, seed=7).result()
-    custom_losses = []
-    for _ in range(STEPS):
-        custom_losses.append(tailored.forward_backward_custom(data, custom).result().metrics["custom"])
-        tailored.optim_step(adam).result()
+    handle = service.create_custom_loss(traced, {"logprobs": 1, "weights": 1}).result()
+    own: dict[str, list[float]] = {"custom": [], "custom/nll:sum": []}
+    for name, loss_fn in (("custom", custom), ("custom/nll:sum", handle)):
+        tailored = service.create_lora_training_client(base_model=model, rank=8, seed=7).result()
+        for _ in range(STEPS):
+            own[name].append(tailored.forward_backward_custom(data, loss_fn).result().metrics[name])
+            tailored.optim_step(adam).result()
     sampler = training.save_weights_and_get_sampling_client()
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
     prompt = types.ModelInput.from_ints([5, 6, 7])
@@ -59,11 +67,15 @@ def synchronous(service: tinker.ServiceClient, model: str) -> dict[str, object]:
     training.forward_backward(data, "cross_entropy").result()
     training.optim_step(types.AdamParams(learning_rate=0.1)).result()
     again = sampler.sample(prompt, num_samples=2, sampling_params=params).result()
+    greedy = types.SamplingParams(max_tokens=1, temperature=0.0)
+    drawn = sampler.sample(prompt, num_samples=1, sampling_params=greedy, prompt_alt_tokens_k=4).result()
     return {
         "losses": losses,
         "before": before.metrics["loss:sum"],
         "after": after,
-        "custom_losses": custom_losses,
+        "custom_losses": own["custom"],
+        "traced_losses": own["custom/nll:sum"],
+        "alternatives": drawn.prompt_alt_tokens.tokens.to_torch().tolist(),
         "tokens": [[list(sequence.tokens) for sequence in each.sequences] for each in (samples, again)],
         "prompt_logprobs": list(sampler.compute_logprobs(prompt).result()),
         "shape": list(before.loss_fn_outputs[0]["logprobs"].shape),

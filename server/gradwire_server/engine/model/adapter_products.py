@@ -126,8 +126,13 @@ def bucketed(spans: Sequence[Span], device: torch.device) -> list[SpanBucket]:
     found = []
     for bucket in buckets:
         places = bucket_of([segment for _, segment in bucket])
-        on_device = {name: sent(getattr(places, name), device) for name in ("gathered", "real", "places")}
-        found.append(SpanBucket([number for number, _ in bucket], replace(places, **on_device)))
+        places = replace(
+            places,
+            gathered=sent(places.gathered, device),
+            real=sent(places.real, device),
+            places=sent(places.places, device),
+        )
+        found.append(SpanBucket([number for number, _ in bucket], places))
     return found
 
 

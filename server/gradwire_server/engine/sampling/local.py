@@ -23,6 +23,8 @@ from gradwire_server.engine.sampling.pages import Pages, fits_pages
 from gradwire_server.engine.sampling.sampler import SamplingParams
 from gradwire_server.engine.sampling.several_policies import can_share
 
+_Version = tuple[tuple[int, int], ...]
+
 KEPT_POLICIES = 4
 """Policies whose keys and values are kept at a time."""
 
@@ -61,7 +63,7 @@ class LocalSampler:
         self._batches: dict[_Key, Batch] = {}
         self._owners: dict[_Key, Policy | SplitModel] = {}
         self._kept_bytes = kept_bytes
-        self._kept: WeakKeyDictionary[Policy | SplitModel, tuple[bytes, Pages]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Policy | SplitModel, tuple[_Version, Pages]] = WeakKeyDictionary()
         self._serials: WeakKeyDictionary[Policy, int] = WeakKeyDictionary()
         self._serial = itertools.count()
         self._fits: WeakKeyDictionary[SplitModel, bool] = WeakKeyDictionary()
@@ -155,7 +157,7 @@ def _only_weights(policy: Policy) -> bytes:
     return b""
 
 
-def _version(owner: Policy | SplitModel) -> tuple[tuple[int, int], ...]:
+def _version(owner: Policy | SplitModel) -> _Version:
     """Numbers that change whenever a weight of a policy is replaced or changed in place, for each that may change."""
     if isinstance(owner, SplitModel):
         return ()

@@ -93,7 +93,9 @@ def _update(tensors: Sequence[Updated]) -> None:
         group = each.group
         key = (group["lr"], group["betas"], group["eps"], group["weight_decay"], each.master.device)
         alike.setdefault(key, []).append(each)
-    for (lr, (beta1, beta2), eps, weight_decay, _), members in alike.items():  # type: ignore[misc]  # as built above
+    for members in alike.values():
+        group = members[0].group
+        beta1, beta2 = group["betas"]
         gradients = [each.gradient for each in members]
         # As a fused step does with its grad_scale, whose bits a product with the factor does not have.
         torch._foreach_div_(gradients, [1.0 / each.factor for each in members])
@@ -109,9 +111,9 @@ def _update(tensors: Sequence[Updated]) -> None:
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
             maximize=False,
         )
 

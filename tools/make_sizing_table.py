@@ -1,6 +1,6 @@
 """Write the table of ``docs/sizing.md``: what trains models of 0.6 to 70 billion parameters on GPUs of four sizes.
 
-    python tools/make_sizing_table.py [--check]
+    python tools/make_sizing_table.py [--check] [MODEL ...]
 
 Every cell is an estimate of ``gradwire estimate`` from the model's configuration, which is written here because nothing
 is downloaded. A cell names the first way of training, the most thorough first, that fits rows of 4,096 tokens.
@@ -12,13 +12,13 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from gradwire_server.engine.sizing.estimate import Device, Workload, estimate, meta_model
+from gradwire_server.engine.sizing.estimate import USABLE, Device, Workload, estimate, held_parts, meta_model
 from gradwire_server.engine.sizing.parts import GIB
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
@@ -85,18 +85,31 @@ def cells(model: Model, devices: Sequence[int] = DEVICES) -> list[str]:
         for words, changes in WAYS:
             workload = replace(base, **changes)
             sizes = meta_model(workload, "cuda")
+            held = sum(held_parts(workload, sizes).values())
             for size in devices:
-                if found[size] == "—" and (each := estimate(workload, Device("cuda", size * GIB), sizes)).fits:
+                if held > USABLE * size * GIB or found[size] != "—":
+                    continue
+                if (each := estimate(workload, Device("cuda", size * GIB), sizes)).fits:
                     total = each.total_bytes / GIB
                     found[size] = f"{words}: {total:.0f}" if total > 10 else f"{words}: {total:.1f}"
     return list(found.values())
 
 
-def table() -> str:
-    """The table as Markdown."""
+def table(names: Collection[str]) -> str:
+    """The table as Markdown, with these models' rows computed and the others' as written."""
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in written().splitlines()}
     head = ["model", *(f"{size} GiB" for size in DEVICES)]
-    rows = [[model.name, *cells(model)] for model in MODELS]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+    lines = [_line(head), _line(["---"] * len(head))]
+    for model in MODELS:
+        if model.name in names:
+            lines.append(_line([model.name, *cells(model)]))
+        elif model.name in known:
+            lines.append(known[model.name])
+    return "\n".join(lines)
+
+
+def _line(row: Sequence[str]) -> str:
+    return "| " + " | ".join(row) + " |"
 
 
 def written() -> str:
@@ -108,11 +121,15 @@ def written() -> str:
 def main() -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    found = table()
-    if "--check" in sys.argv[1:]:
-        return int(found != written())
-    text = PAGE.read_text()
-    PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{found}\n\n" + text[text.index(END) :])
+    asked = [argument for argument in sys.argv[1:] if argument != "--check"]
+    for name in asked or [model.name for model in MODELS]:
+        found = table([name])
+        if "--check" in sys.argv[1:]:
+            if found != written():
+                return 1
+            continue
+        text = PAGE.read_text()
+        PAGE.write_text(text[: text.index(BEGIN) + len(BEGIN)] + f"\n\n{found}\n\n" + text[text.index(END) :])
     return 0
 
 

@@ -163,7 +163,7 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
         OperationError: UNSUPPORTED if a model is not a causal LM of transformers, INVALID_ARGUMENT for LoRA settings.
     """
     model = model or meta_model(workload, device.kind)
-    parts = _held(workload, model)
+    parts = held_parts(workload, model)
     held = sum(parts.values()) + ENGINE_BYTES[device.kind]
     planned = _Planned(device, model, held)
     budget = planned.budget(model.run, workload.tokens)
@@ -198,8 +198,8 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
     )
 
 
-def _held(workload: Workload, model: MetaModel) -> dict[str, int]:
-    """What is held between operations."""
+def held_parts(workload: Workload, model: MetaModel) -> dict[str, int]:
+    """Bytes of what is held between operations, by the names of :data:`PARTS`."""
     width, master = workload.dtype.itemsize, master_bytes(workload.dtype)
     trained, runs = model.trained_parameters, workload.runs
     parts = dict.fromkeys(PARTS, 0)

@@ -22,7 +22,9 @@ from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
 TINKER_PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker/bin/python"))
-SLOW = ("against_trl", "real_shapes", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door")
+SLOW = (
+    "against_trl", "real_shapes", "long_rows", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door",
+)  # fmt: skip
 QUICK = [row for row in ROWS if row not in SLOW]
 
 
@@ -97,6 +99,13 @@ def test_tinkers_sdk_loses_nothing() -> None:
 def test_trl_computes_the_same_losses(kind: str) -> None:
     found = importlib.import_module("benchmarks.against_trl").measure(Size(repeats=1, smoke=True, only=(kind,)))
     assert ["losses equal" in figure.detail for figure in found] == [True]  # an AssertionError where one differs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes of attention to 65,536 tokens
+def test_a_long_row_trains_in_bounded_memory() -> None:
+    (figure,) = importlib.import_module("benchmarks.long_rows").measure(Size(1, only=("recompute+chunk",)))
+    assert figure.reached, figure
 
 
 @pytest.mark.timeout(1200)  # seconds, where nothing else computes

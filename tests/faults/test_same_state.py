@@ -185,3 +185,22 @@ def test_an_operation_that_gives_another_result_when_it_is_repeated_parks_the_ru
     assert "its operation 1 was repeated, and its loss was" in reason
     restarted.start(*flags, "--accept-changes")
     assert restarted.step(run_id) == 4
+
+
+@pytest.mark.slow  # the servers of one test more
+def test_a_replay_splits_and_recomputes_as_the_first_time_whatever_memory_there_is(restarted: Restarted) -> None:
+    batch = {"input_ids": [[5 + 7 * place % 90 for place in range(length)] for length in (30, 6, 5, 4)]}
+    restarted.start("--microbatch-tokens", "10", "--activation-budget-gib", "0.00001")
+    with gradwire.sync.connect(restarted.address) as service:
+        run = service.create_run("tiny", seed=3)
+        result = run.forward_backward(batch, "causal_lm").result()
+        assert dict(result.activations) == {"recompute+chunk": 1, "keep": 2}
+        run.optim_step(learning_rate=1e-2).result()
+        before, run_id = run.forward(ROW, outputs=["logprobs"]).result().outputs["logprobs"][0], run.run_id
+    restarted.start()  # by itself this server would compute the batch at once, and keep everything
+    with gradwire.sync.connect(restarted.address) as service:
+        run = service.get_training_client(run_id)
+        again = run.forward(ROW, outputs=["logprobs"]).result(60).outputs["logprobs"][0]
+        assert again.tolist() == before.tolist()
+        assert dict(run.forward_backward(batch, "causal_lm").result(60).activations) == {"keep": 1}
+    assert restarted.notes(run_id) == [""]

@@ -141,6 +141,7 @@ def _document(found: Estimate, sentences: list[str]) -> dict[str, object]:
         "needed_bytes": found.needed_bytes,
         "usable_bytes": found.usable_bytes,
         "fits": found.fits,
+        "activations": found.chosen.label,
         "activation_bytes": {
             "checkpointing": found.activations[True],
             "no_checkpointing": found.activations[False],

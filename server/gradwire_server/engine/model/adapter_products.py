@@ -85,14 +85,14 @@ class ByKernels:
     scale: float
 
     def add(self, output: Tensor, tokens: Tensor, pairs: Sequence[Tensor]) -> list[Tensor]:
-        inner = F.grouped_mm(tokens, torch.stack(pairs[::2]).mT, offs=self.ends)
-        output.add_(F.grouped_mm(inner, torch.stack(pairs[1::2]).mT, offs=self.ends), alpha=self.scale)
+        inner = F.grouped_mm(tokens, torch.stack(list(pairs[::2])).mT, offs=self.ends)
+        output.add_(F.grouped_mm(inner, torch.stack(list(pairs[1::2])).mT, offs=self.ends), alpha=self.scale)
         return [inner]
 
     def gradients(
         self, grad: Tensor, tokens: Tensor, saved: Sequence[Tensor], pairs: Sequence[Tensor], into: Tensor | None
     ) -> list[Tensor]:
-        a, b = torch.stack(pairs[::2]), torch.stack(pairs[1::2])
+        a, b = torch.stack(list(pairs[::2])), torch.stack(list(pairs[1::2]))
         through = F.grouped_mm(grad, b, offs=self.ends)
         of_a = F.grouped_mm(through.T, tokens, offs=self.ends).mul_(self.scale)
         of_b = F.grouped_mm(grad.T, saved[0], offs=self.ends).mul_(self.scale)

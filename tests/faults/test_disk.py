@@ -66,6 +66,9 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
     try:
         entries = await journal.entries(run_id, 0, 1000)
         for entry in entries:
+            if entry.damaged:
+                damaged += 1
+                continue
             assert entry.location is not None
             try:
                 payload = await journal.payload(entry.location)

@@ -10,6 +10,9 @@ declares as a field of its own selects the scored tokens: only its zeros after t
 depends on those tokens; the zeros before are context and stay. Without a padding mask, rows of equal length may still
 be padded: the request marks them, and the server, which knows the model's padding token, cuts the padding at both ends.
 
+The batch of any loss may have ``images``, a list for each row, which the server's model reads by its own processor
+(:mod:`gradwire.images`).
+
 This module checks names, dtypes, shapes and masks. The server checks ranges and vocabulary.
 """
 
@@ -21,11 +24,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gradwire_proto.codec import Column
+from gradwire_proto.codec import IMAGES, Column
 
 from gradwire.columns import Place, row_of, shapes_of, to_column
 from gradwire.descriptions import LossField
 from gradwire.errors import InvalidBatchError
+from gradwire.images import to_image_columns
 
 Array = npt.NDArray[Any]
 
@@ -52,6 +56,7 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
     """
     given = _by_name(batch)
     declared = {field.name: field for field in fields}
+    images = given.pop(IMAGES, None) if IMAGES not in declared else None
     masks = {field.padding_mask: field for field in fields if field.padding_mask}
     mask_only = {
         name: LossField(name, "bool", ids.shapes, aligned_with=ids.name)
@@ -79,9 +84,14 @@ def to_columns(owner: str, fields: Sequence[LossField], batch: Any) -> dict[str,
     for mask, ids in masks.items():
         if mask in columns:
             _cut_padding(mask, ids, fields, columns)
-    travelling = (name for name in columns if name not in mask_only)
+    names = (name for name in columns if name not in mask_only)
     # Bytes last, so that the other values stay aligned in the payload.
-    return {name: columns[name] for name in sorted(travelling, key=lambda name: (known[name].dtype == "bool", name))}
+    order = sorted(names, key=lambda name: (known[name].dtype == "bool", name))
+    travelling = {name: columns[name] for name in order}
+    if images is None:
+        return travelling
+    rows = next(column.num_rows for column in columns.values())
+    return travelling | to_image_columns(images, rows)
 
 
 def maybe_padded(fields: Sequence[LossField], batch: Any, columns: Mapping[str, Column]) -> list[str]:

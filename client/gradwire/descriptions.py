@@ -237,6 +237,7 @@ class ModelInfo:
     has_tokenizer: bool
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    takes_images: bool = False
 
     @staticmethod
     def from_message(model: pb.ModelInfo) -> ModelInfo:
@@ -252,6 +253,7 @@ class ModelInfo:
             has_tokenizer=model.has_tokenizer,
             eos_token_ids=tuple(model.eos_token_ids),
             pad_token_id=model.pad_token_id if model.HasField("pad_token_id") else None,
+            takes_images=model.takes_images,
         )
 
 

@@ -123,6 +123,10 @@ def _schema(tool: Any) -> Any:
 
 def _json(value: Any, field: str) -> str:
     def plain(each: Any) -> Any:
+        if isinstance(each, bytes) or hasattr(each, "getbands") or (isinstance(each, np.ndarray) and each.ndim > 1):
+            raise TypeError(
+                'an image is no part of messages: write {"type": "image"} in its place and give it as images'
+            )
         if isinstance(each, np.ndarray | np.generic):
             return each.tolist()
         if isinstance(each, Mapping):

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from gradwire_proto.codec import Column, decode
+from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column, decode
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire import errors
@@ -17,6 +17,7 @@ from gradwire.columns import token_rows
 from gradwire.entries import check_timeout
 from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError
 from gradwire.futures import Future, failed, running_loop, start
+from gradwire.images import to_image_columns
 from gradwire.losses import model_path
 from gradwire.requests import message
 from gradwire.results import Array, Checkpoint, Columns, SampledToken, SampleResult
@@ -29,14 +30,17 @@ Prompts = str | Sequence[Any]
 NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
-def sample_call(prompts: Prompts, **arguments: Any) -> tuple[pb.SampleCall, dict[str, Column]]:
-    """Build the message, and a column with the prompts' ids if they were given as ids.
+def sample_call(prompts: Prompts, images: Any = None, **arguments: Any) -> tuple[pb.SampleCall, dict[str, Column]]:
+    """Build the message, and columns with the prompts' ids, if they were given as ids, and with their images.
 
     Args:
+        images: A list of images for each prompt, or None.
         arguments: The other arguments of :meth:`gradwire.TrainingClient.sample`, all but ``timeout``.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts) if _are_texts(prompts) else []
     columns = {} if texts else {"prompt_ids": token_rows("prompt_ids", prompts)}
+    if images is not None:
+        columns |= to_image_columns(images, len(texts) or columns["prompt_ids"].num_rows)
     stop, logit_bias, json_schema = (arguments.pop(name) for name in ("stop", "logit_bias", "json_schema"))
     if not isinstance(logit_bias, Mapping):
         raise InvalidArgumentError(
@@ -122,6 +126,7 @@ class SamplingClient:
         logit_bias: Mapping[int, float] = NO_BIAS,
         json_schema: Mapping[str, Any] | str | None = None,
         top_logprobs: int = 0,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts: see :meth:`gradwire.TrainingClient.sample`.
 
@@ -223,8 +228,12 @@ class SamplingClient:
         return start(label, self._loop, work)
 
     def _request(self, call: pb.SampleCall, columns: Mapping[str, Column]) -> pb.SampleRequest:
-        rows = [row.tolist() for row in columns["prompt_ids"].rows()] if columns else []
-        return pb.SampleRequest(model=self.model, call=call, prompt_ids=map(token_ids, rows))
+        rows = [row.tolist() for row in columns["prompt_ids"].rows()] if "prompt_ids" in columns else []
+        request = pb.SampleRequest(model=self.model, call=call, prompt_ids=map(token_ids, rows))
+        if IMAGES in columns:
+            request.images.extend(each.tobytes() for each in columns[IMAGE_BYTES].rows())
+            request.prompt_images.extend(pb.ImageNumbers(images=row.tolist()) for row in columns[IMAGES].rows())
+        return request
 
     def __repr__(self) -> str:
         return f"<SamplingClient {self.model}>"

@@ -107,7 +107,8 @@ class ServiceClient:
             base_model: One of ``list_models``; may be left out with an upload, which names its own.
             lora: None trains all weights. A rank, or a mapping of ``rank``, ``alpha`` (default: twice the rank),
                 ``dropout`` (default: the run's) and ``target_modules`` (default ``["all-linear"]``: every linear
-                layer but the output head, which is ``"lm_head"``), trains an adapter.
+                layer but the output head, which is ``"lm_head"``, and a vision part, which is ``"vision"``), trains an
+                adapter.
             head: ``"value"``: one scalar per token; ``"reward"``: one scalar per sequence; ``"classification"``: logits
                 of ``num_labels`` classes per sequence or token.
             seed: Seed of the adapter, the head, dropout and sampling.

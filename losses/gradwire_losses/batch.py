@@ -18,10 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gradwire_losses.images import ImageTokens
 
 Level = Literal["token", "sequence", "example"]
 
@@ -120,6 +123,7 @@ class Batch:
         origin: The host copy of a batch that :meth:`to` moved. ``lengths``, ``scored`` and ``group_sizes`` are
             always on the host.
         warnings: Parts of the caller's batch that have no effect, as sentences for people.
+        images: The image tokens among ``input_ids``; None without images.
     """
 
     input_ids: Tensor
@@ -131,6 +135,7 @@ class Batch:
     target_tokens: Tensor | None = None
     origin: Batch | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
+    images: ImageTokens | None = None
 
     @property
     def host(self) -> Batch:
@@ -197,6 +202,7 @@ class Batch:
             fields={name: values[index[self.levels[name]]] for name, values in self.fields.items()},
             levels=self.levels,
             target_tokens=None if self.target_tokens is None else self.target_tokens[scored_tokens],
+            images=None if self.images is None else self.images.select(tokens),
         )
 
     def to(self, device: torch.device) -> Batch:

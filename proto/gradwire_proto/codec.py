@@ -36,6 +36,8 @@ _CODES: dict[str, pb.DType.ValueType] = {
     "float64": pb.DTYPE_FLOAT64,
     "uint8": pb.DTYPE_UINT8,
 }
+IMAGES, IMAGE_BYTES = "images", "image_bytes"
+"""Columns of a batch with images: each row's images as numbers into the distinct ones, and the bytes of those."""
 _LENGTH = np.dtype("<u4")
 _MAX_LEVELS = 4
 _MAX_DIMENSIONS = 8

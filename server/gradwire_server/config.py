@@ -47,6 +47,8 @@ class Limits(BaseModel):
     max_messages: int = Field(default=512, ge=1, description="messages of one conversation to render")
     max_name_chars: int = Field(default=200, ge=1, description="characters of a run's name, a tag or a writer")
     max_tags: int = Field(default=64, ge=0, description="tags of a run, and modules that an adapter is put on")
+    max_images: int = Field(default=4096, ge=0, description="distinct images of one batch or sampling")
+    max_image_bytes: int = Field(default=32 << 20, ge=1, description="one image, as it is sent")
     max_row_tokens: int = Field(default=1 << 20, ge=1, description="tokens of one row")
     max_batch_tokens: int = Field(default=1 << 26, ge=1, description="tokens of one batch")
     max_samples: int = Field(default=65_536, ge=1, description="prompts times n of one sampling")

@@ -88,6 +88,7 @@ class ScoringOperations(Submitter):
         logit_bias: Mapping[int, float] = NO_BIAS,
         json_schema: Mapping[str, Any] | str | None = None,
         top_logprobs: int = 0,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> Future[SampleResult]:
         """Generate continuations of prompts with the run's weights at this point of the program.
 
@@ -114,6 +115,8 @@ class ScoringOperations(Submitter):
             json_schema: The text is a JSON document of this schema; the server needs ``gradwire[guided]``. A sample
                 that ends with ``"length"`` is the beginning of one.
             top_logprobs: Also return this many most probable tokens in each place, for ``top_k_distillation``.
+            images: A list of images for each prompt, as in a batch; a prompt has the model's image token in the place
+                of each, as its chat template writes it.
 
         Returns:
             A future; ``.samples[p][k]`` is the k-th sample of prompt p: token ids, text, log-probabilities.

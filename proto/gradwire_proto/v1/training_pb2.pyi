@@ -254,6 +254,10 @@ class TensorSpec(_message.Message):
     A column's payload is, without gaps: for each level its lengths as uint32, outermost first
     (level_sizes[i] of them, the sum of level i being level_sizes[i + 1], and of the last shape[0]); then the
     values, row-major. All little-endian. Columns follow each other in the order of their specs.
+
+    The batch of any loss, and the prompts of a sample, may have images: the columns "images", int [rows, images], each
+    row's images as numbers of the distinct ones, and "image_bytes", uint8 [distinct images, bytes], their files (PNG,
+    JPEG, WebP, or a uint8 array as numpy saves it). Of all columns, only "image_bytes" has a row per image.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -592,6 +596,7 @@ class ModelInfo(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAD_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TAKES_IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     num_parameters: _builtins.int
@@ -602,6 +607,7 @@ class ModelInfo(_message.Message):
     dtype: _builtins.str
     has_tokenizer: _builtins.bool
     pad_token_id: _builtins.int
+    takes_images: _builtins.bool
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -618,10 +624,11 @@ class ModelInfo(_message.Message):
         has_tokenizer: _builtins.bool = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pad_token_id: _builtins.int | None = ...,
+        takes_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id", "architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "hidden_size", b"hidden_size", "name", b"name", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id", "architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "hidden_size", b"hidden_size", "name", b"name", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "takes_images", b"takes_images", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pad_token_id: _TypeAlias = _typing.Literal["pad_token_id"]  # noqa: Y015
     _WhichOneofArgType__pad_token_id: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id"]  # noqa: Y015
@@ -1122,7 +1129,7 @@ class LoraSettings(_message.Message):
     dropout: _builtins.float
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"all-linear" (every linear layer but the output head; also if empty),"""
+        """"all-linear" (every linear layer but the output head and a vision part; also"""
 
     def __init__(
         self,
@@ -2564,6 +2571,8 @@ class SampleRequest(_message.Message):
     PROMPT_CANDIDATES_FIELD_NUMBER: _builtins.int
     PROMPT_DRAWS_FIELD_NUMBER: _builtins.int
     PROMPT_DRAW_TEMPERATURE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    PROMPT_IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt_draws: _builtins.int
     prompt_draw_temperature: _builtins.float
@@ -2573,6 +2582,14 @@ class SampleRequest(_message.Message):
     def prompt_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
     @_builtins.property
     def prompt_candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """the distinct ones: PNG, JPEG or WebP files, or uint8 arrays as numpy saves them"""
+
+    @_builtins.property
+    def prompt_images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageNumbers]:
+        """of each prompt; empty: no prompt has images"""
+
     def __init__(
         self,
         *,
@@ -2582,14 +2599,36 @@ class SampleRequest(_message.Message):
         prompt_candidates: _abc.Iterable[Global___TokenIds] | None = ...,
         prompt_draws: _builtins.int = ...,
         prompt_draw_temperature: _builtins.float = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
+        prompt_images: _abc.Iterable[Global___ImageNumbers] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "model", b"model", "prompt_candidates", b"prompt_candidates", "prompt_draw_temperature", b"prompt_draw_temperature", "prompt_draws", b"prompt_draws", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "images", b"images", "model", b"model", "prompt_candidates", b"prompt_candidates", "prompt_draw_temperature", b"prompt_draw_temperature", "prompt_draws", b"prompt_draws", "prompt_ids", b"prompt_ids", "prompt_images", b"prompt_images"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
+
+@_typing.final
+class ImageNumbers(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        images: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageNumbers: _TypeAlias = ImageNumbers  # noqa: Y015
 
 @_typing.final
 class SaveCheckpoint(_message.Message):

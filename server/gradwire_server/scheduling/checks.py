@@ -48,6 +48,8 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
         return pb.Error(code=pb.ERROR_CODE_INVALID_BATCH, message=str(error), field=error.field, rule=error.rule)
     for spec in header.tensors:
         rows = spec.level_sizes[0] if spec.level_sizes else spec.shape[0]
+        if spec.name == codec.IMAGE_BYTES and rows > limits.max_images:
+            return _limit(f"{rows} distinct images", "max_images", limits.max_images, codec.IMAGES)
         if rows > limits.max_rows:
             return _limit(f"{rows} rows in {spec.name!r}", "max_rows", limits.max_rows, spec.name)
         if spec.name.endswith(IDS) and spec.shape[0] > limits.max_batch_tokens:
@@ -58,7 +60,8 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
     if loss is not None:
         return check_loss(loss, limits) or _check_strings(header.operation.train_step.optim_step, limits)
     if kind == "sample":
-        rows = max((spec.level_sizes[0] for spec in header.tensors if spec.level_sizes), default=0)
+        per_row = [spec for spec in header.tensors if spec.level_sizes and spec.name != codec.IMAGE_BYTES]
+        rows = max((spec.level_sizes[0] for spec in per_row), default=0)
         call = header.operation.sample
         return check_sample(call, rows, limits) or check_sampled_bytes(call, rows, limits, context_length)
     wrong = _check_strings(getattr(header.operation, kind), limits)
@@ -162,6 +165,11 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
     if request.prompt_draws > limits.max_top_logprobs:
         what = f"{request.prompt_draws} tokens to draw in each place of a prompt"
         return _limit(what, "max_top_logprobs", limits.max_top_logprobs, "prompt_draws")
+    if len(request.images) > limits.max_images:
+        return _limit(f"{len(request.images)} distinct images", "max_images", limits.max_images, codec.IMAGES)
+    largest = max(map(len, request.images), default=0)
+    if largest > limits.max_image_bytes:
+        return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
     if len(request.model) > limits.max_string_chars:
         what = f"{len(request.model)} characters in model"
         return _limit(what, "max_string_chars", limits.max_string_chars, "model")
@@ -169,10 +177,14 @@ def check_sample_request(request: pb.SampleRequest, limits: Limits) -> pb.Error 
 
 
 def check_rows(header: pb.OperationHeader, chunks: Sequence[bytes], limits: Limits) -> pb.Error | None:
-    """Return an error if a row of token ids is too long; reads only the row lengths from the payload."""
+    """Return an error if a row of token ids or an image is too long; reads only the lengths from the payload."""
     offset = 0
     for spec in header.tensors:
         sizes = spec.level_sizes
+        if spec.name == codec.IMAGE_BYTES and len(sizes) == 1:
+            lengths = np.frombuffer(_cut(chunks, offset, offset + 4 * sizes[0]), "<u4")
+            if lengths.size and (largest := int(lengths.max())) > limits.max_image_bytes:
+                return _limit(f"an image of {largest} bytes", "max_image_bytes", limits.max_image_bytes, codec.IMAGES)
         if sizes and spec.name.endswith(IDS):
             begin = offset + 4 * sum(sizes[:-1])
             lengths = np.frombuffer(_cut(chunks, begin, begin + 4 * sizes[-1]), "<u4")

@@ -22,6 +22,16 @@ def ids(*rows: list[int], name: str = "input_ids") -> dict[str, Any]:
     return {"payload": b"".join(buffers), "tensors": specs}
 
 
+def images(*contents: bytes) -> dict[str, Any]:
+    specs, buffers = codec.encode(
+        {
+            codec.IMAGES: codec.Column.from_rows([np.arange(len(contents), dtype=np.int32)]),
+            codec.IMAGE_BYTES: codec.Column.from_rows([np.frombuffer(content, np.uint8) for content in contents]),
+        }
+    )
+    return {"payload": b"".join(buffers), "tensors": specs}
+
+
 LOSS = {"forward_backward": pb.LossCall(loss_fn="a")}
 SAMPLE: dict[str, Any] = {"prompts": ["x", "y"], "n": 1, "max_tokens": 1}
 
@@ -37,6 +47,8 @@ OPERATIONS: list[tuple[str, int, dict[str, Any]]] = [
     ("max_rows", 1, {**LOSS, **ids([1], [2])}),
     ("max_row_tokens", 2, {**LOSS, **ids([1], [1, 2, 3])}),
     ("max_row_tokens", 2, {**LOSS, **ids([1], [1, 2, 3], name="chosen_input_ids")}),
+    ("max_images", 1, {**LOSS, **images(b"a", b"b")}),
+    ("max_image_bytes", 2, {**LOSS, **images(b"a", b"abc")}),
     ("max_batch_tokens", 3, {**LOSS, **ids([1, 2], [3, 4])}),
     ("max_rows", 1, sample()),
     ("max_samples", 9, sample(n=5)),
@@ -60,6 +72,8 @@ CALLS: list[tuple[str, int, str, Any]] = [
     ("max_rows", 1, "Sample", pb.SampleRequest(model="tiny", prompt_ids=[pb.TokenIds(ids=[1])] * 2)),
     ("max_sample_tokens", 8, "Sample", pb.SampleRequest(model="tiny", call=pb.SampleCall(max_tokens=9))),
     ("max_row_tokens", 2, "Sample", pb.SampleRequest(model="tiny", prompt_ids=[pb.TokenIds(ids=[1, 2, 3])])),
+    ("max_images", 1, "Sample", pb.SampleRequest(model="tiny", images=[b"a", b"b"])),
+    ("max_image_bytes", 2, "Sample", pb.SampleRequest(model="tiny", images=[b"abc"])),
     ("max_payload_bytes", 7, "Sample", pb.SampleRequest(model="tiny", call=pb.SampleCall(prompts=["x"], max_tokens=1))),
     ("max_string_chars", 5, "Sample", pb.SampleRequest(model="abcdef")),
     ("max_encode_texts", 1, "Encode", pb.EncodeRequest(model="tiny", texts=["a", "b"])),

@@ -16,13 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.quantization import QuantizedLinear
+from gradwire_server.engine.model.vision import takes_images
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
 
-ALL_LINEAR, OUTPUT_HEAD = "all-linear", "lm_head"
+ALL_LINEAR, OUTPUT_HEAD, VISION = "all-linear", "lm_head", "vision"
 """Names of target modules with a meaning of their own; see :func:`lora_config`."""
 ROUTER_PARAMETER = "gate.weight"
 """The router's weight in peft's targets of a mixture of experts."""
@@ -32,7 +33,9 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
     """peft's configuration of an adapter on a model.
 
     Target modules are names of layers, or ends of names. ``"all-linear"`` stands for every linear layer but the output
-    head and the routers of experts, and is the default; ``"lm_head"`` for the output head, whatever the model calls it.
+    head, the routers of experts and, in a model that takes images, its vision part, and is the default; ``"lm_head"``
+    for the output head, whatever the model calls it; ``"vision"`` for every linear layer of the vision part, with those
+    that lead from it into the language model.
 
     Raises:
         OperationError: INVALID_ARGUMENT, with the field.
@@ -50,11 +53,17 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
         raise refuse("dropout", f"lora dropout is {settings.dropout}; it is in [0, 1)", "0 <= dropout < 1")
     named = _named(model, settings.target_modules)
     every = not settings.target_modules or ALL_LINEAR in settings.target_modules
+    targets: str | list[str] = ALL_LINEAR if every else named
+    if takes_images(model.config):
+        targets = sorted({*named, *_parts(model, language=every, vision=VISION in settings.target_modules)})
+        every = False
+    elif VISION in settings.target_modules:
+        raise refuse("target_modules", f'the model takes no images, so no layer is its "{VISION}"', "no vision")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast(int, settings.alpha or 2.0 * settings.rank),
         lora_dropout=settings.dropout,
-        target_modules=ALL_LINEAR if every else named,
+        target_modules=targets,
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -68,7 +77,7 @@ def lora_config(model: PreTrainedModel, settings: training_pb2.LoraSettings) -> 
 
 def _named(model: PreTrainedModel, given: Sequence[str]) -> list[str]:
     """The given names of layers, with the model's own name of the output head."""
-    targets = [target for target in dict.fromkeys(given) if target != ALL_LINEAR]
+    targets = [target for target in dict.fromkeys(given) if target not in (ALL_LINEAR, VISION)]
     if OUTPUT_HEAD in targets and not any(name.rpartition(".")[2] == OUTPUT_HEAD for name, _ in model.named_modules()):
         targets[targets.index(OUTPUT_HEAD)] = _head_name(model)
     return targets
@@ -90,6 +99,14 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
         and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         and not any(name.startswith(layer + ".") for layer in wrapped)
     ]
+
+
+def _parts(model: PreTrainedModel, *, language: bool, vision: bool) -> list[str]:
+    """Names of the linear layers of the language model, and of the vision part of the same model."""
+    language_model: nn.Module = model.get_decoder()
+    own = {id(module) for module in language_model.modules()}
+    named = dict(model.named_modules())
+    return [name for name in _linear_layers(model) if (language if id(named[name]) in own else vision)]
 
 
 def _resolve_experts(config: LoraConfig, model: PreTrainedModel) -> bool:

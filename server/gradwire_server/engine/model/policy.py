@@ -30,6 +30,7 @@ from gradwire_server.engine.model.routers import balance_coefficient
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
 if TYPE_CHECKING:
+    from gradwire_losses.images import ImageTokens
     from peft import LoraConfig
 
 HEAD_PREFIX = "head."
@@ -119,6 +120,7 @@ class Policy:
         training: bool = False,
         activations: Activations = Activations.KEEP,
         router_sums: dict[str, Tensor] | None = None,
+        images: ImageTokens | None = None,
     ) -> Tensor:
         """Final hidden states of ragged sequences, from one forward of the trunk.
 
@@ -130,16 +132,28 @@ class Policy:
             training: Apply the run's dropout and gradient checkpointing.
             activations: What becomes of the activations in training mode.
             router_sums: Receives what the routers of a mixture of experts decide, as :data:`.routers.ROUTER_SCORES`.
+            images: The image tokens among the tokens, if there are images.
 
         Returns:
             ``[P, H]`` on the policy's device, in the model's dtype.
+
+        Raises:
+            OperationError: INVALID_ARGUMENT if the images were read for another model.
         """
+        if images is not None and images.model != self.facts.path:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"the batch has images, which each model reads by its own processor, and {self.facts.name!r} is another"
+                " model than the run's: compare with the base model, or with checkpoints on it",
+                field="reference_model",
+                rule="the same base model, with images",
+            )
         self.activate(training=training, activations=activations)
         arranged = arrange(self.packing(training=training), input_ids, lengths, group_sizes)
         weights = chain(self.model.parameters(), self.model.buffers(), self._parameters.values())
         routers = self.split_model.routers if router_sums is not None else None
         with activations.saving(weights), nullcontext() if routers is None else routers.observed() as seen:
-            states = self.split_model.states(arranged)
+            states = self.split_model.states(arranged, images)
         if router_sums is not None and routers is not None and seen is not None:
             router_sums |= routers.sums(seen, arranged.places, differentiable=self.router_aux_loss_coef > 0)
         wanted = arranged.places if positions is None else arranged.places[positions]

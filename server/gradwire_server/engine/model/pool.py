@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from gradwire_proto.v1 import training_pb2
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
@@ -27,6 +27,7 @@ from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
+from gradwire_server.engine.model.vision import Vision, auto_class, takes_images
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class ModelPool:
         with _explained(name, path), preserved_rng():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
             with init_empty_weights(include_buffers=True):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                model: PreTrainedModel = auto_class(takes_images(config)).from_config(config, trust_remote_code=False)
         return model
 
     @property
@@ -150,9 +151,16 @@ class ModelPool:
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
         arguments = {} if offload else self.placement.loading_arguments()
         if quantize is not None:
+            if facts.takes_images:
+                raise OperationError(
+                    training_pb2.ERROR_CODE_UNSUPPORTED,
+                    f"model {name!r} takes images, and such a model is not held as {quantize}: leave the quantization"
+                    " out",
+                    field="quantize",
+                )
             arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_class(facts.takes_images).from_pretrained(
                 facts.path,
                 dtype=dtype or self.dtype,
                 use_safetensors=True,
@@ -166,6 +174,8 @@ class ModelPool:
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
+        if facts.takes_images:
+            split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
         check_split(split_model)
         split_model.packing = choose_packing(split_model)
         if self._compiled and not offload:
@@ -204,6 +214,7 @@ class ModelPool:
             dtype="mixed" if self._mixed else str(self.dtype).removeprefix("torch."),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
             pad_token_id=getattr(text, "pad_token_id", None),
+            takes_images=takes_images(model.config),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from gradwire_losses.batch import sent
@@ -30,8 +30,11 @@ from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.routers import Routers
 
 if TYPE_CHECKING:
+    from gradwire_losses.images import ImageTokens
+
     from gradwire_server.engine.model.adapter_products import Span
     from gradwire_server.engine.model.adapter_set import AdapterSet
+    from gradwire_server.engine.model.vision import Vision
 
 T = TypeVar("T")
 
@@ -51,6 +54,7 @@ class ModelFacts:
     dtype: str
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    takes_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class SplitModel:
         adapters: Its LoRA adapters; None while there are none.
         mixed: Whether the trunk computes in bfloat16 (autocast) with float32 weights.
         weight_bytes: Bytes of the weights that it was loaded with.
+        vision: What turns images into states of their tokens; None for a model of text.
         packing: Form in which the model takes ragged sequences; padded until
             :func:`.packing_check.choose_packing` finds a better one.
     """
@@ -153,6 +158,7 @@ class SplitModel:
             self.trunk.forward = torch.autocast(self.device.type, torch.bfloat16)(self.trunk.forward)
         self.routers = Routers.of(model)
         self.adapters: AdapterSet | None = None
+        self.vision: Vision | None = None
         self._training = False
         self._checkpointing = False
         self._dropout: float | None = None
@@ -189,30 +195,46 @@ class SplitModel:
         finally:
             self._computing = False
 
-    def states(self, sequences: Layout | Padded) -> Tensor:
+    def states(self, sequences: Layout | Padded, images: ImageTokens | None = None) -> Tensor:
         """``[M, H]`` final hidden states of all computed tokens, from one forward of the trunk."""
-        return self.compute(lambda: self._states(sequences))
+        if images is not None:
+            images = images.arranged(sequences.places, sequences.input_ids.numel())
+        return self.compute(lambda: self._states(sequences, images))
 
-    def _states(self, sequences: Layout | Padded) -> Tensor:
+    def _states(self, sequences: Layout | Padded, images: ImageTokens | None) -> Tensor:
         if isinstance(sequences, Padded):
             rows = sent(sequences.input_ids, self.device)
-            padded: Tensor = self.trunk(input_ids=rows, use_cache=False).last_hidden_state
+            padded: Tensor = self.trunk(**self._inputs(rows, images), use_cache=False).last_hidden_state
             return padded.flatten(0, 1)
-        return self.packed_states(sequences.input_ids, sequences.position_ids, sequences)
+        return self.packed_states(sequences.input_ids, sequences.position_ids, sequences, images)
 
     def packed_states(
-        self, input_ids: Tensor, position_ids: Tensor, layout: Layout | PagedPrefill | PagedDecode
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: Layout | PagedPrefill | PagedDecode,
+        images: ImageTokens | None = None,
     ) -> Tensor:
-        """``[M, H]`` final hidden states of ``[M]`` tokens on one axis, whose attention follows a layout."""
+        """``[M, H]`` final hidden states of ``[M]`` tokens on one axis, whose attention follows a layout.
+
+        Args:
+            images: The image tokens among them, if there are images.
+        """
+        inputs = {"position_ids": sent(position_ids[None], self.device)}
         packed: Tensor = self.trunk(
-            input_ids=sent(input_ids[None], self.device),
-            position_ids=sent(position_ids[None], self.device),
+            **inputs | self._inputs(sent(input_ids[None], self.device), images),
             # transformers passes a four-dimensional mask on unchanged; with a layout, attention ignores it.
             attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=self.device),
             use_cache=False,
             **{LAYOUT: layout},
         ).last_hidden_state
         return packed[0]
+
+    def _inputs(self, input_ids: Tensor, images: ImageTokens | None) -> dict[str, Any]:
+        if images is None:
+            return {"input_ids": input_ids}
+        assert self.vision is not None  # the images were read by its processor
+        return self.vision.trunk_inputs(input_ids, images)
 
     def output_head(self, adapter: str | None = None, *, dropout: float = 0.0) -> OutputHead:
         """The output head with the model's current weights; only within :meth:`compute`, where they are whole.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from gradwire_losses.batch import Batch
+from gradwire_losses.batch import Batch, segment_sum
 from gradwire_losses.causal_lm import causal_lm
 from gradwire_losses.fields import INPUT_IDS, LOSS_MASK, PROMPT_LENGTHS
 from gradwire_losses.layouts import read_batch
@@ -24,7 +24,7 @@ from gradwire_losses.registry import (
     get_loss,
 )
 from gradwire_losses.tinker import MASK, TARGET_TOKENS
-from gradwire_proto.codec import Column
+from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import training_pb2
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from gradwire_server.engine.failures import read_config
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.routers import balance_hint
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.images import check_without_images, images_of_rows, with_images
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.scoring.score_types import SEQUENCE_SCORES
 from gradwire_server.engine.state.engine_run import EngineRun
@@ -252,13 +253,19 @@ def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
 
 def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:
     facts = policy.facts
-    return read_batch(
+    batch = read_batch(
         loss,
-        columns,
+        {name: column for name, column in columns.items() if name not in (IMAGES, IMAGE_BYTES)},
         vocab_size=facts.vocab_size,
         context_length=facts.context_length,
         padding=Padding(frozenset(maybe_padded), facts.pad_token_id, facts.eos_token_ids),
     )
+    if IMAGES in columns or IMAGE_BYTES in columns:
+        return with_images(batch, images_of_rows(policy, columns))
+    if policy.split_model.vision is not None:
+        rows = segment_sum(batch.lengths, batch.group_sizes)
+        check_without_images(policy, batch.input_ids.split(rows.tolist()))
+    return batch
 
 
 def _reference(context: EngineContext, run: EngineRun, config: LossConfig | None) -> Reference | None:

@@ -8,12 +8,20 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire_proto.codec import Column
+import torch
+from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 from gradwire_proto.v1 import engine_pb2, training_pb2
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.operations.context import EngineContext
+from gradwire_server.engine.operations.images import (
+    RowImages,
+    check_without_images,
+    images_of_rows,
+    prompts_with_images,
+    read_images,
+)
 from gradwire_server.engine.operations.request import Columns, Outcome
 from gradwire_server.engine.sampling.prompt_scores import Draws, PromptScores, candidate_ids, score_prompts
 from gradwire_server.engine.sampling.sampler import Job, SamplingParams
@@ -83,9 +91,9 @@ def begin_in_run(
             )
         prompts = [row.tolist() for row in column.rows()]
     seed = call.seed if call.HasField("seed") else own_seed(run.config.seed, seq)
-    return _begin(
-        context, run.policy, call, prompts, seed, alone=context.pool.device.type == "cpu" and not context.groups_runs
-    )
+    images = images_of_rows(run.policy, columns) if IMAGES in columns or IMAGE_BYTES in columns else None
+    alone = context.pool.device.type == "cpu" and not context.groups_runs
+    return _begin(context, run.policy, call, prompts, seed, alone=alone, images=images)
 
 
 def own_seed(run_seed: int, seq: int) -> int:
@@ -113,10 +121,21 @@ def begin_outside(context: EngineContext, request: engine_pb2.EngineRequest) -> 
     seed = asked.call.seed if asked.call.HasField("seed") else secrets.randbits(62)
     draws = Draws(asked.prompt_draws, asked.prompt_draw_temperature, seed) if asked.prompt_draws else None
     candidates = [list(each.ids) for each in asked.prompt_candidates]
+    images = None
+    if asked.prompt_images or asked.images:
+        images = read_images(policy, [list(each.images) for each in asked.prompt_images], asked.images)
     return _begin(
-        context, policy, asked.call, prompts, seed, alone=False, stream=request.streams, candidates=candidates,
+        context,
+        policy,
+        asked.call,
+        prompts,
+        seed,
+        alone=False,
+        stream=request.streams,
+        candidates=candidates,
         draws=draws,
-    )  # fmt: skip
+        images=images,
+    )
 
 
 def _begin(
@@ -129,6 +148,7 @@ def _begin(
     stream: bool = False,
     candidates: Sequence[Sequence[int]] = (),
     draws: Draws | None = None,
+    images: RowImages | None = None,
 ) -> Started:
     params = SamplingParams.from_call(call, seed, stream=stream)
     tokenizer = context.tokenizer(policy.facts.name)
@@ -141,6 +161,17 @@ def _begin(
             )
         prompts = tokenizer.encode(call.prompts)
     prompts = prompts or []
+    if images is not None:
+        if call.prompt_logprobs:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                "prompt_logprobs are not computed of prompts with images: score them as rows of a batch, by forward or"
+                " compute_logprobs of a training client",
+                field="prompt_logprobs",
+            )
+        prompts = prompts_with_images(prompts, images)
+    elif policy.split_model.vision is not None:
+        check_without_images(policy, [torch.tensor(prompt) for prompt in prompts])
     if call.top_prompt_logprobs and not call.prompt_logprobs:
         raise invalid("top_prompt_logprobs come with prompt_logprobs", "top_prompt_logprobs")
     if call.top_prompt_logprobs > policy.facts.vocab_size:

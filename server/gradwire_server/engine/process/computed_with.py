@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import inspect
 import json
 import logging
@@ -48,10 +50,12 @@ class ComputedWith:
                 self._code[f"loss {loss.name}"] = _digest(inspect.getsourcefile(loss.function))
         device = self._pool.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        quantized = {"quantize": self._pool.quantize} if self._pool.quantize else {}
+        further: dict[str, str] = {"quantize": self._pool.quantize} if self._pool.quantize else {}
+        if self._pool.facts(base_model).takes_images:
+            further |= {"pillow": importlib.metadata.version("pillow") if importlib.util.find_spec("PIL") else ""}
         return (
             self._code
-            | quantized
+            | further
             | {
                 "base model": self._base(base_model),
                 "dtype": self._pool.facts(base_model).dtype,

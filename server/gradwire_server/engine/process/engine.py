@@ -264,6 +264,7 @@ class Engine:
             has_tokenizer=name in self.context.tokenizer_files,
             eos_token_ids=facts.eos_token_ids,
             pad_token_id=facts.pad_token_id,
+            takes_images=facts.takes_images,
         )
 
 

@@ -56,7 +56,8 @@ class LocalJob:
     ) -> None:
         _check(policy, prompts, params, tokenizer)
         facts, self.policy = policy.facts, policy
-        self.prompts, self.params, self.tokenizer = [tuple(prompt) for prompt in prompts], params, tokenizer
+        self.prompts = [prompt if isinstance(prompt, tuple) else tuple(prompt) for prompt in prompts]
+        self.params, self.tokenizer = params, tokenizer
         eos = frozenset(facts.eos_token_ids)
         self.ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos
         self.limits = np.repeat(

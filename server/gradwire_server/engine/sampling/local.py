@@ -12,11 +12,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.tokenizers import TextTokenizer
 from gradwire_server.engine.sampling.batch import Batch
 from gradwire_server.engine.sampling.draw import Uniforms
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt
 from gradwire_server.engine.sampling.jobs import LocalJob
 from gradwire_server.engine.sampling.key_values import KeyValues, Together
 from gradwire_server.engine.sampling.pages import Pages, fits_pages
@@ -83,7 +87,15 @@ class LocalSampler:
         if job.done:
             return job
         split_model = policy.split_model
-        mixed = mixed and not alone and can_share(policy) and self._fits_pages(policy)
+        has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
+        if has_images and not self._fits_pages(policy):
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                f"model {policy.facts.name!r} keeps a cache of its own when it samples, which takes no images; it"
+                " can be trained with them",
+                field="images",
+            )
+        mixed = mixed and not alone and not has_images and can_share(policy) and self._fits_pages(policy)
         key = _Key(split_model, None if mixed else policy.adapter or "", job if alone else None)
         if key not in self._batches:
             rows = max(1, self._logits_elements // policy.facts.vocab_size)

@@ -102,7 +102,7 @@ class PageTable:
 
 
 def page_digests(tokens: Sequence[int], weights: bytes = b"") -> list[bytes]:
-    """Digest of each full page of tokens and all before it, computed with the weights of this name."""
+    """Digest of each full page of tokens and all before it, computed with the weights and images of this name."""
     whole = np.asarray(tokens[: len(tokens) // PAGE * PAGE], np.int32).reshape(-1, PAGE)
     state, digests = hashlib.blake2b(weights, digest_size=16), []
     for page in whole:

@@ -28,6 +28,7 @@ from gradwire_server.engine.model.attention_masked import MaskedSegments, QueryS
 from gradwire_server.engine.model.attention_paged import PAGE, PagedDecode, PagedPrefill, PageStore, RowLists
 from gradwire_server.engine.model.packing import Packing, lay_out
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt, images_key, images_of_pieces
 from gradwire_server.engine.sampling.key_values import IntArray, Prompt, Room
 from gradwire_server.engine.sampling.page_lists import own_lists, power_of_two, shared_lists
 from gradwire_server.engine.sampling.page_table import SCRATCH, PageTable, page_digests
@@ -73,12 +74,13 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Row:
-    """A row's pages and tokens; ``tokens`` are those in the store."""
+    """A row's pages and tokens; ``tokens`` are those in the store, ``shift`` as of its prompt's images."""
 
     weights: bytes
     shared: tuple[int, ...]
     own: list[int]
     tokens: list[int]
+    shift: int = 0
 
 
 class Pages:
@@ -101,6 +103,7 @@ class Pages:
         self._rows: list[_Row] = []
         self._warmed: list[int] = []
         self._shared: RowLists | None = None
+        self._shifts = False
         self.computed_tokens = 0
 
     @property
@@ -112,7 +115,7 @@ class Pages:
         return SharedRoom()
 
     def warm(self, policy: Policy, prompt: Prompt) -> bool:
-        if len(prompt) <= CHUNK_TOKENS:
+        if len(prompt) <= CHUNK_TOKENS or isinstance(prompt, ImagePrompt):  # a part of it has other images
             return False
         digests = page_digests(prompt, self._weights(policy))
         found = self._table.find(digests[: (len(prompt) - 1) // PAGE])
@@ -147,7 +150,11 @@ class Pages:
                 own = [self._table.new()]
                 copies.append((prompt.rest, own[0]))
             kept = list(prompt.tokens) if self._kept else []
-            self._rows.append(_Row(prompt.weights, tuple(prompt.full), own, kept))
+            row = _Row(prompt.weights, tuple(prompt.full), own, kept)
+            if isinstance(prompt.tokens, ImagePrompt):
+                row.shift = prompt.tokens.shift
+                self._shifts |= row.shift != 0
+            self._rows.append(row)
         self._store.reserve(self._table.pages)
         if copies:
             self._store.copy(*torch.tensor(copies).T)
@@ -180,6 +187,8 @@ class Pages:
         place[: len(rows)] = table[np.arange(len(rows)), pages] * PAGE + inside % PAGE
         lengths, ids, at = (np.zeros(count, np.int64) for _ in range(3))
         lengths[: len(rows)], ids[: len(rows)], at[: len(rows)] = inside, tokens, positions
+        if self._shifts:
+            at[: len(rows)] += np.array([row.shift for row in rows])
         own = own_lists(table, lengths + 1, fills)
         plan = PagedDecode(self._store, torch.from_numpy(place), self._shared, own)
         activate_each(policies, [1] * (len(rows) - 1) + [1 + count - len(rows)])
@@ -197,7 +206,7 @@ class Pages:
     def end(self) -> None:
         self.keep(np.zeros(0, np.int64))
         self._table.release(self._warmed)
-        self._warmed = []
+        self._warmed, self._shifts = [], False
         self._store.select(torch.tensor(self._table.compact()))
 
     def _leave(self, row: _Row) -> None:
@@ -210,7 +219,7 @@ class Pages:
 
     def _add(self, policy: Policy, tokens: Prompt) -> _Prompt:
         """Give a prompt its pages; those of a known beginning are computed already."""
-        weights = self._weights(policy)
+        weights = self._weights(policy) + images_key(tokens)
         digests = page_digests(tokens, weights)
         found = self._table.find(digests[: (len(tokens) - 1) // PAGE])
         pages = [*found, *(self._table.new() for _ in range(len(found), -(-len(tokens) // PAGE)))]
@@ -235,7 +244,8 @@ class Pages:
         plan = PagedPrefill(self._store, places, layout, MaskedSegments(segments))
         policies = [prompt.policy for prompt, _, _ in pieces]
         activate_each(policies, lengths.tolist())
-        states = policies[0].split_model.packed_states(ids, positions, plan)
+        images = images_of_pieces([(prompt.tokens, start, stop) for prompt, start, stop in pieces])
+        states = policies[0].split_model.packed_states(ids, positions, plan, images)
         self._table.kept = self._kept * self._store.pages // max(1, self._store.nbytes)
         self.computed_tokens += len(ids)
         return states.index_select(0, sent(ends - 1, states.device))

@@ -125,6 +125,8 @@ class VllmSampler:
             return False
         if params.json_schema or params.top_logprobs or params.stream or not params.max_tokens:
             return False
+        if policy.split_model.vision is not None:
+            return False
         name = policy.facts.name
         shared = self._pool.is_loaded(name) and self._pool.get(name) is policy.split_model
         rank = 0

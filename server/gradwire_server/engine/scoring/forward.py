@@ -120,6 +120,7 @@ class Reading:
                 training=training,
                 activations=activations,
                 router_sums=routers,
+                images=batch.images,
             )
             return self.scores(hidden, teacher_states, training=training) | (routers or {})
 
@@ -143,7 +144,11 @@ class Reading:
         batch = self.batch
         with torch.no_grad():
             return self.teacher.policy.hidden(
-                batch.input_ids, batch.lengths, self.places["read"], group_sizes=batch.group_sizes
+                batch.input_ids,
+                batch.lengths,
+                self.places["read"],
+                group_sizes=batch.group_sizes,
+                images=batch.images,
             )
 
     @cached_property

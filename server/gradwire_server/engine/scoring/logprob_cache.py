@@ -58,6 +58,9 @@ def sequence_keys(identity: str, temperature: float, batch: Batch) -> list[bytes
     parts = [_cut(batch.input_ids, batch.lengths), _cut(batch.scored, batch.lengths)]
     if batch.target_tokens is not None:
         parts.append(_cut(batch.target_tokens, batch.row_lengths))
+    if batch.images is not None:
+        start.update(batch.images.key)
+        parts.append(_cut(batch.images.places, batch.lengths))
     keys = []
     for of_sequence in zip(*parts, strict=True):
         state = start.copy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model import attention
@@ -18,6 +18,7 @@ from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.vision import auto_class
 
 
 class MetaPool(ModelPool):
@@ -54,7 +55,7 @@ class MetaPool(ModelPool):
         if self._layers is not None:
             shorten(config, self._layers)
         with preserved_rng(), init_empty_weights(include_buffers=True):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(facts.takes_images).from_config(
                 config, dtype=dtype or self.dtype, trust_remote_code=False
             )
         if quantize is not None:

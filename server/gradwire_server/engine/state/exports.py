@@ -29,7 +29,7 @@ from gradwire_server.engine.state.folders import replacing
 PREFIX = "base_model.model."
 """What peft puts before a tensor's name in a file."""
 FORMATS = ("auto", "hf", "peft", "merged")
-TOKENIZER_FILES = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -38,7 +38,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+"""Files of the tokenizer and of the processor of images, which training leaves as they are."""
 
 
 PROBE_TOKENS = 64
@@ -156,7 +161,7 @@ def _without_head(policy: Policy) -> dict[str, torch.Tensor]:
 
 def _copy_tokenizer(facts: ModelFacts, folder: Path) -> None:
     source = Path(facts.path)
-    for name in TOKENIZER_FILES:
+    for name in COPIED_FILES:
         if source.is_dir():
             file: str | Path | None = source / name if (source / name).is_file() else None
         else:

@@ -349,7 +349,9 @@ class References:
 def _only(batch: Batch, sequences: Tensor) -> Batch:
     """Select sequences of a batch without its fields; sequences of one example stay grouped to share prefixes."""
     ones = torch.ones_like(batch.lengths)
-    alone = Batch(batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens)
+    alone = Batch(
+        batch.input_ids, batch.lengths, batch.scored, ones, target_tokens=batch.target_tokens, images=batch.images
+    )
     sizes = segment_ids(batch.group_sizes)[sequences].bincount(minlength=batch.num_examples)
     return replace(alone.select(sequences), group_sizes=sizes[sizes > 0])
 

@@ -13,13 +13,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.placement import whole
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.vision import auto_class, takes_images
 from gradwire_server.engine.state.checkpoints import write_checkpoint
 from gradwire_server.engine.state.exports import PREFIX
 from gradwire_server.engine.state.folders import replacing
@@ -197,7 +198,7 @@ def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: S
         rest = {name: value for name, value in config.items() if name != "model_type"}
         described = AutoConfig.for_model(config.get("model_type", ""), **rest)
         with preserved_rng(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
+            model = auto_class(takes_images(described)).from_config(described, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise invalid(f"{MODEL_CONFIG} does not describe a causal LM of transformers: {error}", "path") from error
     if type(model).__name__ != facts.architecture:
@@ -226,7 +227,8 @@ def _model_tensors(files: Path, upload: pb.Upload) -> dict[str, Tensor]:
     kinds = {entry["dtype"] for file in _heads(files, upload) for entry in _tensors(file).values()}
     dtype = torch.float64 if "F64" in kinds else torch.float32 if "F32" in kinds else "auto"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(files, trust_remote_code=False)
+        loaded: Any = auto_class(takes_images(config)).from_pretrained(
             files, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:

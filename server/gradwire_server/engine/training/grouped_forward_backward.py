@@ -78,8 +78,13 @@ def hidden_together(
 
 
 def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
-    """Whether each training is one micro-batch with scored tokens and all together compute at most ``most_tokens``."""
+    """Whether each training is one micro-batch with scored tokens and all together compute at most ``most_tokens``.
+
+    Batches with images are computed alone.
+    """
     if any(len(each.micros) != 1 or not len(_reading(each).positions) for each in trainings):
+        return False
+    if any(each.batch.images is not None for each in trainings):
         return False
     micros = [training.micros[0] for training in trainings]
     if trainings[0].policy.packing(training=True) is not Packing.PADDED:

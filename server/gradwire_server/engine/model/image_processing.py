@@ -1,0 +1,197 @@
+"""Images as a model takes them: bytes of a file, or an array, read by the model's own processor.
+
+The processors are those of transformers that compute with Pillow and numpy, so that an image is read alike on every
+machine. Pillow comes with ``gradwire[images]``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.model.tokenizers import find_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 1 << 26
+"""Maximum pixels of an image; a small file may hold many."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+ARRAY = b"\x93NUMPY"
+"""Beginning of an array as ``numpy.save`` writes it."""
+KEPT_BYTES = 256 << 20
+"""Bytes of images that were read and are kept for later batches."""
+TAKEN = frozenset({"pixel_values", "pixel_attention_mask", "image_grid_thw"})
+
+
+class ImageRefused(ValueError):
+    """An image, or a row with images, cannot be taken; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedImage:
+    """One image as the vision part of its model takes it.
+
+    Attributes:
+        digest: Digest of the image's content.
+        inputs: What the processor made of it.
+        tokens: The tokens that stand for it in a sequence.
+        count: How many of them are image tokens.
+    """
+
+    digest: bytes
+    inputs: Mapping[str, Tensor]
+    tokens: Tensor
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.inputs.values()) + self.tokens.nbytes
+
+
+class ImageProcessor:
+    """Reads images for one model.
+
+    Args:
+        path: The model's folder or hub name.
+        image_token: Id of an image token.
+        tile_tokens: Image tokens of a tile, for models that cut images into tiles and describe them by further tokens;
+            None for models that tell the number of tokens by a grid.
+
+    Raises:
+        OperationError: UNSUPPORTED without Pillow, without the processor's settings, or without a tokenizer where the
+            model has further tokens around those of an image.
+    """
+
+    def __init__(self, path: str, image_token: int, tile_tokens: int | None) -> None:
+        try:
+            import PIL  # noqa: F401
+        except ImportError:
+            raise _unsupported(
+                "images need Pillow, which is not installed on the server: pip install 'gradwire[images]'"
+            ) from None
+        from transformers import AutoImageProcessor
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise _unsupported(
+                f"the folder of the model has no settings of an image processor (preprocessor_config.json): {error}"
+            ) from error
+        self._image_token, self._tile_tokens = image_token, tile_tokens
+        tokenizer = find_tokenizer(path) if tile_tokens is not None else None
+        if tile_tokens is not None and tokenizer is None:
+            raise _unsupported("the model has no tokenizer.json, which knows the tokens around those of an image")
+        self._tokenizer = load_tokenizer(tokenizer) if tokenizer is not None else None
+        self._kept: OrderedDict[bytes, ProcessedImage] = OrderedDict()
+        self._kept_bytes = 0
+
+    def read(self, content: bytes) -> ProcessedImage:
+        """Read a PNG, JPEG or WebP file, or an array as ``numpy.save`` writes it.
+
+        Raises:
+            ImageRefused: It is none, it is damaged, or it has more than ``MAX_PIXELS`` pixels.
+        """
+        digest = blake2b(content, digest_size=16).digest()
+        found = self._kept.pop(digest, None)
+        if found is None:
+            found = self._processed(digest, opened(content))
+            self._kept_bytes += found.nbytes
+        self._kept[digest] = found
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_bytes -= dropped.nbytes
+        return found
+
+    def _processed(self, digest: bytes, image: Image) -> ProcessedImage:
+        tiles = {} if self._tile_tokens is None else {"return_row_col_info": True}
+        try:
+            made = self._processor(images=[[image]] if tiles else [image], return_tensors="pt", **tiles)
+        except ValueError as error:  # of a shape that the model's processor does not take
+            raise ImageRefused(f"the model's processor does not take it: {error}") from error
+        inputs = {name: each for name, each in made.items() if name in TAKEN}
+        if self._tile_tokens is None:
+            count = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
+            return ProcessedImage(digest, inputs, torch.full((count,), self._image_token), count)
+        tokens = self._around_tiles(int(made["rows"][0][0]), int(made["cols"][0][0]))
+        count = int((tokens == self._image_token).sum())
+        expected = inputs["pixel_values"].shape[1] * self._tile_tokens
+        if count != expected:
+            raise _unsupported(
+                f"the tokenizer makes {count} image tokens of an image for which the model computes {expected}"
+            )
+        return ProcessedImage(digest, inputs, tokens, count)
+
+    def _around_tiles(self, rows: int, columns: int) -> Tensor:
+        from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+        assert self._tokenizer is not None
+        text = get_image_prompt_string(
+            rows, columns, self._tile_tokens, "<fake_token_around_image>", "<image>", "<global-img>"
+        )
+        return torch.tensor(self._tokenizer.encode([text], add_special_tokens=False)[0])
+
+
+def opened(content: bytes) -> Image:
+    """Decode an image to red, green and blue, turned as its file says.
+
+    Raises:
+        ImageRefused: As for :meth:`ImageProcessor.read`.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    if content.startswith(ARRAY):
+        return Image.fromarray(_array(content)).convert("RGB")
+    try:
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
+            _check_size(*image.size)
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except ImageRefused:
+        raise
+    except UnidentifiedImageError:
+        raise ImageRefused(
+            f"its {len(content)} bytes are no {', '.join(FORMATS)} file and no array of numpy.save"
+        ) from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ImageRefused(f"the file is damaged: {error}") from error
+
+
+def _array(content: bytes) -> np.ndarray[Any, Any]:
+    stream = BytesIO(content)
+    try:
+        np.lib.format.read_magic(stream)
+        shape, by_column, dtype = np.lib.format.read_array_header_1_0(stream)
+    except ValueError as error:
+        raise ImageRefused(f"the array is damaged: {error}") from error
+    gray = len(shape) == 2
+    if dtype != np.uint8 or by_column or not (gray or (len(shape) == 3 and shape[2] in (1, 3, 4))) or 0 in shape:
+        raise ImageRefused(
+            f"an array is uint8 [height, width], or [height, width, channels] with 1, 3 or 4 channels; this is {dtype}"
+            f" {list(shape)}"
+        )
+    _check_size(shape[1], shape[0])
+    values = np.frombuffer(content, np.uint8, offset=stream.tell())
+    if values.size != np.prod(shape):
+        raise ImageRefused(f"the array is damaged: {values.size} bytes for the shape {list(shape)}")
+    return values.reshape(shape[:2] if gray or shape[2] == 1 else shape)
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ImageRefused(
+            f"it has {width} x {height} pixels, and an image has at most {MAX_PIXELS:,}; make it smaller before sending"
+        )
+
+
+def _unsupported(message: str) -> OperationError:
+    return OperationError(training_pb2.ERROR_CODE_UNSUPPORTED, message, field="images")

@@ -1,0 +1,240 @@
+"""Images of a batch's rows and of prompts: read, checked, and put in the places of their tokens.
+
+A row has the token of an image once in the place of each of its images, as chat templates write it, or all tokens that
+the model's processor makes of it. What belongs to the row's other tokens stays as the caller sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from gradwire_losses.batch import Batch, BatchError, segment_ids
+from gradwire_losses.images import ImageTokens
+from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
+from gradwire_proto.v1 import training_pb2
+from torch import Tensor
+
+from gradwire_server.engine.errors import OperationError
+from gradwire_server.engine.interruption import between_micro_batches
+from gradwire_server.engine.model.image_processing import ImageRefused, ProcessedImage
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.vision import Expanded, Vision
+from gradwire_server.engine.sampling.image_prompt import ImagePrompt
+
+MAX_TOKENS = 1 << 26
+"""Maximum tokens of a batch with those of its images."""
+MAX_BYTES = 8 << 30
+"""Maximum bytes of a batch's images as their model takes them."""
+UNSCORED = (
+    "the tokens of images are not scored, because a model is not asked to predict them: leave them out of the loss mask"
+)
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of some rows.
+
+    Attributes:
+        vision: The vision part that they were read for.
+        images: The distinct images.
+        rows: Each row's images, as indices.
+        model: Path of the model.
+        context_length: Maximum tokens of a sequence.
+    """
+
+    vision: Vision
+    images: Sequence[ProcessedImage]
+    rows: Sequence[Sequence[int]]
+    model: str
+    context_length: int
+
+
+def images_of_rows(policy: Policy, columns: Mapping[str, Column]) -> RowImages:
+    """Read the images of a batch's columns.
+
+    Raises:
+        BatchError: The columns contradict each other, or an image cannot be read; names the row.
+        OperationError: UNSUPPORTED if the model takes no images, or the server cannot read them.
+    """
+    numbers, contents = columns.get(IMAGES), columns.get(IMAGE_BYTES)
+    if numbers is None or contents is None:
+        raise BatchError(f"{IMAGES} and {IMAGE_BYTES} come together", field=IMAGES, rule="both or none")
+    if len(numbers.levels) != 1 or numbers.values.ndim != 1 or numbers.values.dtype.kind not in "iu":
+        raise BatchError(f"{IMAGES} is one row of numbers of images a row", field=IMAGES, rule="int [rows, images]")
+    if len(contents.levels) != 1 or contents.values.ndim != 1 or contents.values.dtype != np.uint8:
+        raise BatchError(f"{IMAGE_BYTES} is one row of bytes an image", field=IMAGE_BYTES, rule="uint8 [images, bytes]")
+    return read_images(policy, [row.tolist() for row in numbers.rows()], [each.tobytes() for each in contents.rows()])
+
+
+def read_images(policy: Policy, rows: Sequence[Sequence[int]], contents: Sequence[bytes]) -> RowImages:
+    """Read images, given each row's as indices into the contents; errors as of :func:`images_of_rows`."""
+    vision, facts = policy.split_model.vision, policy.facts
+    if vision is None:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {facts.name!r} ({facts.architecture}) takes no images here; the models that do are Qwen2-VL,"
+            " Qwen2.5-VL, Qwen3-VL, Idefics3 and SmolVLM",
+            field=IMAGES,
+        )
+    for row, numbers in enumerate(rows):
+        for number in numbers:
+            if not 0 <= number < len(contents):
+                raise BatchError(
+                    f"{IMAGES}, row {row}: there is no image {number}, there are {len(contents)}",
+                    field=IMAGES,
+                    row=row,
+                    rule=f"0 <= number < {len(contents)}",
+                )
+    images: list[ProcessedImage] = []
+    size = 0
+    for number, content in enumerate(contents):
+        between_micro_batches()  # many images take seconds
+        try:
+            images.append(vision.processor.read(content))
+            size += images[-1].nbytes
+            if size > MAX_BYTES:
+                raise ImageRefused(
+                    f"the batch's images up to this one take {size:,} bytes as the model takes them, and a batch has"
+                    f" {MAX_BYTES:,} at most; send fewer images at a time, or smaller ones"
+                )
+        except ImageRefused as error:
+            shown = next((row for row, numbers in enumerate(rows) if number in numbers), None)
+            which = "" if shown is None else f", row {shown}, image {list(rows[shown]).index(number)}"
+            raise BatchError(f"{IMAGES}{which}: {error}", field=IMAGES, row=shown, rule="a readable image") from error
+    return RowImages(vision, images, rows, facts.path, facts.context_length)
+
+
+def check_without_images(policy: Policy, rows: Sequence[Tensor]) -> None:
+    """Refuse rows that have image tokens and no images.
+
+    Raises:
+        BatchError: Names the row.
+    """
+    vision = policy.split_model.vision
+    if vision is None:
+        return
+    for row, ids in enumerate(rows):
+        if (ids == vision.image_token).any():
+            raise BatchError(
+                f"{IMAGES}, row {row}: it has image tokens (id {vision.image_token}), and no images were sent with it",
+                field=IMAGES,
+                row=row,
+                rule="one image token for each image",
+            )
+
+
+def with_images(batch: Batch, given: RowImages) -> Batch:
+    """Put the tokens of its images into a batch, whose examples are the rows; all sequences of one have its images.
+
+    Raises:
+        BatchError: A row has another number of image tokens, or is too long with them.
+    """
+    if len(given.rows) != batch.num_examples:
+        raise BatchError(
+            f"{IMAGES} has {len(given.rows)} rows, and the batch has {batch.num_examples}",
+            field=IMAGES,
+            rule="equal row counts",
+        )
+    vision = given.vision
+    sequences = zip(
+        segment_ids(batch.group_sizes).tolist(),
+        batch.input_ids.split(batch.lengths.tolist()),
+        batch.scored.split(batch.lengths.tolist()),
+        strict=True,
+    )
+    ids, scored, tokens, total = [], [], _Tokens(given), 0
+    for row, own, own_scored in sequences:
+        expanded = tokens.add(row, own)
+        total += len(expanded.ids)
+        if total > MAX_TOKENS:
+            raise BatchError(
+                f"{IMAGES}, row {row}: the batch has more than {MAX_TOKENS:,} tokens with those of its images; send"
+                " fewer rows at a time",
+                field=IMAGES,
+                row=row,
+                rule=f"tokens <= {MAX_TOKENS}",
+            )
+        if batch.target_tokens is None:
+            own_scored = own_scored & (own != vision.image_token)
+        ids.append(expanded.ids)
+        scored.append((expanded.sources >= 0) & own_scored[expanded.sources])
+    fields, warnings = batch.fields, batch.warnings
+    stays = batch.input_ids[batch.scored] != vision.image_token
+    if batch.target_tokens is None and not stays.all():
+        fields = {name: each[stays] if batch.levels[name] == "token" else each for name, each in fields.items()}
+        warnings = (*warnings, UNSCORED)
+    return replace(
+        batch,
+        input_ids=torch.cat(ids),
+        lengths=torch.tensor([len(each) for each in ids]),
+        scored=torch.cat(scored),
+        fields=fields,
+        warnings=warnings,
+        images=tokens.joined(),
+    )
+
+
+def prompts_with_images(prompts: Sequence[Sequence[int]], given: RowImages) -> list[ImagePrompt]:
+    """Put the tokens of their images into prompts; errors as of :func:`with_images`."""
+    if len(given.rows) != len(prompts):
+        raise BatchError(
+            f"{IMAGES} has {len(given.rows)} rows, and there are {len(prompts)} prompts",
+            field=IMAGES,
+            rule="one row a prompt",
+        )
+    made = []
+    for row, prompt in enumerate(prompts):
+        tokens = _Tokens(replace(given, images=[given.images[number] for number in given.rows[row]]))
+        expanded = tokens.add(row, torch.tensor(prompt, dtype=torch.int64), range(len(given.rows[row])))
+        made.append(ImagePrompt(expanded.ids.tolist(), tokens.joined()))
+    return made
+
+
+class _Tokens:
+    """The image tokens of sequences that are added one after the other."""
+
+    def __init__(self, given: RowImages) -> None:
+        self._given = given
+        counts = [image.count for image in given.images]
+        self._own = [torch.arange(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+        self._places: list[Tensor] = []
+        self._positions: list[Tensor] = []
+
+    def add(self, row: int, ids: Tensor, numbers: Sequence[int] | None = None) -> Expanded:
+        """Add a sequence of a row.
+
+        Args:
+            numbers: The row's images, if they are not those of the given rows.
+        """
+        given = self._given
+        numbers = given.rows[row] if numbers is None else numbers
+        try:
+            expanded = given.vision.expand(ids, [given.images[number] for number in numbers])
+        except ImageRefused as error:
+            rule = "one image token for each image"
+            raise BatchError(f"{IMAGES}, row {row}: {error}", field=IMAGES, row=row, rule=rule) from error
+        if len(expanded.ids) > given.context_length:
+            raise BatchError(
+                f"{IMAGES}, row {row}: it has {len(expanded.ids)} tokens with those of its images, and the model's"
+                f" context has {given.context_length}; make the images smaller",
+                field=IMAGES,
+                row=row,
+                rule=f"tokens <= {given.context_length}",
+            )
+        table = torch.cat([torch.zeros(0, dtype=torch.int64), *(self._own[number] for number in numbers)])
+        seen = expanded.places >= 0
+        places = expanded.places.clone()
+        places[seen] = table[places[seen]]
+        self._places.append(places)
+        if expanded.positions is not None:
+            self._positions.append(expanded.positions)
+        return expanded
+
+    def joined(self) -> ImageTokens:
+        """Those of all sequences."""
+        positions = torch.cat(self._positions) if self._positions else None
+        return ImageTokens(torch.cat(self._places), positions, self._given.images, self._given.model)

@@ -1,0 +1,74 @@
+"""Images of a batch: each distinct one travels once, whatever form it has, and what is wrong is named by row."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from gradwire.batches import SCORING_FIELDS, to_columns
+from gradwire.errors import InvalidBatchError
+from gradwire.sampling import NO_BIAS, sample_call
+from PIL import Image
+
+PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+
+
+def columns(images: Any) -> dict[str, Any]:
+    return to_columns("forward", SCORING_FIELDS, {"input_ids": [[1], [2, 3], [4]], "images": images})
+
+
+def test_each_distinct_image_travels_once() -> None:
+    made = columns([[b"one", b"two"], [], [b"two", b"one", b"two"]])
+    assert list(made) == ["input_ids", "images", "image_bytes"]
+    assert [row.tolist() for row in made["images"].rows()] == [[0, 1], [], [1, 0, 1]]
+    assert [each.tobytes() for each in made["image_bytes"].rows()] == [b"one", b"two"]
+
+
+def test_rows_and_columns_give_the_same_bytes_and_no_image_gives_none() -> None:
+    rows = [{"input_ids": [1], "images": [b"a"]}, {"input_ids": [2], "images": None}]
+    made = to_columns("forward", SCORING_FIELDS, rows)
+    same = to_columns("forward", SCORING_FIELDS, {"input_ids": [[1], [2]], "images": [[b"a"], []]})
+    assert all(np.array_equal(made[name].values, same[name].values) for name in same)
+    assert list(columns([[], [], None])) == ["input_ids"]
+
+
+@pytest.mark.parametrize("pixels", [PIXELS, PIXELS[:, :, 0], PIXELS[:, :, :1], PIXELS.transpose(1, 0, 2)])
+def test_an_array_travels_as_numpy_saves_it(pixels: np.ndarray) -> None:
+    content = columns([[pixels], [], []])["image_bytes"].values.tobytes()
+    assert np.array_equal(np.load(BytesIO(content), allow_pickle=False), pixels)
+
+
+def test_a_pillow_image_travels_as_a_png_file() -> None:
+    content = columns([[Image.fromarray(PIXELS)], [], []])["image_bytes"].values.tobytes()
+    assert np.array_equal(np.asarray(Image.open(BytesIO(content))), PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("images", "row", "message"),
+    [
+        ([[b"a"]], None, "has 1 rows, and there are 3"),
+        (b"a", None, "a list with a list of images for each row"),
+        ([b"a", [], []], 0, "holds a bytes where a list of images is expected"),
+        ([[], ["cat.png"], []], 1, "image 0 is a str"),
+        ([[], [b""], []], 1, "image 0 is empty"),
+        ([[], [], [PIXELS.astype(np.float32)]], 2, r"float32 \[2, 4, 3\]"),
+    ],
+)
+def test_what_is_no_image_is_named_by_row(images: Any, row: int | None, message: str) -> None:
+    with pytest.raises(InvalidBatchError, match=message) as caught:
+        columns(images)
+    assert (caught.value.field, caught.value.row) == ("images", row)
+
+
+def test_prompts_as_texts_or_as_ids_may_have_images() -> None:
+    others: dict[str, Any] = {
+        "n": 1, "top_p": 1.0, "repetition_penalty": 1.0, "stop": (), "logit_bias": NO_BIAS, "json_schema": None,
+    }  # fmt: skip
+    call, made = sample_call(["a", "b"], images=[[b"one"], []], **others)
+    assert list(call.prompts) == ["a", "b"] and list(made) == ["images", "image_bytes"]
+    _, made = sample_call([[1, 2]], images=[[b"one"]], **others)
+    assert list(made) == ["prompt_ids", "images", "image_bytes"]
+    with pytest.raises(InvalidBatchError, match="has 1 rows, and there are 2"):
+        sample_call(["a", "b"], images=[[b"one"]], **others)

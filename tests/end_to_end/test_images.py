@@ -1,0 +1,76 @@
+"""Images through the public door: the page's code runs, each image is sent once, and a kill changes no bit."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import signal
+from pathlib import Path
+from typing import Any
+
+import gradwire
+import numpy as np
+import pytest
+from support.server import Server
+from support.vision import picture, png, vision_model
+
+from tests.examples.test_docs import ROOT, blocks
+
+PAGE = ROOT / "docs" / "images.md"
+SMOLVLM = "HuggingFaceTB/SmolVLM-256M-Instruct"
+CAT, DOG = picture(1, 16, 24), picture(2, 32, 16)
+
+
+async def steps(service: gradwire.ServiceClient, run: gradwire.TrainingClient, model: str, count: int) -> list[float]:
+    """Supervised and preference steps on rows with and without images, and samples."""
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    answers = [[*asked, {"role": "assistant", "content": text}] for text in ("a cat", "a dog")]
+    (cat, dog), text = (
+        await service.render(answers, model=model),
+        await service.render([{"role": "assistant", "content": "of text"}], model=model),
+    )
+    rows = [cat | {"images": [CAT]}, dog | {"images": [png(DOG)]}, text | {"images": []}]
+    pair = {"chosen_input_ids": [cat["input_ids"]], "rejected_input_ids": [dog["input_ids"]], "images": [[CAT]]}
+    seen: list[float] = []
+    for _ in range(count):
+        supervised = run.forward_backward(rows, "causal_lm")
+        preferred = run.forward_backward(pair, "dpo", {"reference_model": "base"})
+        step = run.optim_step(learning_rate=1e-2)
+        sampled = run.sample([cat["input_ids"][:-8].tolist()], images=[[CAT]], max_tokens=4)
+        seen += [(await supervised).metrics["loss"], (await preferred).metrics["loss"], (await step).grad_norm]
+        seen += list((await sampled).samples[0][0].logprobs)
+    return seen
+
+
+@pytest.mark.holds_loop("the page's code is compiled and run on the loop")
+async def test_the_page_runs_and_a_kill_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smolvlm, qwen = (vision_model(tmp_path / kind, kind) for kind in ("smolvlm", "qwen2_vl"))
+    server = Server(smolvlm, tmp_path / "state", "--model", f"qwen={qwen}", name=SMOLVLM).start()
+    connect = gradwire.connect
+    monkeypatch.setattr(gradwire, "connect", lambda *_, **__: connect(server.address))
+    session: dict[str, Any] = {"__name__": "page"}
+    for line, source in blocks(PAGE):
+        code = compile(
+            ast.increment_lineno(ast.parse(source), line), str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        if inspect.iscoroutine(waiting := eval(code, session)):
+            await waiting
+    assert session["result"].num_tokens > len(session["row"]["input_ids"])
+    seen, expected, runs = {}, {}, {}
+    async with connect(server.address) as service:
+        for model in (SMOLVLM, "qwen"):
+            settings: dict[str, Any] = {"seed": 3, "lora": {"rank": 4, "target_modules": ["all-linear", "vision"]}}
+            calm = await service.create_run(model, **settings)
+            expected[model] = await steps(service, calm, model, 3)
+            run = await service.create_run(model, **settings)
+            runs[model], seen[model] = run.run_id, await steps(service, run, model, 2)
+        with pytest.raises(gradwire.InvalidBatchError, match="row 0: 1 images and 0 image tokens"):
+            await calm.forward({"input_ids": [[5, 6, 7]], "images": [[CAT]]})
+        server.end(signal.SIGKILL)
+    server.start()
+    async with connect(server.address) as service:
+        for model in (SMOLVLM, "qwen"):
+            seen[model] += await steps(service, service.get_training_client(runs[model]), model, 1)
+    assert server.end() == 0
+    assert seen == expected
+    assert all(np.isfinite(values).all() for values in seen.values())

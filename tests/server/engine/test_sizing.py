@@ -136,6 +136,16 @@ def test_the_advice_is_what_the_estimate_then_confirms(model: Path) -> None:
     assert sentences[0].startswith("It does not fit") and len(sentences) == 2
 
 
+def test_a_long_row_fits_because_the_server_recomputes_it(model: Path) -> None:
+    fits = estimated(model, Device("cpu", int(1.6 * GIB)), tokens=65_536)
+    assert fits.chosen == Activations.RECOMPUTE | Activations.CHUNK
+    kept = fits.needed_bytes - fits.parts["activations"] + fits.activations[False]
+    assert fits.fits and kept > fits.usable_bytes
+    assert any("recomputes them in the backward pass and computes feed-forward layers" in each for each in advice(fits))
+    always = estimated(model, Device("cpu", 8 * GIB), tokens=256, checkpointing=True)
+    assert always.chosen == Activations.RECOMPUTE and always.parts["activations"] == always.activations[True]
+
+
 def test_a_micro_batch_has_as_many_rows_as_the_engine_would_choose(model: Path) -> None:
     found = estimated(model, tokens=200, rows=64)
     assert found.microbatch_rows == found.budget.microbatch_tokens // 200

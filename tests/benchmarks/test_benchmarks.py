@@ -22,10 +22,12 @@ from benchmarks.workload import Draw, num_tokens
 
 TRL_PYTHON = Path(os.environ.get("GRADWIRE_TRL_PYTHON", ROOT / ".venv-parity/bin/python"))
 TINKER_PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tinker/bin/python"))
-SLOW = (
+APART = (
     "against_trl", "real_shapes", "long_rows", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door",
 )  # fmt: skip
-QUICK = [row for row in ROWS if row not in SLOW]
+QUICK = ("step_counts", "short_engine", "in_process", "padded_loop", "vocabulary")
+"""Run by default; the other rows take minutes together."""
+RUN = [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in APART]
 
 
 def run(module: str, *args: str) -> str:
@@ -36,7 +38,7 @@ def run(module: str, *args: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("row", QUICK)
+@pytest.mark.parametrize("row", RUN)
 def test_rows_run(row: str) -> None:
     found = importlib.import_module(f"benchmarks.{row}").measure(Size(repeats=1, smoke=True))
     assert found
@@ -108,7 +110,7 @@ def test_a_long_row_trains_in_bounded_memory() -> None:
     assert figure.reached, figure
 
 
-@pytest.mark.timeout(1200)  # seconds, where nothing else computes
+@pytest.mark.slow
 def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> None:
     results, models = tmp_path / "gpu.json", tmp_path / "models"
     args = ("--smoke", "--results", str(results), "--models", str(models), "--only", "0.6B:full:padded")

@@ -42,8 +42,9 @@ class FeedForward:
         layers = list(feed_forward_layers(model))
         self.num_layers = len(layers)
         for layer in layers:
-            layer.__class__ = _in_chunks(type(layer))  # type: ignore[assignment]  # a subclass made here
-            layer.feed_forward = self  # type: ignore[assignment]  # an attribute of that subclass
+            kind: type[nn.Module] = type(layer)
+            chunked: Any = layer
+            chunked.__class__, chunked.feed_forward = _in_chunks(kind), self
 
 
 class _InChunks(nn.Module):

@@ -45,6 +45,9 @@ def test_loss_reference_is_fresh(tmp_path: Path) -> None:
     assert fresh == committed, "a loss says something else of itself than docs/losses.md: run `make docs`"
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # by a name that peft uses
 def test_the_sizing_table_is_what_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = loaded("make_sizing_table", monkeypatch)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tool.written().splitlines()[2:]]

@@ -14,10 +14,12 @@ from gradwire_proto.v1 import training_pb2
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.numberless import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy, make_policy
 from gradwire_server.engine.model.quantization import Quantization
+from gradwire_server.engine.model.routers import Routers
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
@@ -49,7 +51,7 @@ class MetaModel:
         kind: The device that it is computed on.
 
     Raises:
-        OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
+        OperationError: UNSUPPORTED if the model is not a causal LM of transformers, or for LoRA on one with experts.
     """
 
     def __init__(
@@ -64,6 +66,11 @@ class MetaModel:
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
+        if config.HasField("lora") and Routers.of(self.model) is not None:
+            raise OperationError(
+                training_pb2.ERROR_CODE_UNSUPPORTED,
+                "LoRA on a mixture of experts cannot be estimated: peft's adapters on experts need numbers",
+            )
         self._num_layers = pool.facts(MODEL).num_layers
         self.num_parameters = pool.facts(MODEL).num_parameters
         alike = layers_alike(self.model) and self._num_layers > max(SHORT)

@@ -42,7 +42,7 @@ class FeedForward:
         layers = list(feed_forward_layers(model))
         self.num_layers = len(layers)
         for layer in layers:
-            kind: type[nn.Module] = type(layer)
+            kind: type[Any] = type(layer)
             chunked: Any = layer
             chunked.__class__, chunked.feed_forward = _in_chunks(kind), self
 
@@ -62,7 +62,7 @@ class _InChunks(nn.Module):
 
 
 @cache
-def _in_chunks(kind: type[nn.Module]) -> type[nn.Module]:
+def _in_chunks(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_InChunks, kind), {"__module__": kind.__module__})
 
 

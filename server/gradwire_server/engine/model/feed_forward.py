@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,10 +40,13 @@ class FeedForward:
         self.chunked = False
         layers = list(feed_forward_layers(model))
         self.num_layers = len(layers)
+        in_chunks: dict[type[nn.Module], type[nn.Module]] = {}
         for layer in layers:
-            kind: type[Any] = type(layer)
+            kind = type(layer)
+            if kind not in in_chunks:
+                in_chunks[kind] = type(kind.__name__, (_InChunks, kind), {"__module__": kind.__module__})
             chunked: Any = layer
-            chunked.__class__, chunked.feed_forward = _in_chunks(kind), self
+            chunked.__class__, chunked.feed_forward = in_chunks[kind], self
 
 
 class _InChunks(nn.Module):
@@ -59,11 +61,6 @@ class _InChunks(nn.Module):
             return computed
         chunks = hidden.split(CHUNK_TOKENS, dim=-2)
         return torch.cat([checkpoint(whole, chunk, use_reentrant=False) for chunk in chunks], dim=-2)
-
-
-@cache
-def _in_chunks(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (_InChunks, kind), {"__module__": kind.__module__})
 
 
 def feed_forward_layers(model: nn.Module) -> Iterator[nn.Module]:

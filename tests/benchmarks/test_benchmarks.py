@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.__main__ import BEGIN, END, ROWS, markdown
+from benchmarks.__main__ import BEGIN, END, LONG_BEGIN, LONG_END, LONG_ROWS, ROWS, markdown
 from benchmarks.gpu_cases import Case, run_case
 from benchmarks.growth import FACTORS, deviation
 from benchmarks.qwen import SMOKE, Shape
@@ -27,7 +27,11 @@ APART = (
 )  # fmt: skip
 QUICK = ("step_counts", "short_engine", "in_process", "padded_loop", "vocabulary")
 """Run by default; the other rows take minutes together."""
-RUN = [row if row in QUICK else pytest.param(row, marks=pytest.mark.slow) for row in ROWS if row not in APART]
+RUN = [
+    row if row in QUICK else pytest.param(row, marks=pytest.mark.slow)
+    for row in (*ROWS, *LONG_ROWS)
+    if row not in APART
+]
 
 
 def run(module: str, *args: str) -> str:
@@ -198,7 +202,7 @@ def test_a_figure_says_whether_it_was_reached() -> None:
 
 def test_the_page_has_a_place_for_the_table() -> None:
     page = (ROOT / "docs/performance.md").read_text()
-    assert page.count(BEGIN) == page.count(END) == 1
+    assert page.count(BEGIN) == page.count(END) == page.count(LONG_BEGIN) == page.count(LONG_END) == 1
     table = markdown([Figure("speed", 2.0, "x", 1.9, detail="d")], {"memory": "why"}, "a machine", 5)
     assert "| speed | 2.00 x | ≥ 1.9 | reached | d |" in table
     assert "| memory | none | | failed | why |" in table

@@ -3,8 +3,8 @@
     python -m benchmarks [--long | --only ROW …] [--repeats 5] [--smoke] [--json FILE] [--write-docs]
 
 Each row is a module that also runs alone, in its own process here, so that a row that fails or takes too long does not
-affect the others. ``--long`` runs the rows that take many minutes each, instead of the others. Figures go to a JSON file with the machine's description; ``--write-docs`` puts the table into
-``docs/performance.md``."""
+affect the others. ``--long`` runs the rows that take many minutes each, instead of the others. Figures go to a JSON
+file with the machine's description; ``--write-docs`` puts the table into ``docs/performance.md``."""
 
 from __future__ import annotations
 

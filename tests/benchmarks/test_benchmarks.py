@@ -25,7 +25,7 @@ TINKER_PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tink
 APART = (
     "against_trl", "real_shapes", "long_rows", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door",
 )  # fmt: skip
-QUICK = ("step_counts", "short_engine", "in_process", "padded_loop", "vocabulary")
+QUICK = ("step_counts", "short_engine", "in_process", "vocabulary")
 """Run by default; the other rows take minutes together."""
 RUN = [
     row if row in QUICK else pytest.param(row, marks=pytest.mark.slow)

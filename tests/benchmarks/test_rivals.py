@@ -24,6 +24,7 @@ def falling(scale: float = 1.0) -> Measured:
     return Measured([10.0, 12.0, 11.0], [9.0, 9.0, 9.0], losses)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds, where nothing else computes
 def test_a_bare_loop_computes_the_same_losses_as_the_service() -> None:
     (found,) = asyncio.run(compare(BY_NAME["peft loop"], Size(repeats=1, smoke=True, only=(ONE,))))

@@ -20,6 +20,7 @@ class Watched(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_notebook_trains_across_cells(root: Path) -> None:
     notebook = nbformat.read(root / "examples" / "train_across_cells.ipynb", as_version=4)

@@ -86,6 +86,7 @@ def test_a_training_goes_on_from_a_backup_taken_under_load(
     print(f"backups at operations {reached} of {COUNT}, each restored and trained to the end: the same bits")
 
 
+@pytest.mark.slow
 def test_a_program_that_was_at_work_is_told_of_what_a_restore_undid(
     tiny_model_path: Path, tmp_path: Path, stages: list[Stage]
 ) -> None:

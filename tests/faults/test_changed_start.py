@@ -118,6 +118,7 @@ async def test_a_start_without_the_model_and_with_smaller_limits_destroys_nothin
     assert 1 <= len(told) <= 4  # each client says it once, and its transport that it tries again
 
 
+@pytest.mark.slow
 async def test_damaged_checkpoints_park_the_run_until_they_are_mended(tiny_model_path: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     server = await asyncio.to_thread(Server(tiny_model_path, state).start)

@@ -35,6 +35,7 @@ def flip_a_bit(file: Path, rng: random.Random) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_either_copy_is_enough(
     mirrored: Stage, tmp_path: Path, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:

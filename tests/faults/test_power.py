@@ -64,6 +64,7 @@ def outages(stage: Stage, power: Power, times: int, rng: random.Random, calm: Ca
     disturb(stage, times, rng, calm, cut, pause_s=0.5)
 
 
+@pytest.mark.slow
 def test_power_cuts_at_random_moments_cost_nothing(
     stage: Stage, power: Power, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:

@@ -54,6 +54,7 @@ def shown(address: str) -> str:
     return printed.output
 
 
+@pytest.mark.slow
 def test_a_recovery_takes_about_as_long_as_the_server_said(serve: Callable[..., Server]) -> None:
     server = serve("--checkpoint-every-steps", "0", "--max-recovery-seconds", "0")
     with gradwire.sync.connect(server.address) as service:

@@ -117,6 +117,7 @@ def test_replaced_base_weights_park_the_run_until_they_are_back_or_accepted(
     assert "base model was" in restarted.notes(run_id)[-1]
 
 
+@pytest.mark.slow
 def test_the_owner_lets_a_run_go_on_with_what_changed_and_others_stay_parked(restarted: Restarted) -> None:
     restarted.start()
     run_id, other = restarted.train(), restarted.train()

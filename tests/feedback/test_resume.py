@@ -48,6 +48,7 @@ def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, t
         assert service.end() == 0
 
 
+@pytest.mark.slow
 def test_a_job_survives_the_death_of_a_server_that_runs_elsewhere(tiny_model_path: Path, tmp_path: Path) -> None:
     """The server of ``--service``, which whoever runs it starts again at the same address."""
     server = Server(tiny_model_path, tmp_path / "server", "--address", f"127.0.0.1:{free_port()}").start()

@@ -1,6 +1,4 @@
-"""Peak memory of a step whose output head is most of the model, and of six trainings that are estimated.
-
-The step has a vocabulary of 128k tokens and a batch of 8k tokens.
+"""Peak memory of a step whose output head is most of the model: a vocabulary of 128k tokens, a batch of 8k tokens.
 
 The engine's process is measured by the kernel (``VmHWM``, the most that was ever resident) after one forward_backward
 and one optim_step of full fine-tuning in float32, twice: in the second the moments are there from the start. It is held
@@ -18,7 +16,6 @@ from pathlib import Path
 import gradwire
 
 from benchmarks.machine import engine_process, memory_bytes
-from benchmarks.memory_cases import compare_all
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.training import KINDS, train
 from benchmarks.workload import Draw, standard_model
@@ -27,7 +24,7 @@ BYTES_A_PARAMETER = 4 * 4
 GIB = 2**30
 
 
-async def peak(size: Size) -> list[Figure]:
+async def peak(size: Size) -> Figure:
     vocabulary, tokens = size.pick(128 * 1024, 4096), size.pick(8192, 256)
     source = Draw.of(4)
     row = min(512, tokens)
@@ -57,11 +54,11 @@ async def peak(size: Size) -> list[Figure]:
         f"weights, gradients and moments of {parameters / 1e6:.0f} M parameters {state / GIB:.2f}; with Python and "
         f"torch {most / state:.2f} x; the logits alone would be {logits / GIB:.2f}"
     )
-    return [Figure("peak memory of a step", (most - base) / state, "x", 1.3, at_least=False, detail=detail)]
+    return Figure("peak memory of a step", (most - base) / state, "x", 1.3, at_least=False, detail=detail)
 
 
 def measure(size: Size) -> list[Figure]:
-    return [*(asyncio.run(peak(size)) if size.wants("step") else []), *compare_all(size)]
+    return [asyncio.run(peak(size))]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import gradwire
 
 from benchmarks.machine import engine_process, memory_bytes
-from benchmarks.report import Figure, Size
+from benchmarks.report import Figure, Size, run_alone
 from benchmarks.workload import Draw, standard_model
 
 TOLERANCE = 0.15
@@ -119,7 +119,7 @@ def compare(case: Case) -> Figure:
     return Figure(f"memory, {case.name}: computed over measured", total / most, "x", detail=detail)
 
 
-def compare_all(size: Size) -> list[Figure]:
+def measure(size: Size) -> list[Figure]:
     if size.smoke:
         return [compare(replace(CASES[1], shape={"hidden_size": 32, "num_layers": 1}, rows=2, tokens=32))]
     return [compare(case) for case in CASES if size.wants(case.name)]
@@ -132,3 +132,7 @@ def make_models(case: Case, folder: Path) -> tuple[Path, Path | None]:
     if not case.reference:
         return model, None
     return model, standard_model(folder / "reference", context_length=context, seed=1, **SMALL)
+
+
+if __name__ == "__main__":
+    run_alone(measure, __doc__)

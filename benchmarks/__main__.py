@@ -1,6 +1,6 @@
 """The table of benchmarks with targets on a CPU: ``python -m benchmarks``, or ``make bench``.
 
-    python -m benchmarks [--long | --only ROW …] [--repeats 5] [--smoke] [--json FILE] [--write-docs]
+    python -m benchmarks [--long | --only ROW …] [--repeats 3] [--smoke] [--json FILE] [--write-docs]
 
 Each row is a module that also runs alone, in its own process here, so that a row that fails or takes too long does not
 affect the others. ``--long`` runs the rows that take many minutes each, instead of the others. Figures go to a JSON
@@ -105,7 +105,7 @@ def main() -> int:
     names = (*ROWS, *LONG_ROWS)
     parser.add_argument("--only", action="append", choices=names, metavar="ROW", help=", ".join(names))
     parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG_ROWS)}, instead of the other rows")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="every row at its smallest; the figures mean nothing")
     parser.add_argument("--json", type=Path, default=ROOT / "out/benchmarks.json", metavar="FILE")
     parser.add_argument("--write-docs", action="store_true")

@@ -30,7 +30,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_MMAP_THRESHOLD_": str(4 << 
 """Of the engine, where nobody says otherwise. OpenMP threads that spin while they wait slow it several times over on a
 machine with other work. Blocks of 4 MiB or more are mapped and go back at once when they are freed: glibc before 2.38
 hardly reuses an aligned block within its heap. A new mapping costs the kernel its pages: a training step on 5 M weights
-took 1.35 times the processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times with these."""
+took 1.35 times the processor time of glibc's own choice with blocks of a MiB mapped, and takes 1.11 times now."""
 
 
 EngineAnswer = tuple[engine_pb2.EngineReply, Buffer]

@@ -128,12 +128,16 @@ def _write_data(folder: Path, answer: int | None = None) -> None:
     (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
+def _served(folder: Path) -> Iterator[HttpServer]:
     served = HttpServer(folder / MODEL, folder / "state", free_port(), "--threads", "1", name=MODEL)
     served.start()
     yield served
     served.end()
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[HttpServer]:
+    yield from _served(folder)
 
 
 def _environment(server: HttpServer | RecordingProxy, folder: Path) -> dict[str, str]:
@@ -225,10 +229,7 @@ def test_a_recipe_of_the_cookbook_runs_unchanged(server: HttpServer, folder: Pat
 
 @pytest.fixture(scope="module")
 def chatty_server(chatty: Path) -> Iterator[HttpServer]:
-    served = HttpServer(chatty / MODEL, chatty / "state", free_port(), "--threads", "1", name=MODEL)
-    served.start()
-    yield served
-    served.end()
+    yield from _served(chatty)
 
 
 @pytest.mark.parametrize("recipe", LEARNING)

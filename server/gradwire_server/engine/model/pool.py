@@ -109,11 +109,8 @@ class ModelPool:
         return self._meta_model(name, self.facts(name).path)
 
     def _meta_model(self, name: str, path: str) -> PreTrainedModel:
-        with _explained(name, path), preserved_rng():
-            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            with init_empty_weights(include_buffers=True):
-                model: PreTrainedModel = auto_class(takes_images(config)).from_config(config, trust_remote_code=False)
-        return model
+        with _explained(name, path):
+            return without_weights(AutoConfig.from_pretrained(path, trust_remote_code=False))
 
     @property
     def held_bytes(self) -> int:
@@ -216,6 +213,16 @@ class ModelPool:
             pad_token_id=getattr(text, "pad_token_id", None),
             takes_images=takes_images(model.config),
         )
+
+
+def without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Make a model on meta tensors; in the configuration's dtype, unless another is given."""
+    settings = {} if dtype is None else {"dtype": dtype}
+    with preserved_rng(), init_empty_weights(include_buffers=True):
+        model: PreTrainedModel = auto_class(takes_images(config)).from_config(
+            config, trust_remote_code=False, **settings
+        )
+    return model
 
 
 @contextmanager

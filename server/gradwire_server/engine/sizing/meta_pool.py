@@ -7,18 +7,15 @@ short models tell those of the whole one.
 from __future__ import annotations
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.pool import ModelPool, without_weights
 from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
-from gradwire_server.engine.model.vision import auto_class
 
 
 class MetaPool(ModelPool):
@@ -54,10 +51,7 @@ class MetaPool(ModelPool):
         config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
         if self._layers is not None:
             shorten(config, self._layers)
-        with preserved_rng(), init_empty_weights(include_buffers=True):
-            model: PreTrainedModel = auto_class(facts.takes_images).from_config(
-                config, dtype=dtype or self.dtype, trust_remote_code=False
-            )
+        model = without_weights(config, dtype or self.dtype)
         if quantize is not None:
             for layer in quantized_layers(model):
                 layer.__class__ = _MetaQuantizedLinear

@@ -9,6 +9,10 @@ from gradwire_server.journal.database import Database
 from gradwire_server.journal.schema import OPERATION
 from gradwire_server.journal.segments import Segments
 
+COLLECTED_BYTES = 4 << 20
+"""Size in bytes from which on a collection ends the segment that is being written, for a later one to delete it: short
+operations would otherwise fill 64 MiB before the first of them goes."""
+
 
 class Retention:
     """Deletion of operations that a checkpoint contains, and of segments to which no row refers; results expire."""
@@ -58,6 +62,7 @@ class Retention:
                 " OR EXISTS (SELECT 1 FROM results WHERE segment = ?1)"
                 " OR EXISTS (SELECT 1 FROM operations WHERE outcome_segment = ?1)"
             )
+            self._segments.end_file(COLLECTED_BYTES)
             closed = self._segments.closed()
             return {number for number in closed if not connection.execute(query, (number,)).fetchone()[0]}
 

@@ -66,7 +66,7 @@ class Record:
 class Segments:
     """The folder of segments.
 
-    Call ``append``, ``sync``, ``abandon`` and ``closed`` from one thread; ``read`` and ``forget`` from any.
+    Call ``read`` and ``forget`` from any thread, all else from one.
 
     Args:
         folder: The folder.
@@ -195,8 +195,16 @@ class Segments:
                 return newest
         return 0
 
+    def end_file(self, least_bytes: int = 0) -> None:
+        """End the current file if it has at least this size; the next record begins another one."""
+        if self._fd >= 0 and self._size >= least_bytes:
+            self._sync()
+            os.close(self._fd)
+            self._fd, self._size = -1, 0
+            self._mirrored(lambda mirror: mirror.end_file())
+
     def closed(self) -> set[int]:
-        """Numbers of the segments to which nothing will be appended."""
+        """Numbers of the segments to which nothing will be appended, but for the newest one."""
         return set(self.numbers()) - {self._current}
 
     def forget(self, numbers: set[int]) -> None:
@@ -225,10 +233,8 @@ class Segments:
         return self._folder / f"{number:08d}.segment"
 
     def _roll(self) -> None:
-        if self._fd >= 0:
-            self._sync()
-            os.close(self._fd)
-        self._fd, self._size = -1, 0
+        self.end_file()
+        self._size = 0
         self._current += 1
         self._fd = os.open(self._path(self._current), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         sync(self._folder)

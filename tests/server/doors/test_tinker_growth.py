@@ -18,6 +18,7 @@ from gradwire_proto.v1 import tinker_pb2 as pb
 from gradwire_server.access.keys import ANYONE
 from gradwire_server.doors.http.tinker.collection import SNAPSHOTS_KEPT
 from gradwire_server.doors.http.tinker.samplers import MANY_SNAPSHOTS
+from gradwire_server.journal.retention import COLLECTED_BYTES
 from support.front import Start
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, forward_backward
@@ -25,11 +26,14 @@ from support.tiny import tiny_model
 
 STEPS, PARTS = 10_000, 10
 """Steps of the long run, and how often it is measured."""
+POINTS = 3_000
+"""Points of its record, which is full and thinned after a tenth of the run; by default they are 100,000."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[HttpServer]:
-    served = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), "--threads", "1")
+    limits = ("--threads", "1", "--limit", f"max_history_points={POINTS}")
+    served = HttpServer(tiny_model(tmp_path / "model"), tmp_path / "state", free_port(), *limits)
     served.start()
     yield served
     served.end()
@@ -142,10 +146,13 @@ async def test_ten_thousand_steps_leave_a_bounded_folder(server: HttpServer, tmp
             assert len(pb.SampleResponse.FromString(await client.done("asample", asked)).sequences) == 1
             if (number + 1) % (STEPS // PARTS) == 0:
                 seen.append(Space(server, tmp_path / "state"))
-                print(f"after {number + 1} steps at {time.strftime('%X')}: {seen[-1]}")
+                print(f"after {number + 1} steps at {time.strftime('%X')}: {seen[-1]}", flush=True)
     half, end = seen[PARTS // 2 - 1], seen[-1]
     assert max(space.snapshots for space in seen) <= 3 * SNAPSHOTS_KEPT
     assert end.files <= half.files + 4 * SNAPSHOTS_KEPT
     assert end.front <= half.front + (64 << 20)
+    assert max(space.kinds["segment"] for space in seen) <= 2 * COLLECTED_BYTES + (1 << 20)
+    assert end.kinds["db"] <= half.kinds["db"] + (1 << 20)
+    assert end.rows["gradwire.history"] <= POINTS
     for name in ("gradwire.operations", "gradwire.results", "tinker.records"):
         assert end.rows[name] <= 2 * half.rows[name] + 1000

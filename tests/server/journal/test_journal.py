@@ -17,6 +17,7 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal import database
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
+from gradwire_server.journal.retention import COLLECTED_BYTES
 from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords, new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
@@ -334,6 +335,24 @@ async def test_segments_that_nothing_refers_to_are_deleted_and_no_others(tmp_pat
     await journal.retention.trim(run_id, 20)
     assert [entry.header.seq for entry in await journal.entries(run_id, 0, 30)] == list(range(11, 31))
     assert await journal.identity_of(run_id, 10) is None and await journal.identity_of(run_id, 11) is not None
+    await journal.close()
+
+
+async def test_short_operations_that_are_trimmed_do_not_pile_up_in_a_segment(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state", mirror=tmp_path / "mirror")
+    run_id = await new_run(journal, tmp_path)
+    payloads = [bytes([seq]) * (COLLECTED_BYTES // 4) for seq in range(17)]
+    for seq in range(1, 17):
+        await append(journal, operation(run_id, seq, size=len(payloads[seq])), payloads[seq])
+        await journal.put_result(run_id, pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED), [], MARKS)
+        await journal.retention.trim(run_id, seq - 2)
+        await journal.retention.collect()
+    both = [list((tmp_path / name / "journal").iterdir()) for name in ("state", "mirror")]
+    assert sorted(path.name for path in both[0]) == sorted(path.name for path in both[1])
+    for paths in both:
+        assert sum(path.stat().st_size for path in paths) < 3 * COLLECTED_BYTES
+    for entry in await journal.entries(run_id, 14, 16):
+        assert entry.location is not None and await journal.payload(entry.location) == payloads[entry.header.seq]
     await journal.close()
 
 

@@ -61,6 +61,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 """The cookbook's recipes that need no network, and their arguments."""
 ROLES, AGAIN = "renderer_name=role_colon", "behavior_if_log_dir_exists=delete"
 LEARNING: dict[str, tuple[tuple[str, ...], str, float]] = {
+    "sl_loop": (("batch_size=16", "learning_rate=0.005", "save_every=0"), "train_mean_nll", -0.5),
     "rl_loop": (
         ("loss_fn=importance_sampling", "batch_size=8", "group_size=8", "max_steps=24", "max_tokens=20",
          "learning_rate=0.005", "save_every=0"), "reward/total", 0.1,

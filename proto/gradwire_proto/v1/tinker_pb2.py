@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire_proto/v1/tinker.proto\x12\x0fgradwire.tinker\"\xb4\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12$\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x16.gradwire.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12Q\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x39.gradwire.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12P\n\rconfig_values\x18\x07 \x03(\x0b\x32\x39.gradwire.tinker.ForwardBackwardRequest.ConfigValuesEntry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aQ\n\x11\x43onfigValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.ConfigValue:\x02\x38\x01\"8\n\x0b\x43onfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xce\x01\n\x05\x44\x61tum\x12\x30\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x1b.gradwire.tinker.InputChunk\x12@\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32(.gradwire.tinker.Datum.LossFnInputsEntry\x1aQ\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor:\x02\x38\x01\"\xa9\x01\n\nInputChunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.gradwire.tinker.EncodedTextH\x00\x12-\n\x05image\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.UnreadChunkH\x00\x12-\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x1c.gradwire.tinker.UnreadChunkH\x00\x42\x07\n\x05\x63hunk\"\x1d\n\x0b\x45ncodedText\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\r\n\x0bUnreadChunk\"\x95\x01\n\x0bInputTensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12-\n\x06sparse\x18\x02 \x01(\x0b\x32\x1b.gradwire.tinker.SparseRowsH\x00\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.gradwire.tinker.TinkerDType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"A\n\nSparseRows\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nrow_starts\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\x0c\"\xd1\x01\n\x15\x46orwardBackwardOutput\x12\x13\n\x0boutput_type\x18\x01 \x01(\t\x12-\n\x07records\x18\x02 \x03(\x0b\x32\x1c.gradwire.tinker.ArrayRecord\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.gradwire.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xba\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x38\n\x06\x66ields\x18\x02 \x03(\x0b\x32(.gradwire.tinker.ArrayRecord.FieldsEntry\x12\x10\n\x08num_data\x18\x03 \x01(\x03\x1aM\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.gradwire.tinker.BatchedTensor:\x02\x38\x01\"s\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.gradwire.tinker.TinkerDType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xa4\x02\n\x0eSampleResponse\x12\x33\n\tsequences\x18\x01 \x03(\x0b\x32 .gradwire.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x39\n\x13top_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1c.gradwire.tinker.TopLogprobs\x12<\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\x12\x32\n\x0cprompt_draws\x18\x06 \x01(\x0b\x32\x1c.gradwire.tinker.PromptDrawsB\x12\n\x10_prompt_logprobs\"k\n\x0bPromptDraws\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\x12.\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\"\xa2\x01\n\x0fSampledSequence\x12\'\n\x03\x65nd\x18\x01 \x01(\x0e\x32\x1a.gradwire.tinker.SampleEnd\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x32\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x1c.gradwire.tinker.TopLogprobsB\x0b\n\t_logprobs\"M\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*\x90\x01\n\x0bTinkerDType\x12\x1c\n\x18TINKER_DTYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14TINKER_DTYPE_FLOAT32\x10\x01\x12\x16\n\x12TINKER_DTYPE_INT64\x10\x02\x12\x16\n\x12TINKER_DTYPE_INT32\x10\x03\x12\x19\n\x15TINKER_DTYPE_BFLOAT16\x10\x04*7\n\tSampleEnd\x12\x13\n\x0fSAMPLE_END_STOP\x10\x00\x12\x15\n\x11SAMPLE_END_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1egradwire_proto/v1/tinker.proto\x12\x0fgradwire.tinker\"\xb4\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12$\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x16.gradwire.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12Q\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x39.gradwire.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12P\n\rconfig_values\x18\x07 \x03(\x0b\x32\x39.gradwire.tinker.ForwardBackwardRequest.ConfigValuesEntry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aQ\n\x11\x43onfigValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.ConfigValue:\x02\x38\x01\"8\n\x0b\x43onfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xce\x01\n\x05\x44\x61tum\x12\x30\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x1b.gradwire.tinker.InputChunk\x12@\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32(.gradwire.tinker.Datum.LossFnInputsEntry\x1aQ\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor:\x02\x38\x01\"\xa3\x01\n\nInputChunk\x12\x34\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1c.gradwire.tinker.EncodedTextH\x00\x12\'\n\x05image\x18\x02 \x01(\x0b\x32\x16.gradwire.tinker.ImageH\x00\x12-\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x1c.gradwire.tinker.UnreadChunkH\x00\x42\x07\n\x05\x63hunk\"\x1d\n\x0b\x45ncodedText\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\r\n\x0bUnreadChunk\".\n\x05Image\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x17\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05\"\x95\x01\n\x0bInputTensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12-\n\x06sparse\x18\x02 \x01(\x0b\x32\x1b.gradwire.tinker.SparseRowsH\x00\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.gradwire.tinker.TinkerDType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"A\n\nSparseRows\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x12\n\nrow_starts\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\x0c\"\xd1\x01\n\x15\x46orwardBackwardOutput\x12\x13\n\x0boutput_type\x18\x01 \x01(\t\x12-\n\x07records\x18\x02 \x03(\x0b\x32\x1c.gradwire.tinker.ArrayRecord\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.gradwire.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xba\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x38\n\x06\x66ields\x18\x02 \x03(\x0b\x32(.gradwire.tinker.ArrayRecord.FieldsEntry\x12\x10\n\x08num_data\x18\x03 \x01(\x03\x1aM\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.gradwire.tinker.BatchedTensor:\x02\x38\x01\"s\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.gradwire.tinker.TinkerDType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xa4\x02\n\x0eSampleResponse\x12\x33\n\tsequences\x18\x01 \x03(\x0b\x32 .gradwire.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x39\n\x13top_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1c.gradwire.tinker.TopLogprobs\x12<\n\x16target_prompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\x12\x32\n\x0cprompt_draws\x18\x06 \x01(\x0b\x32\x1c.gradwire.tinker.PromptDrawsB\x12\n\x10_prompt_logprobs\"k\n\x0bPromptDraws\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\x12.\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1c.gradwire.tinker.InputTensor\"\xa2\x01\n\x0fSampledSequence\x12\'\n\x03\x65nd\x18\x01 \x01(\x0e\x32\x1a.gradwire.tinker.SampleEnd\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x32\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x1c.gradwire.tinker.TopLogprobsB\x0b\n\t_logprobs\"M\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*\x90\x01\n\x0bTinkerDType\x12\x1c\n\x18TINKER_DTYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14TINKER_DTYPE_FLOAT32\x10\x01\x12\x16\n\x12TINKER_DTYPE_INT64\x10\x02\x12\x16\n\x12TINKER_DTYPE_INT32\x10\x03\x12\x19\n\x15TINKER_DTYPE_BFLOAT16\x10\x04*7\n\tSampleEnd\x12\x13\n\x0fSAMPLE_END_STOP\x10\x00\x12\x15\n\x11SAMPLE_END_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_TINKERDTYPE']._serialized_start=2361
-  _globals['_TINKERDTYPE']._serialized_end=2505
-  _globals['_SAMPLEEND']._serialized_start=2507
-  _globals['_SAMPLEEND']._serialized_end=2562
+  _globals['_TINKERDTYPE']._serialized_start=2403
+  _globals['_TINKERDTYPE']._serialized_end=2547
+  _globals['_SAMPLEEND']._serialized_start=2549
+  _globals['_SAMPLEEND']._serialized_end=2604
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=52
   _globals['_FORWARDBACKWARDREQUEST']._serialized_end=488
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=354
@@ -58,31 +58,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=674
   _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=755
   _globals['_INPUTCHUNK']._serialized_start=758
-  _globals['_INPUTCHUNK']._serialized_end=927
-  _globals['_ENCODEDTEXT']._serialized_start=929
-  _globals['_ENCODEDTEXT']._serialized_end=958
-  _globals['_UNREADCHUNK']._serialized_start=960
-  _globals['_UNREADCHUNK']._serialized_end=973
-  _globals['_INPUTTENSOR']._serialized_start=976
-  _globals['_INPUTTENSOR']._serialized_end=1125
-  _globals['_SPARSEROWS']._serialized_start=1127
-  _globals['_SPARSEROWS']._serialized_end=1192
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1195
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1404
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1358
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1404
-  _globals['_ARRAYRECORD']._serialized_start=1407
-  _globals['_ARRAYRECORD']._serialized_end=1593
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1516
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1593
-  _globals['_BATCHEDTENSOR']._serialized_start=1595
-  _globals['_BATCHEDTENSOR']._serialized_end=1710
-  _globals['_SAMPLERESPONSE']._serialized_start=1713
-  _globals['_SAMPLERESPONSE']._serialized_end=2005
-  _globals['_PROMPTDRAWS']._serialized_start=2007
-  _globals['_PROMPTDRAWS']._serialized_end=2114
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2117
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2279
-  _globals['_TOPLOGPROBS']._serialized_start=2281
-  _globals['_TOPLOGPROBS']._serialized_end=2358
+  _globals['_INPUTCHUNK']._serialized_end=921
+  _globals['_ENCODEDTEXT']._serialized_start=923
+  _globals['_ENCODEDTEXT']._serialized_end=952
+  _globals['_UNREADCHUNK']._serialized_start=954
+  _globals['_UNREADCHUNK']._serialized_end=967
+  _globals['_IMAGE']._serialized_start=969
+  _globals['_IMAGE']._serialized_end=1015
+  _globals['_INPUTTENSOR']._serialized_start=1018
+  _globals['_INPUTTENSOR']._serialized_end=1167
+  _globals['_SPARSEROWS']._serialized_start=1169
+  _globals['_SPARSEROWS']._serialized_end=1234
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1237
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1446
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1400
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1446
+  _globals['_ARRAYRECORD']._serialized_start=1449
+  _globals['_ARRAYRECORD']._serialized_end=1635
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1558
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1635
+  _globals['_BATCHEDTENSOR']._serialized_start=1637
+  _globals['_BATCHEDTENSOR']._serialized_end=1752
+  _globals['_SAMPLERESPONSE']._serialized_start=1755
+  _globals['_SAMPLERESPONSE']._serialized_end=2047
+  _globals['_PROMPTDRAWS']._serialized_start=2049
+  _globals['_PROMPTDRAWS']._serialized_end=2156
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2159
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2321
+  _globals['_TOPLOGPROBS']._serialized_start=2323
+  _globals['_TOPLOGPROBS']._serialized_end=2400
 # @@protoc_insertion_point(module_scope)

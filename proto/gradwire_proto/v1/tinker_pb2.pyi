@@ -228,14 +228,14 @@ class InputChunk(_message.Message):
     @_builtins.property
     def encoded_text(self) -> Global___EncodedText: ...
     @_builtins.property
-    def image(self) -> Global___UnreadChunk: ...
+    def image(self) -> Global___Image: ...
     @_builtins.property
     def audio(self) -> Global___UnreadChunk: ...
     def __init__(
         self,
         *,
         encoded_text: Global___EncodedText | None = ...,
-        image: Global___UnreadChunk | None = ...,
+        image: Global___Image | None = ...,
         audio: Global___UnreadChunk | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "chunk", b"chunk", "encoded_text", b"encoded_text", "image", b"image"]  # noqa: Y015
@@ -281,6 +281,30 @@ class UnreadChunk(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnreadChunk: _TypeAlias = UnreadChunk  # noqa: Y015
+
+@_typing.final
+class Image(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """the file"""
+    expected_tokens: _builtins.int
+    """how many tokens it stands for; 0: not said"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        expected_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "expected_tokens", b"expected_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Image: _TypeAlias = Image  # noqa: Y015
 
 @_typing.final
 class InputTensor(_message.Message):

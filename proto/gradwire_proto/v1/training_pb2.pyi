@@ -597,6 +597,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAD_TOKEN_ID_FIELD_NUMBER: _builtins.int
     TAKES_IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKEN_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     num_parameters: _builtins.int
@@ -608,6 +609,8 @@ class ModelInfo(_message.Message):
     has_tokenizer: _builtins.bool
     pad_token_id: _builtins.int
     takes_images: _builtins.bool
+    image_token_id: _builtins.int
+    """every token of an image; absent where other tokens stand between them"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -625,13 +628,19 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pad_token_id: _builtins.int | None = ...,
         takes_images: _builtins.bool = ...,
+        image_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id", "pad_token_id", b"pad_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id", "_pad_token_id", b"_pad_token_id", "image_token_id", b"image_token_id", "pad_token_id", b"pad_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id", "architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "hidden_size", b"hidden_size", "name", b"name", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "takes_images", b"takes_images", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id", "_pad_token_id", b"_pad_token_id", "architecture", b"architecture", "context_length", b"context_length", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_tokenizer", b"has_tokenizer", "hidden_size", b"hidden_size", "image_token_id", b"image_token_id", "name", b"name", "num_layers", b"num_layers", "num_parameters", b"num_parameters", "pad_token_id", b"pad_token_id", "takes_images", b"takes_images", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__image_token_id: _TypeAlias = _typing.Literal["image_token_id"]  # noqa: Y015
+    _WhichOneofArgType__image_token_id: _TypeAlias = _typing.Literal["_image_token_id", b"_image_token_id"]  # noqa: Y015
     _WhichOneofReturnType__pad_token_id: _TypeAlias = _typing.Literal["pad_token_id"]  # noqa: Y015
     _WhichOneofArgType__pad_token_id: _TypeAlias = _typing.Literal["_pad_token_id", b"_pad_token_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__image_token_id) -> _WhichOneofReturnType__image_token_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pad_token_id) -> _WhichOneofReturnType__pad_token_id | None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015

@@ -182,6 +182,10 @@ class Core(Startable):
         """The models from which runs can be created."""
         return self.engine.hello.models
 
+    def model_info(self, name: str) -> pb.ModelInfo:
+        """What is known of a model; empty for one that the server no longer serves."""
+        return next((model for model in self.models() if model.name == name), pb.ModelInfo(name=name))
+
     def model_name(self, name: str) -> str:
         """The name of the model with this name or path.
 

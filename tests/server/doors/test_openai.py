@@ -53,6 +53,7 @@ CALL_SCHEMA = {
     "required": ["name", "parameters"],
     "additionalProperties": False,
 }
+SHOWN: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 DOCUMENTED = "Qwen/Qwen3-0.6B"
 HELLO: list[Any] = [{"role": "user", "content": "hello cat"}]
 
@@ -326,7 +327,14 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"messages": []}, "messages", "at least 1"),
     ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0", "role"),
     ("chat/completions", {"messages": [{"role": "user", "content": 7}]}, "messages.0", "not text"),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "read text"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages",
+        "without a url",
+    ),
+    ("chat/completions", {"messages": [{"role": "user", "content": [SHOWN]}]}, "messages", "takes none"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages", "read text"),
     ("chat/completions", {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs: true"),
     ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be given"),
     (

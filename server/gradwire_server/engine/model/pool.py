@@ -27,7 +27,7 @@ from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.split_model import ModelFacts, SplitModel, check_split
-from gradwire_server.engine.model.vision import Vision, auto_class, takes_images
+from gradwire_server.engine.model.vision import Vision, auto_class, image_token_of, takes_images
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,7 @@ class ModelPool:
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),),
             pad_token_id=getattr(text, "pad_token_id", None),
             takes_images=takes_images(model.config),
+            image_token_id=image_token_of(model.config),
         )
 
 

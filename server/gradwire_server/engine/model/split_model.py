@@ -55,6 +55,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     takes_images: bool = False
+    image_token_id: int | None = None
 
 
 @dataclass(frozen=True)

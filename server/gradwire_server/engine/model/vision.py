@@ -31,6 +31,11 @@ def takes_images(config: PreTrainedConfig) -> bool:
     return config.model_type in QWEN | IDEFICS
 
 
+def image_token_of(config: PreTrainedConfig) -> int | None:
+    """The token that all tokens of an image are; None for models that put others between them, or take no images."""
+    return int(config.image_token_id) if config.model_type in QWEN else None
+
+
 def auto_class(images: bool) -> Any:
     """The class of transformers that loads a model whole, which takes images or does not."""
     return AutoModelForImageTextToText if images else AutoModelForCausalLM

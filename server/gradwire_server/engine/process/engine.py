@@ -265,6 +265,7 @@ class Engine:
             eos_token_ids=facts.eos_token_ids,
             pad_token_id=facts.pad_token_id,
             takes_images=facts.takes_images,
+            image_token_id=facts.image_token_id,
         )
 
 

@@ -17,6 +17,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.openai.answers import FINISH_REASONS, Tokens, TokenTexts, sampled, streamed, tokens_of
 from gradwire_server.doors.http.openai.completions import usage
 from gradwire_server.doors.http.openai.events import event_stream
+from gradwire_server.doors.http.openai.images import ConversationImages
 from gradwire_server.doors.http.openai.names import base_model
 from gradwire_server.doors.http.openai.requests import ChatRequest, invalid, named, unsupported
 from gradwire_server.doors.http.openai.tools import (
@@ -30,7 +31,8 @@ from gradwire_server.doors.http.openai.tools import (
 )
 from gradwire_server.doors.http.protocol import CallerOf, ErrorBody
 
-PARAMETERS = {"prompts": "messages", "texts": "messages", "conversations": "messages", "json_schema": "response_format"}
+PARAMETERS = dict.fromkeys(("prompts", "texts", "conversations", "images"), "messages")
+PARAMETERS |= {"json_schema": "response_format"}
 
 
 def routes(core: Core, error_body: ErrorBody) -> APIRouter:
@@ -86,7 +88,16 @@ class Chat:
             schema = forced_schema(self._forced, self._template)
         call = asked.call(asked.max_completion_tokens or asked.max_tokens, schema)
         call.top_logprobs = asked.top_logprobs or 0
-        return pb.SampleRequest(model=asked.model, call=call, prompt_ids=[pb.TokenIds(ids=await self._rendered())])
+        images = ConversationImages()
+        messages = messages_for_template(asked.messages, images)
+        if images.numbers and not self._core.model_info(self._base).takes_images:
+            raise unsupported(f"the messages have images, and the model {self._base} takes none", "messages")
+        ids = await self._rendered(messages)
+        request = pb.SampleRequest(model=asked.model, call=call, prompt_ids=[pb.TokenIds(ids=ids)])
+        if images.numbers:
+            request.images.extend(images.contents)
+            request.prompt_images.add(images=images.numbers)
+        return request
 
     async def answer(self, call: pb.SampleRequest, http: Request) -> dict[str, Any]:
         """The whole answer."""
@@ -136,11 +147,11 @@ class Chat:
                 counts = usage(result.num_prompt_tokens, result.num_sampled_tokens)
                 yield {**self._head("chat.completion.chunk"), "choices": [], "usage": counts}
 
-    async def _rendered(self) -> list[int]:
-        """The ids of the conversation, ready for the assistant's turn."""
+    async def _rendered(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The ids of a conversation, ready for the assistant's turn."""
         request = pb.RenderRequest(
             model=self._base,
-            conversations=[pb.Conversation(messages_json=json.dumps(messages_for_template(self._asked.messages)))],
+            conversations=[pb.Conversation(messages_json=json.dumps(messages))],
             tools_json=json.dumps(self._tools) if self._tools else "",
             template_kwargs_json=json.dumps(self._asked.chat_template_kwargs or {}),
             train_on=pb.TRAIN_ON_NOTHING,

@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwire_server.doors.http.openai.images import IMAGE_PART, ConversationImages
 from gradwire_server.doors.http.openai.requests import check_encodable, invalid, unsupported
 
 HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
@@ -107,13 +108,16 @@ def forced_schema(tools: Sequence[Mapping[str, Any]], template: str) -> str:
     return json.dumps(whole | ({"$defs": definitions} if definitions else {}))
 
 
-def messages_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def messages_for_template(messages: Sequence[Mapping[str, Any]], images: ConversationImages) -> list[dict[str, Any]]:
     """Messages as chat templates take them: text for parts of text, objects for the arguments of calls.
 
+    Args:
+        images: Takes their images; where there are some, a content stays in parts.
+
     Raises:
-        ServiceError: INVALID_ARGUMENT; UNSUPPORTED for images, sound and files.
+        ServiceError: INVALID_ARGUMENT; UNSUPPORTED for sound and files.
     """
-    return [_message(number, message) for number, message in enumerate(messages)]
+    return [_message(number, message, images) for number, message in enumerate(messages)]
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
@@ -133,7 +137,7 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     return found
 
 
-def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(number: int, message: Mapping[str, Any], images: ConversationImages) -> dict[str, Any]:
     where = f"messages.{number}"
     role = message.get("role")
     if not isinstance(role, str):
@@ -141,7 +145,9 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(message) | {"role": "system" if role == "developer" else role}
     content = message.get("content")
     if isinstance(content, list):
-        found["content"] = "".join(_part(number, part) for part in content)
+        parts = [_part(number, part, images) for part in content]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        found["content"] = "".join(texts) if len(texts) == len(parts) else parts
     elif content is None:
         found["content"] = ""
     elif not isinstance(content, str):
@@ -157,11 +163,15 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _part(number: int, part: Any) -> str:
+def _part(number: int, part: Any, images: ConversationImages) -> dict[str, str]:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+        return {"type": "text", "text": part["text"]}
+    if isinstance(part, dict) and part.get("type") == IMAGE_PART:
+        images.add(part, number)
+        return {"type": "image"}
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise unsupported(f"message {number} has a part of type {str(kind)[:50]!r}; models here read text", "messages")
+    message = f"message {number} has a part of type {str(kind)[:50]!r}; models here read text and images"
+    raise unsupported(message, "messages")
 
 
 def _known_call(number: int, call: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.config import Limits
+from gradwire_server.doors.http.tinker.images import ChunkImages
 from gradwire_server.errors import ServiceError
 
 Array = npt.NDArray[Any]
@@ -57,17 +58,18 @@ def loss_operation(request: tinker_pb2.ForwardBackwardRequest) -> pb.Operation:
     return pb.Operation(forward=call) if request.forward_only else pb.Operation(forward_backward=call)
 
 
-def loss_batch(request: tinker_pb2.ForwardBackwardRequest, limits: Limits) -> LossBatch:
-    """Convert a request.
+def loss_batch(request: tinker_pb2.ForwardBackwardRequest, model: pb.ModelInfo, limits: Limits) -> LossBatch:
+    """Convert a request about a run of this base model.
 
     Raises:
-        ServiceError: UNKNOWN_LOSS, INVALID_BATCH, LIMIT_EXCEEDED.
+        ServiceError: UNKNOWN_LOSS, INVALID_BATCH, UNSUPPORTED, LIMIT_EXCEEDED.
     """
     _check_loss(request.loss_fn)
     operation = loss_operation(request)
     if not request.data:
         raise _invalid("there are no data: send at least one", "data")
-    rows = [_tokens(datum, row) for row, datum in enumerate(request.data)]
+    images = ChunkImages(model, limits)
+    rows = [_tokens(datum, row, images) for row, datum in enumerate(request.data)]
     names = sorted({name for datum in request.data for name in datum.loss_fn_inputs})
     fields: dict[str, list[Array]] = {}
     room = min(limits.max_payload_bytes, DENSE_SHARE * limits.max_http_body_bytes)
@@ -80,7 +82,7 @@ def loss_batch(request: tinker_pb2.ForwardBackwardRequest, limits: Limits) -> Lo
             fields[name].append(array := _array(datum.loss_fn_inputs[name], name, row, room))
             room -= array.nbytes
     widths = _widen(fields, room)
-    columns = {"input_ids": Column.from_rows(rows)}
+    columns = {"input_ids": Column.from_rows(rows), **images.columns()}
     columns |= {name: Column.from_rows([_typed(name, values) for values in arrays]) for name, arrays in fields.items()}
     call = operation.forward if request.forward_only else operation.forward_backward
     call.outputs.append("candidate_logprobs" if widths else "logprobs")
@@ -100,15 +102,22 @@ def _check_loss(name: str) -> None:
     raise ServiceError(pb.ERROR_CODE_UNKNOWN_LOSS, message, field="loss_fn")
 
 
-def _tokens(datum: tinker_pb2.Datum, row: int) -> Array:
-    parts = []
+def _tokens(datum: tinker_pb2.Datum, row: int, images: ChunkImages) -> Array:
+    parts: list[Array] = []
+    images.begin_row()
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise _invalid(
-                f"datum {row} has {kind or 'an unknown kind of'} input; this server trains text", "data", row
-            )
-        parts.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), "model_input", row))
+        if kind == "encoded_text":
+            parts.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), "model_input", row))
+        elif kind == "image":
+            image, where = chunk.image, f"datum {row}"
+            if not image.expected_tokens:
+                message = f"{where} has an image without expected_tokens, by which its targets and weights are aligned"
+                raise _invalid(message, "model_input", row)
+            parts.append(images.add(image.data, image.expected_tokens, where, "model_input", row))
+        else:
+            message = f"datum {row} has {kind or 'an unknown kind of'} input; this server trains text and images"
+            raise _invalid(message, "model_input", row)
     if not sum(map(len, parts)):
         raise _invalid(f"datum {row} has no tokens", "model_input", row)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

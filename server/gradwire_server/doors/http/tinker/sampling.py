@@ -8,11 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from gradwire_proto.v1 import tinker_pb2
 from gradwire_proto.v1 import training_pb2 as pb
-from pydantic import BaseModel, Field
+from pydantic import Base64Bytes, BaseModel, Field
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf
+from gradwire_server.doors.http.tinker.images import ChunkImages
 from gradwire_server.doors.http.tinker.names import TinkerPath, sampler_id_of
 from gradwire_server.doors.http.tinker.prompt_scores import WantedScores, add_prompt_scores
 from gradwire_server.doors.http.tinker.results import add_samples
@@ -37,27 +38,41 @@ class CreateSamplerRequest(BaseModel):
 
 
 class PromptChunk(BaseModel):
-    """A part of a prompt."""
+    """A part of a prompt: text, or an image whose file is in base64."""
 
     type: str = "encoded_text"
     tokens: list[int] | None = None
+    data: Base64Bytes | None = None
+    expected_tokens: int | None = Field(default=None, lt=MAX_NUMBER)
 
 
 class PromptTokens(BaseModel):
-    """A prompt as token ids."""
+    """A prompt as token ids and images."""
 
     chunks: list[PromptChunk]
 
-    def ids(self) -> list[int]:
-        """The ids of all parts.
+    def ids(self, images: ChunkImages) -> list[int]:
+        """The ids of all parts. An image has one if any of the prompt's does not say how many it is: then the engine
+        puts in the others.
+
+        Args:
+            images: Takes the prompt's.
 
         Raises:
-            ServiceError: INVALID_ARGUMENT.
+            ServiceError: INVALID_ARGUMENT, UNSUPPORTED, LIMIT_EXCEEDED.
         """
         found: list[int] = []
+        shown = [chunk for chunk in self.chunks if chunk.type == "image"]
+        counted = all(chunk.expected_tokens is not None for chunk in shown)
+        images.begin_row()
         for chunk in self.chunks:
+            if chunk.type == "image" and chunk.data is not None:
+                count = chunk.expected_tokens if counted and chunk.expected_tokens is not None else 1
+                found += images.add(chunk.data, count, "the prompt", "prompt").tolist()
+                continue
             if chunk.tokens is None:
-                raise _invalid(f"the prompt has a chunk of type {chunk.type[:50]!r}; this server reads text", "prompt")
+                message = f"the prompt has a chunk of type {chunk.type[:50]!r}; this server reads text and images"
+                raise _invalid(message, "prompt")
             found += chunk.tokens
         if found and not 0 <= min(found) <= max(found) < 2**32:
             raise _invalid("the prompt has a token id that no model has", "prompt")
@@ -135,12 +150,20 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
                 "and train with importance_sampling"
             )
             raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="record_stability_info")
-        prompt = request.prompt.ids()
+        model = core.model_info(sampler.base_model)
+        images = ChunkImages(model, core.config.limits)
+        prompt = request.prompt.ids(images)
         request.check(len(prompt), core.config.limits)
+        if images.contents and request.wants_scores:
+            message = "log-probabilities of prompts with images are not computed by samplers; forward computes them"
+            raise ServiceError(pb.ERROR_CODE_UNSUPPORTED, message, field="prompt_logprobs")
+        room = max(1, min(model.context_length - len(prompt), core.config.limits.max_sample_tokens))
         asked = pb.SampleRequest(
-            model=samplers.source(sampler), call=_call(request, _room(core, sampler, request)),
-            prompt_ids=[pb.TokenIds(ids=prompt)],
+            model=samplers.source(sampler), call=_call(request, room), prompt_ids=[pb.TokenIds(ids=prompt)],
         )  # fmt: skip
+        if images.contents:
+            asked.images.extend(images.contents)
+            asked.prompt_images.add(images=images.rows[0])
 
         async def work() -> bytes:
             async with core.calls.turn(caller.name, CallKind.SAMPLE):
@@ -160,13 +183,6 @@ def routes(core: Core, store: TinkerStore, saved: SavedWeights, samplers: Sample
         return {"request_id": promise, "sample_sequence_ids": numbers}
 
     return router
-
-
-def _room(core: Core, sampler: SamplerRecord, request: AsampleRequest) -> int:
-    """The most tokens that fit after the prompt."""
-    context = next((each.context_length for each in core.models() if each.name == sampler.base_model), 0)
-    length = sum(len(chunk.tokens or ()) for chunk in request.prompt.chunks)
-    return max(1, min(context - length, core.config.limits.max_sample_tokens))
 
 
 def _call(request: AsampleRequest, room: int) -> pb.SampleCall:

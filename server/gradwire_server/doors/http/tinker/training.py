@@ -132,7 +132,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     async def get_info(caller: CallerOf, request: ModelIdRequest) -> dict[str, Any]:
         """A model's base model and adapter."""
         model = await models.created(caller, request.model_id)
-        arch = next((each.architecture for each in core.models() if each.name == model.base_model), "")
+        arch = core.model_info(model.base_model).architecture
         data = {"arch": arch, "model_name": model.base_model, "tokenizer_id": model.base_model}
         return {
             "type": "get_info", "model_id": model.model_id, "model_name": model.base_model,
@@ -149,9 +149,9 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
             raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message) from None
         if not 1 <= asked.seq_id < MAX_NUMBER:
             raise _invalid(f"seq_id is {asked.seq_id}; numbers begin at 1", "seq_id")
-        await models.created(caller, asked.model_id)
+        model = await models.created(caller, asked.model_id)
         try:
-            batch = await _batch(asked, len(body), core.config.limits)
+            batch = await _batch(asked, core.model_info(model.base_model), core.config.limits, len(body))
         except ServiceError as error:
             operation = loss_operation(asked)
             promise = await models.submit(
@@ -251,9 +251,11 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     return router
 
 
-async def _batch(asked: tinker_pb2.ForwardBackwardRequest, size: int, limits: Limits) -> LossBatch:
+async def _batch(asked: tinker_pb2.ForwardBackwardRequest, model: pb.ModelInfo, limits: Limits, size: int) -> LossBatch:
     """The batch of a request; a large one is converted in a thread, so that other requests go on."""
-    return await asyncio.to_thread(loss_batch, asked, limits) if size > IN_THREAD_BYTES else loss_batch(asked, limits)
+    if size > IN_THREAD_BYTES:
+        return await asyncio.to_thread(loss_batch, asked, model, limits)
+    return loss_batch(asked, model, limits)
 
 
 def _promise(request_id: str, model_id: str) -> dict[str, str]:

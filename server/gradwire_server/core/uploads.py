@@ -61,7 +61,9 @@ class Uploads:
         for upload_id, known in self._known.items():
             if known.upload.ready:  # a crash may have left them
                 self._folders.drop_files(upload_id)
-        self._collect()
+        for upload_id in self._abandoned():
+            self._forget(upload_id)
+            self._folders.remove(upload_id)
 
     async def begin(self, caller: Caller, request: pb.BeginUploadRequest) -> pb.Upload:
         """Check what is to be uploaded, and return the upload to write to; the same content again is the same upload.
@@ -78,8 +80,8 @@ class Uploads:
         upload.warnings.extend(warnings)
         asked.base_model = upload.base_model
         content = hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=16).hexdigest()
-        await asyncio.to_thread(self._collect)
-        if (known := self._same(caller, content)) is not None:
+        await self._collect()
+        if (known := await self._begun(caller, content)) is not None:
             return self._described(known)
         if upload.size_bytes > self._limits.max_upload_bytes:
             what = f"the files have {upload.size_bytes} bytes"
@@ -87,7 +89,7 @@ class Uploads:
         self._check_quota(caller, upload.size_bytes)
         checking = engine_pb2.EngineRequest(check_upload=engine_pb2.EngineCheckUpload(request=asked))
         checked = (await self._ask(caller.name, checking, "checked the upload")).upload
-        if (known := self._same(caller, content)) is not None:  # begun by another call meanwhile
+        if (known := await self._begun(caller, content)) is not None:  # by another call meanwhile
             return self._described(known)
         self._check_quota(caller, upload.size_bytes)
         if checked.HasField("lora"):
@@ -98,12 +100,13 @@ class Uploads:
         )
         upload.created_at, upload.owner = time.time(), caller.name
         described = journal_pb2.UploadDescription(upload=upload, owner=caller.name, content=content)
-        self._known[upload.upload_id] = described
-        try:
-            await asyncio.to_thread(self._folders.create, described)
-        except BaseException:
-            del self._known[upload.upload_id]
-            raise
+        async with self._lock(upload.upload_id):
+            self._known[upload.upload_id] = described
+            try:
+                await asyncio.to_thread(self._folders.create, described)
+            except BaseException:
+                del self._known[upload.upload_id]
+                raise
         return self._described(described)
 
     async def write(self, caller: Caller, upload_id: str, name: str, offset: int, chunk: bytes) -> int:
@@ -118,10 +121,9 @@ class Uploads:
             raise _invalid(f"the upload {upload_id} has no file {name[:200]!r}")
         if len(chunk) > CHUNK_BYTES or offset + len(chunk) > file.size_bytes:
             raise _invalid(f"a chunk of {len(chunk)} bytes at {offset} does not fit {name} of {file.size_bytes} bytes")
-        if described.upload.ready:
-            return file.size_bytes
-        async with self._locks.setdefault(upload_id, asyncio.Lock()):
-            self._find(caller, upload_id)
+        async with self._lock(upload_id):
+            if self._find(caller, upload_id).upload.ready:
+                return file.size_bytes
             received = await asyncio.to_thread(self._folders.append, upload_id, name, offset, chunk)
         if received < offset:
             raise _invalid(f"a chunk at {offset} leaves a gap: {received} bytes of {name} have arrived")
@@ -154,7 +156,7 @@ class Uploads:
             ServiceError: UNKNOWN_CHECKPOINT.
         """
         self._find(caller, upload_id)
-        async with self._locks.setdefault(upload_id, asyncio.Lock()):
+        async with self._lock(upload_id):
             self._find(caller, upload_id)
             del self._known[upload_id]
             await asyncio.to_thread(self._folders.remove, upload_id)
@@ -214,6 +216,18 @@ class Uploads:
             )
         return fitting[0] if trained_on else self._models.find_or_only("", "base_model"), []
 
+    def _lock(self, upload_id: str) -> asyncio.Lock:
+        """Held by whoever makes, adds to, finishes or deletes an upload."""
+        return self._locks.setdefault(upload_id, asyncio.Lock())
+
+    async def _begun(self, caller: Caller, content: str) -> journal_pb2.UploadDescription | None:
+        """The caller's upload of the same content, once it is durable; None if there is none."""
+        while (known := self._same(caller, content)) is not None:
+            async with self._lock(known.upload.upload_id):
+                if self._known.get(known.upload.upload_id) is known:
+                    return known
+        return None
+
     def _same(self, caller: Caller, content: str) -> journal_pb2.UploadDescription | None:
         mine = (known for known in self._known.values() if known.owner == caller.name)
         return next((known for known in mine if known.content == content), None)
@@ -224,7 +238,7 @@ class Uploads:
 
     async def _finish(self, described: journal_pb2.UploadDescription) -> None:
         upload = described.upload
-        async with self._locks.setdefault(upload.upload_id, asyncio.Lock()):
+        async with self._lock(upload.upload_id):
             if upload.upload_id not in self._known:
                 raise unknown_upload(upload.upload_id)
             await asyncio.to_thread(self._folders.check, upload)
@@ -256,15 +270,27 @@ class Uploads:
             file.received_bytes = received
         return upload
 
-    def _collect(self) -> None:
-        """Delete unfinished uploads to which nothing was added for long."""
-        for upload_id, known in list(self._known.items()):
-            if known.upload.ready or upload_id in self._finishing:
-                continue
-            if time.time() - self._folders.last_change(upload_id) > ABANDONED_S:
-                log.warning("the upload %s is deleted: it was not finished", upload_id)
-                del self._known[upload_id]
-                self._folders.remove(upload_id)
+    async def _collect(self) -> None:
+        """Delete abandoned uploads."""
+        for upload_id in await asyncio.to_thread(self._abandoned):
+            async with self._lock(upload_id):
+                if upload_id in self._known and upload_id in self._abandoned():
+                    self._forget(upload_id)
+                    await asyncio.to_thread(self._folders.remove, upload_id)
+
+    def _abandoned(self) -> list[str]:
+        """Unfinished uploads to which nothing was added for long."""
+        oldest = time.time() - ABANDONED_S
+        unfinished = [upload_id for upload_id, known in list(self._known.items()) if not known.upload.ready]
+        return [
+            upload_id
+            for upload_id in unfinished
+            if upload_id not in self._finishing and self._folders.last_change(upload_id) < oldest
+        ]
+
+    def _forget(self, upload_id: str) -> None:
+        log.warning("the upload %s is deleted: it was not finished", upload_id)
+        del self._known[upload_id]
 
 
 def _may_use(caller: Caller, known: journal_pb2.UploadDescription) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.journal.upload_folders import UploadFolders
 from support.front import Door, Start, start
 from support.keyed import BEGIN_UPLOAD, FILES, error_of, uploaded
 
@@ -70,6 +71,45 @@ async def test_a_damaged_file_is_sent_again(door: Door) -> None:
     assert received[WEIGHTS] == 0 and received["adapter_config.json"] > 0
     await stub.WriteUpload(part(upload.upload_id, 0, FILES[WEIGHTS]))
     assert (await stub.FinishUpload(finish)).ready
+
+
+async def test_who_begins_the_same_upload_meanwhile_can_write_at_once(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = (await door.client()).stub
+    create = UploadFolders.create
+
+    def slow(folders: UploadFolders, described: Any) -> None:
+        time.sleep(0.3)
+        create(folders, described)
+
+    monkeypatch.setattr(UploadFolders, "create", slow)
+
+    async def begin_and_write() -> int:
+        upload = await stub.BeginUpload(BEGIN_UPLOAD)
+        return int((await stub.WriteUpload(part(upload.upload_id, 0, b"wei"))).received_bytes)
+
+    assert await asyncio.gather(*(begin_and_write() for _ in range(3))) == [3, 3, 3]
+
+
+async def test_a_chunk_beside_the_end_of_its_upload_adds_nothing(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = (await door.client()).stub
+    upload = await stub.BeginUpload(BEGIN_UPLOAD)
+    for name, content in FILES.items():
+        await stub.WriteUpload(part(upload.upload_id, 0, content, name))
+    finishing, check = asyncio.Event(), UploadFolders.check
+    loop = asyncio.get_running_loop()
+
+    def slow(folders: UploadFolders, upload: pb.Upload) -> None:
+        loop.call_soon_threadsafe(finishing.set)
+        time.sleep(0.3)
+        check(folders, upload)
+
+    monkeypatch.setattr(UploadFolders, "check", slow)
+    end = asyncio.ensure_future(stub.FinishUpload(pb.FinishUploadRequest(upload_id=upload.upload_id)))
+    await finishing.wait()
+    assert (await stub.WriteUpload(part(upload.upload_id, 0, b"wei"))).received_bytes == len(FILES[WEIGHTS])
+    assert (await end).ready
 
 
 @pytest.mark.parametrize(

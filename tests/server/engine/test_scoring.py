@@ -105,12 +105,44 @@ def test_gradcheck(entropy: bool, mean: bool, softcap: float | None, kept: int) 
     assert torch.autograd.gradcheck(score, (hidden, weight, bias))
 
 
+@pytest.mark.parametrize("graded", [(0,), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("kept", [0, 5 * V, T * V])
+@pytest.mark.parametrize("trained", [(0, 1, 2), (0, 1), (1,), (0, 2), (0,)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_tiles_have_the_gradient_of_plain_softmax(
+    graded: tuple[int, ...], kept: int, trained: tuple[int, ...], softcap: float | None
+) -> None:
+    """Whichever of the scores have one, in whichever of states, weight and bias it is wanted."""
+    *given, ids = tensors(torch.float64)
+    hidden, weight, bias = (
+        value.detach().requires_grad_(place in trained) for place, value in enumerate(given) if value is not None
+    )
+    head = OutputHead(weight, bias, 0.8, softcap)
+    found = score_tokens(
+        hidden, head, ids, temperature=0.7, entropy=1 in graded, mean_logprobs=True, collision=True, correct=True,
+        chunk_elements=3 * V, kept_elements=kept,
+    )  # fmt: skip
+    expected = plain(hidden, head, ids, 0.7)
+    torch.testing.assert_close(found.collision, expected[3])
+    ours, theirs = ([each[number] for number in graded] for each in (list(vars(found).values()), expected))
+    upstream = [torch.randn_like(score) for score in ours]
+    wanted = [(hidden, weight, bias)[place] for place in trained]
+    for _ in range(2):
+        mine = torch.autograd.grad(ours, wanted, upstream, retain_graph=True)
+        reference = torch.autograd.grad(theirs, wanted, upstream, retain_graph=True)
+        for one, other in zip([*ours, *mine], [*theirs, *reference], strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
-def test_kept_logits_serve_two_backward_passes_and_change_no_bit(entropy: bool) -> None:
+@pytest.mark.parametrize("chunk", [3 * V, 1 << 22], ids=["tiles", "whole"])
+def test_kept_logits_serve_two_backward_passes_and_change_no_bit(entropy: bool, chunk: int) -> None:
     hidden, weight, _, ids = tensors(bias=False)
     found = []
-    for kept in (0, T * V):
-        scores = score_tokens(hidden, OutputHead(weight), ids, entropy=entropy, kept_elements=kept)
+    for kept in (0, 5 * V, T * V):
+        scores = score_tokens(
+            hidden, OutputHead(weight), ids, entropy=entropy, chunk_elements=chunk, kept_elements=kept
+        )
         sums = scores.logprobs.sum() + scores.entropy.sum()
         found += [torch.autograd.grad(sums, (hidden, weight), retain_graph=True) for _ in range(2)]
     assert all(torch.equal(one, other) for pair in found[1:] for one, other in zip(pair, found[0], strict=True))

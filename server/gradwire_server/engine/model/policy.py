@@ -171,6 +171,11 @@ class Policy:
         """
         return self.split_model.output_head(self.adapter)
 
+    @property
+    def trains_output_head(self) -> bool:
+        """Whether the output weight, or an adapter on it, gets a gradient in training."""
+        return self.split_model.trains_output_head(self.adapter)
+
     def trainable_parameters(self) -> Mapping[str, nn.Parameter]:
         """Name -> parameter that the model computes with, in an order that depends only on the configuration.
 

@@ -261,6 +261,11 @@ class SplitModel:
             added = HeadAdapter(pair.a, pair.b, pair.scale, dropout)
         return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place, added)
 
+    def trains_output_head(self, adapter: str | None = None) -> bool:
+        """Whether the output weight, or an adapter's product on it, gets a gradient."""
+        linear = self.model.get_output_embeddings()
+        return bool(linear.weight.requires_grad) or adapter in getattr(linear, "pairs", {})
+
     def activate(
         self,
         adapter: str | None = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -120,6 +120,38 @@ class HeadGradients:
         if self._of_bias is not None:
             self._of_bias[vocabulary] += grad.sum(dim=0)
 
+    def add_exponentials(self, part: slice, exponentials: Tensor, factor: Tensor, vocabulary: slice) -> None:
+        """Add a chunk's share, given that the gradient in its products is ``factor [C] * exponentials [C, V]``."""
+        factors = self._product.part(vocabulary).factors
+        for each, of_states, of_weight, states in zip(
+            factors, self._of_states, self._of_weights, self._operands[::2], strict=True
+        ):
+            if of_states is not None:
+                of_states[part].addcmul_(each.by_weight(exponentials), factor[:, None])
+            if of_weight is not None:
+                each.add_outer(of_weight[vocabulary], exponentials, states[part] * factor[:, None])
+        if self._of_bias is not None:
+            self._of_bias[vocabulary] += factor @ exponentials
+
+    def add_chosen(self, ids: Tensor, factor: Tensor) -> None:
+        """Add the share of the given ids ``[T, K]``, given ``factor [T, K]``, the gradient in each one's product."""
+        for column, one in zip(ids.T, factor.T, strict=True):
+            for of_states, of_weight, states, weight in zip(
+                self._of_states, self._of_weights, self._operands[::2], self._operands[1::2], strict=True
+            ):
+                if of_states is not None:
+                    of_states.addcmul_(weight.index_select(0, column).to(of_states.dtype), one[:, None])
+                if of_weight is not None:
+                    of_weight.index_add_(0, column, states.to(of_weight.dtype) * one[:, None])
+            if self._of_bias is not None:
+                self._of_bias.index_add_(0, column, one)
+
+    def add_means(self, means: Sequence[Tensor], factor: Tensor) -> None:
+        """Add ``factor [T]`` times a mean row of each weight at each place, ``[T, ...]``, to the states' gradients."""
+        for of_states, mean in zip(self._of_states, means, strict=True):
+            if of_states is not None:
+                of_states.addcmul_(mean, factor[:, None])
+
     def results(self) -> tuple[Tensor | None, ...]:
         """The gradients of the bias and of each operand; None where it is not required or was added in place."""
         bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
@@ -146,7 +178,7 @@ class HeadProduct:
 
     def part(self, vocabulary: slice) -> HeadProduct:
         """The products with some rows of the weights."""
-        return self if vocabulary == WHOLE else HeadProduct([each.weight[vocabulary] for each in self.factors])
+        return self if vocabulary == WHOLE else HeadProduct([each.stored[vocabulary] for each in self.factors])
 
     def by_transpose(self, states: Sequence[Tensor], place: Tensor | None = None) -> Tensor:
         """Sum of the products with the transposed weights: ``[C, H]`` each ``-> [C, V]``."""
@@ -159,13 +191,22 @@ class HeadProduct:
 class WeightProduct:
     """Products with one weight that accumulate in, and return, at least float32.
 
-    GPUs multiply low-precision operands this way without widening them; on a CPU the weight is widened once.
+    GPUs multiply low-precision operands this way without widening them; on a CPU the weight is widened once, when it is
+    used.
+
+    Attributes:
+        stored: The weight as it is given.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.mixed = not computes_as_cpu(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
-        self.weight = weight if self.mixed else weight.to(self.dtype)
+        self.stored = weight
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The weight in the precision of the products."""
+        return self.stored if self.mixed else self.stored.to(self.dtype)
 
     def by_transpose(self, states: Tensor, place: Tensor | None = None) -> Tensor:
         """Product with the transposed weight: ``[C, H] -> [C, V]``."""
@@ -187,6 +228,13 @@ class WeightProduct:
         if self.mixed:
             return torch.mm(grad.to(self.weight.dtype), self.weight, out_dtype=self.dtype)
         return grad @ self.weight
+
+    def add_by_weight(self, total: Tensor, grad: Tensor) -> None:
+        """Add the product with the weight to ``total [C, H]``."""
+        if self.mixed:
+            total += self.by_weight(grad)
+        else:
+            total.addmm_(grad, self.weight)
 
     def add_outer(self, total: Tensor, grad: Tensor, states: Tensor) -> None:
         """Add the weight's gradient: ``total [V, H] += grad^T [V, C] states [C, H]``."""

@@ -54,6 +54,8 @@ FRESH_S = 1.0
 """Seconds for which a measurement of a GPU's free memory is used."""
 LEAST_TOKENS = 256
 """Micro-batches get no smaller than this to keep their logits; with fewer tokens the trunk is slower."""
+FROZEN_TOKENS = 512
+"""The same where a CPU computes with a frozen output head, whose logits are not kept if they are many."""
 PROBE_TOKENS = 64
 PASSING_BYTES = 64
 """Temporary bytes in a forward and backward, per token and element of its hidden state."""
@@ -139,7 +141,7 @@ class Memory:
         self.measure(run)
         of_token = self._token_bytes[kind]
         if tokens is None:
-            keeping = max(kept // facts.vocab_size, LEAST_TOKENS)
+            keeping = max(kept // facts.vocab_size, self._least_tokens(run))
             each = of_token.recomputed if run.config.gradient_checkpointing else of_token.kept
             tokens = max(1, min(int(room / each), most.microbatch_tokens, keeping))
         kept_tokens, whole_tokens, beyond = ALL, ALL, Activations.RECOMPUTE
@@ -205,6 +207,10 @@ class Memory:
         if self._device.type == "cuda":
             kind = _kind(run)
             self._shares[kind] = self._shares.get(kind, 1.0) / 2
+
+    def _least_tokens(self, run: MemoryUser) -> int:
+        frozen = self._device.type == "cpu" and not run.policy.trains_output_head
+        return FROZEN_TOKENS if frozen else LEAST_TOKENS
 
     def _room(self, run: MemoryUser) -> float:
         if self._device.type == "cpu":

@@ -27,7 +27,7 @@ class Budget:
         microbatch_tokens: Maximum tokens computed per micro-batch. A larger example goes alone.
         activation_bytes: Maximum bytes of activations kept for a later backward.
         logits_elements: Maximum number of logits in memory at once.
-        kept_logits: Maximum number of logits kept for a micro-batch's backward; if it has more, all are recomputed.
+        kept_logits: Maximum number of logits kept for a micro-batch's backward; others are recomputed.
         kept_tokens: Maximum computed tokens of a micro-batch whose activations are kept.
         beyond: What becomes of the activations of larger micro-batches.
         whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.

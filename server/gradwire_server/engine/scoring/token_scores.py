@@ -10,8 +10,8 @@ float64 inputs) whatever the weights' dtype, in nats:
     collision (no gradient)          log sum_v p_v^2
 
 A chunk is some places with the whole vocabulary. A vocabulary so large that chunks would hold few places is computed in
-tiles instead (:mod:`.vocabulary_tiles`). The backward pass recomputes the logits, unless the logits of all places are
-few enough to keep.
+tiles instead (:mod:`.vocabulary_tiles`). The backward pass recomputes the logits if they are too many to keep, in tiles
+only those of the last tiles.
 """
 
 from __future__ import annotations
@@ -81,15 +81,17 @@ def score_tokens(
         chunk_elements: Number of logits in memory at once.
         kept_elements: Number of logits that may additionally be kept for the backward pass.
     """
-    keeps = torch.is_grad_enabled() and head.softcap is None and len(ids) * len(head.weight) <= kept_elements
+    differentiable = torch.is_grad_enabled()
+    kept = kept_elements if differentiable and head.softcap is None else 0
     places, vocabulary = chunk_elements // len(head.weight), len(head.weight)
     tiled = places < min(len(ids), FEWEST_PLACES)
     if tiled:
         places = max(1, min(len(ids), MOST_PLACES, chunk_elements))
         vocabulary = chunk_elements // places
     request = ScoreRequest(
-        head, temperature, entropy, mean_logprobs, collision, correct, keeps, max(places, 1), max(vocabulary, 1)
-    )
+        head, temperature, entropy, mean_logprobs, collision, correct, differentiable, kept, max(places, 1),
+        max(vocabulary, 1),
+    )  # fmt: skip
     compute = ScoreTiles if tiled else _ScoreTokens
     return TokenScores(*compute.apply(request, ids, head.bias, *head.operands(hidden)))  # type: ignore[no-untyped-call]
 
@@ -108,6 +110,7 @@ class _ScoreTokens(torch.autograd.Function):
         product = HeadProduct(operands[1::2])
         hidden, weight = operands[:2]
         count = len(ids)
+        keeps = count * len(weight) <= request.kept
 
         def room(wanted: bool) -> Tensor:
             return hidden.new_empty(count if wanted else 0, dtype=product.dtype)
@@ -115,10 +118,10 @@ class _ScoreTokens(torch.autograd.Function):
         logprobs = hidden.new_empty(ids.shape, dtype=product.dtype)
         entropy, mean, collision = room(request.entropy), room(request.mean), room(request.collision)
         correct = torch.empty(count if request.correct else 0, dtype=torch.bool, device=hidden.device)
-        kept = hidden.new_empty(count if request.keeps else 0, len(weight), dtype=product.dtype)
+        kept = hidden.new_empty(count if keeps else 0, len(weight), dtype=product.dtype)
         for start in range(0, count, request.places):
             part = slice(start, start + request.places)
-            place = kept[part] if request.keeps else None
+            place = kept[part] if keeps else None
             log_p, _ = _log_probabilities(product, parts(operands[::2], part), bias, request, place)
             chosen = log_p.gather(1, ids[part])
             logprobs[part] = chosen
@@ -146,6 +149,7 @@ class _ScoreTokens(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ids, entropy, kept, bias, *operands = ctx.saved_tensors
         request: ScoreRequest = ctx.request
+        keeps = len(kept) > 0
         product, weight = HeadProduct(operands[1::2]), operands[1]
         # Not the saved tensor, because saved-tensor hooks would return something other than the parameter.
         holder = request.head.weight if request.head.adds_in_place else None
@@ -155,14 +159,14 @@ class _ScoreTokens(torch.autograd.Function):
             of_p = of_p + grad_mean
         for start in range(0, len(ids), request.places):
             part = slice(start, start + request.places)
-            if request.keeps:
+            if keeps:
                 log_p, capped = kept[part], None
                 p = log_p.exp()
             else:
                 log_p, capped = _log_probabilities(product, parts(operands[::2], part), bias, request)
                 p = log_p.exp() if request.entropy else log_p.exp_()
             if request.entropy:
-                grad = (log_p + entropy[part, None]) if request.keeps else log_p.add_(entropy[part, None])
+                grad = (log_p + entropy[part, None]) if keeps else log_p.add_(entropy[part, None])
                 grad = grad.mul_(grad_entropy[part, None]).add_(of_p[part, None]).mul_(p).neg_()
             else:
                 grad = p.mul_(-of_p[part, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -126,6 +127,29 @@ async def test_a_failure_is_a_result_and_costs_its_own_batch_only(tinker: Tinker
     assert "importance_sampling" in said[2] and "weights" in said[3]
     metrics, _ = outputs(await tinker.done("forward_backward", forward_backward(model, 5, [datum()])))
     assert metrics["loss:sum"] > 0 and "metrics" in await tinker.wait(await tinker.step(model, 6))
+
+
+@pytest.mark.parametrize(
+    ("route", "wrong", "words"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": None}}, "adam_params.learning_rate"),
+        ("save_weights", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
+        ("save_weights_for_sampler", {"path": "a", "ttl_seconds": -1}, "ttl_seconds"),
+        ("save_weights_external", {"path": "a", "ttl_seconds": 0}, "ttl_seconds"),
+        ("load_weights", {"path": "tinker://a", "optimizer": None}, "optimizer"),
+        ("load_weights", {"path": "tinker://a", "optimizer": True, "weights_access_token": "x"}, "access tokens"),
+    ],
+)
+async def test_an_operation_that_cannot_be_read_leaves_no_gap(
+    tinker: TinkerClient, route: str, wrong: dict[str, Any], words: str
+) -> None:
+    model = await tinker.model()
+    failure = await tinker.done(route, {"model_id": model, "seq_id": 1} | wrong)
+    assert words in failure["error"] and failure["category"] == "user"
+    metrics, _ = outputs(await tinker.done("forward_backward", forward_backward(model, 2, [datum()])))
+    assert metrics["loss:sum"] > 0 and "metrics" in await tinker.wait(await tinker.step(model, 3))
+    unnumbered = await tinker.post(route, {"model_id": model, "seq_id": 0} | wrong, 422)
+    assert "seq_id" in unnumbered["detail"] or words in unnumbered["detail"]
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "importance_sampling", "dro"])

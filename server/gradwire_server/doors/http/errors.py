@@ -108,6 +108,15 @@ def body_problem(problem: Mapping[str, Any]) -> str:
     return "the body is not a JSON object; send one, with Content-Type: application/json"
 
 
+def invalid_body(error: RequestValidationError) -> pb.Error:
+    """INVALID_ARGUMENT for a body that is not what its route takes; names the first wrong field."""
+    first = error.errors()[0]
+    problem = body_problem(first)
+    field = "" if problem else ".".join(str(part) for part in first["loc"][1:])[:MAX_FIELD_CHARS]
+    text = problem or f"{field}: {str(first['msg'])[:500]}"
+    return pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field)
+
+
 def _unreadable(cause: BaseException) -> str:
     """Why a body could not be parsed, where the parser does not say it of a place."""
     if isinstance(cause, RecursionError):
@@ -146,11 +155,7 @@ def _install(app: FastAPI, body: ErrorBody) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        problem = body_problem(first)
-        field = "" if problem else ".".join(str(part) for part in first["loc"][1:])[:MAX_FIELD_CHARS]
-        text = problem or f"{field}: {str(first['msg'])[:500]}"
-        return error_response(pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=text, field=field), body, 422)
+        return error_response(invalid_body(error), body, 422)
 
     @app.exception_handler(UnicodeEncodeError)
     async def no_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:

@@ -26,6 +26,7 @@ from gradwire_server.core.core import Core
 from gradwire_server.doors.http.protocol import CallerOf, TraceparentOf
 from gradwire_server.doors.http.tinker.models import Models
 from gradwire_server.doors.http.tinker.names import TinkerPath
+from gradwire_server.doors.http.tinker.operation_route import operation_route
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import MAX_TTL_S, SavedRecord, TinkerStore
 from gradwire_server.doors.http.tinker.training_requests import MAX_NUMBER
@@ -50,7 +51,7 @@ class SaveExternalRequest(BaseModel):
 
 def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights) -> APIRouter:
     """The routes over the door's state."""
-    router = APIRouter()
+    router = APIRouter(route_class=operation_route(models))
     encrypting: dict[str, asyncio.Lock] = {}
 
     def signer() -> URLSafeTimedSerializer:

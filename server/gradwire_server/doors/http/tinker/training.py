@@ -25,6 +25,7 @@ from gradwire_server.doors.http.tinker.names import (
     request_id_of,
     sampler_id_of,
 )
+from gradwire_server.doors.http.tinker.operation_route import operation_route
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.sessions import session_of
@@ -54,7 +55,7 @@ ALPHA = 32.0
 
 def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, samplers: Samplers) -> APIRouter:
     """The routes over the door's state."""
-    router = APIRouter()
+    router = APIRouter(route_class=operation_route(models))
 
     @router.post("/create_model")
     async def create_model(caller: CallerOf, request: CreateModelRequest) -> dict[str, str]:
@@ -84,12 +85,9 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     @router.post("/load_weights")
     async def load_weights(caller: CallerOf, request: LoadWeightsRequest, trace: TraceparentOf) -> dict[str, str]:
         """Make a model from a checkpoint, or load one into a model."""
-        if request.optimizer_config is not None:
-            _check_optimizer(request.optimizer_config)
-        if request.weights_access_token:
-            raise _invalid("access tokens are not served: publish the checkpoint instead", "weights_access_token")
         if request.model_id is not None and request.seq_id is not None:
             return await _load_into(caller, request, request.model_id, request.seq_id, trace)
+        _check_load(request)
         if request.session_id is None or request.model_seq_id is None:
             raise _invalid("give session_id and model_seq_id, or model_id and seq_id", "session_id")
         session_of(store, caller.name, request.session_id)
@@ -119,6 +117,7 @@ def routes(core: Core, store: TinkerStore, models: Models, saved: SavedWeights, 
     ) -> dict[str, str]:
         refusal, checkpoint = None, ""
         try:
+            _check_load(request)
             checkpoint = saved.checkpoint(caller, request.path)
         except ServiceError as error:
             refusal = error.error
@@ -260,6 +259,13 @@ async def _batch(asked: tinker_pb2.ForwardBackwardRequest, model: pb.ModelInfo, 
 
 def _promise(request_id: str, model_id: str) -> dict[str, str]:
     return {"request_id": request_id, "model_id": model_id}
+
+
+def _check_load(request: LoadWeightsRequest) -> None:
+    if request.optimizer_config is not None:
+        _check_optimizer(request.optimizer_config)
+    if request.weights_access_token:
+        raise _invalid("access tokens are not served: publish the checkpoint instead", "weights_access_token")
 
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:

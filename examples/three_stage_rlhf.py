@@ -34,12 +34,13 @@ from typing import Any
 
 import gradwire
 import numpy as np
+from _support.answers import Row, accuracy, compared, rollout_rows, row, said, sample
+from _support.rates import rate_text, schedule
 from _support.report import Report
 from _support.small_model import small_model
-from _support.tasks import ARITHMETIC_CHARACTERS, Preference, Problem, Task, arithmetic, from_files, is_right, spoiled
+from _support.tasks import ARITHMETIC_CHARACTERS, Preference, Problem, Task, arithmetic, from_files, spoiled
 
 AHEAD = 4  # steps submitted before the oldest one's result is waited for
-WARMUP = 20
 SHARE_OF_ANSWERS = "share of answers, sampled at temperature 1"
 REWARD_UNIT = "standard deviations of the SFT policy's reward, clipped to -1 and 1"
 UNITS = {
@@ -49,7 +50,6 @@ UNITS = {
     "value_loss": "half the squared error, per token", "kl_per_token": "nats per token, to the SFT policy",
     "clip_fraction": "share of tokens",
 }  # fmt: skip
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ async def three_stages(
         held_out=f"{len(unseen):,} demonstrations for the loss, {len(held_out):,} prompts for the accuracy",
     )  # fmt: skip
     loss_before = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
-    answers_before = await sample(sft, held_out_prompts, settings)
+    answers_before = await sample(sft, held_out_prompts, settings.max_tokens)
     await train(
         report, "SFT", sft, batches(demonstrations, settings.sft_rows, rng), "causal_lm", settings.sft_steps,
         settings.sft_learning_rate, ("loss", "token_accuracy"),
     )  # fmt: skip
     sft_checkpoint = await sft.save_checkpoint("sft")
     loss_after = (await sft.forward(unseen, "causal_lm", outputs=()))["loss"]
-    answers_after = await sample(sft, held_out_prompts, settings)
+    answers_after = await sample(sft, held_out_prompts, settings.max_tokens)
     report.figure("SFT", "loss", UNITS["loss"], loss_before, loss_after, "down")
     accuracy_before, accuracy_after = accuracy(held_out, answers_before), accuracy(held_out, answers_after)
     report.figure("SFT", "answer accuracy", SHARE_OF_ANSWERS, accuracy_before, accuracy_after, args.accuracy_aim)
@@ -141,8 +141,8 @@ async def three_stages(
         pairs, unseen_pairs = task.preferences, task.held_out_preferences
     else:
         practised = task.prompts[: settings.practice_prompts]
-        practice = await sample(sft, await prompts_of(practised), settings, n=settings.practice_answers)
-        tests = await sample(sft, held_out_prompts, settings, n=settings.practice_answers)
+        practice = await sample(sft, await prompts_of(practised), settings.max_tokens, n=settings.practice_answers)
+        tests = await sample(sft, held_out_prompts, settings.max_tokens, n=settings.practice_answers)
         pairs, unseen_pairs = compared(practised, practice), compared(held_out, tests)
         pairs += [Preference(p, chosen, bad) for p, chosen, _ in pairs if (bad := spoiled(chosen, rng)) != chosen]
 
@@ -188,7 +188,7 @@ async def three_stages(
 
     async def held_out_figures() -> tuple[dict[str, float], list[list[gradwire.Sample]]]:
         """Mean reward, accuracy and KL to the SFT policy (nats) on fresh answers, and these answers."""
-        answers = await sample(policy, held_out_prompts, settings)
+        answers = await sample(policy, held_out_prompts, settings.max_tokens)
         rows = rollout_rows(held_out_prompts, answers)
         scored = [{"input_ids": each["input_ids"], "loss_mask": each["loss_mask"]} for each in rows]
         rewards, own, theirs = await gradwire.gather(
@@ -227,7 +227,7 @@ async def three_stages(
     shown = ("reward", "accuracy", "policy_loss", "value_loss", "kl_per_token", "clip_fraction")
     with report.progress("PPO", settings.ppo_steps, {name: UNITS[name] for name in shown}) as show:
         for practised, learning_rate in zip(rounds, rates):
-            answers = await sample(policy, [ids for _, ids in practised], settings)
+            answers = await sample(policy, [ids for _, ids in practised], settings.max_tokens)
             rows = rollout_rows([ids for _, ids in practised], answers)
             scores, rewards = await gradwire.gather(
                 policy.forward(rows, outputs=("logprobs", "values")),
@@ -292,19 +292,6 @@ async def train(
             await settle()
 
 
-def schedule(peak: float, steps: int, warmup: int = WARMUP) -> list[float]:
-    """Linear warm-up, then a cosine down to a twentieth."""
-    return [
-        peak * min(1, (step + 1) / max(1, warmup)) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
-        for step in range(steps)
-    ]
-
-
-def rate_text(peak: float, warmup: int = WARMUP) -> str:
-    began = f"after {warmup} steps of linear warm-up" if warmup else "from the first step"
-    return f"{peak:g} {began}, then a cosine down to a twentieth"
-
-
 def trained_weights(model: gradwire.ModelInfo, args: argparse.Namespace) -> str:
     return f"LoRA of rank {args.lora_rank}" if args.lora_rank else f"all {model.num_parameters:,} weights trained"
 
@@ -316,46 +303,6 @@ def batches(items: Sequence[Any], size: int, rng: random.Random) -> Iterator[lis
         shuffled = rng.sample(list(items), len(items))
         for start in range(0, len(items) - size + 1, size):
             yield shuffled[start : start + size]
-
-
-def row(prompt: list[int], answer: Sequence[int]) -> Row:
-    """Build a row in which only the answer is trained on."""
-    return {"input_ids": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * len(answer)}
-
-
-def rollout_rows(prompts: Sequence[list[int]], answers: Sequence[Sequence[gradwire.Sample]]) -> list[Row]:
-    return [row(prompt, each[0].token_ids.tolist()) for prompt, each in zip(prompts, answers)]
-
-
-async def sample(
-    run: gradwire.TrainingClient, prompts: Sequence[list[int]], settings: Settings, n: int = 1
-) -> list[list[gradwire.Sample]]:
-    """Sample ``n`` answers per prompt from the policy at temperature 1."""
-    parts = [
-        run.sample(prompts[start : start + 256], n=n, max_tokens=settings.max_tokens, temperature=1.0)
-        for start in range(0, len(prompts), 256)
-    ]
-    return [samples for part in parts for samples in (await part).samples]
-
-
-def accuracy(problems: Sequence[Problem], answers: Sequence[Sequence[gradwire.Sample]]) -> float:
-    return float(np.mean([is_right(problem, each[0].text or "") for problem, each in zip(problems, answers)]))
-
-
-def said(problem: Problem, answer: gradwire.Sample) -> str:
-    verdict = "right" if is_right(problem, answer.text or "") else f"wrong, it is {problem.number}"
-    return f"{answer.text}   ({verdict})"
-
-
-def compared(problems: Sequence[Problem], answers: Sequence[Sequence[gradwire.Sample]]) -> list[Preference]:
-    """Pair right answers with wrong ones to the same prompt; uses the worked answer if the policy gave no right one."""
-    pairs = []
-    for problem, samples in zip(problems, answers):
-        texts = [each.text or "" for each in samples]
-        right = [text for text in texts if is_right(problem, text)] or [problem.answer]
-        wrong = [text for text in texts if not is_right(problem, text)]
-        pairs += [Preference(problem.prompt, chosen, rejected) for chosen, rejected in zip(right, wrong)]
-    return pairs
 
 
 async def model_info(service: gradwire.ServiceClient, name: str | None) -> gradwire.ModelInfo:

@@ -19,7 +19,7 @@ from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Segments
 from gradwire_server.scheduling import abort_rule
 from gradwire_server.scheduling.operation import QueuedOperation

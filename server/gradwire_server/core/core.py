@@ -30,7 +30,7 @@ from gradwire_server.core.uploads import Uploads
 from gradwire_server.engine_client.process import EngineClient, EngineProcess
 from gradwire_server.errors import ServiceError, check_length
 from gradwire_server.journal.entries import StoredResult
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.checks import check_rows

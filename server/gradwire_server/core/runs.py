@@ -18,7 +18,8 @@ from gradwire_server.config import Limits
 from gradwire_server.core.uploads import Uploads
 from gradwire_server.errors import ServiceError, check_length, limit_exceeded, unknown_checkpoint
 from gradwire_server.journal.checkpoint_records import ORIGIN, CheckpointRecords
-from gradwire_server.journal.run_records import RunRecord, RunRecords, new_record
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import RunRecord, new_record
 from gradwire_server.scheduling.scheduler import Scheduler
 
 SLICE_RUNS = 20

@@ -15,7 +15,8 @@ from gradwire_server.engine_client.process import EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import StoredResult
-from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.scheduling.checks import check_sample_request, check_sampled_bytes
 from gradwire_server.scheduling.scheduler import Scheduler
 

@@ -13,7 +13,8 @@ from gradwire_server.journal import state_folder
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.mirror import reconcile
-from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.state_folder import StateFolderError
 
 

@@ -16,7 +16,8 @@ from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.errors import ServiceError, unknown_checkpoint
 from gradwire_server.journal import history
 from gradwire_server.journal.database import Database
-from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import loss_call, training_call
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

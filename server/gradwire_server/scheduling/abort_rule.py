@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling.operation import QueuedOperation, failed
 

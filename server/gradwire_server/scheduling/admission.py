@@ -16,7 +16,7 @@ from gradwire_server.errors import ServiceError, shutting_down, unknown_run
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.entries import JournalEntry, identity
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.observability.tracing import Tracing

@@ -23,7 +23,7 @@ from gradwire_server.engine_client.process import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.checkpoint_records import AUTOMATIC, CheckpointRecords
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.scheduling.run_queue import RunQueue
 from gradwire_server.scheduling.since_checkpoint import SinceCheckpoint
 

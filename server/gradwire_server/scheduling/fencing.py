@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 
 
 class Fencing:

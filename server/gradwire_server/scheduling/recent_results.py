@@ -6,7 +6,7 @@ from collections import OrderedDict
 from itertools import takewhile
 
 from gradwire_server.journal.entries import StoredResult
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 
 RECENT_RESULTS = 64
 RECENT_BYTES = 64 << 10

@@ -14,7 +14,7 @@ from gradwire_server.engine_client.process import EngineClient, EngineDied
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.entries import JournalEntry
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.same_state import (
     RunChanged,
     divergence,

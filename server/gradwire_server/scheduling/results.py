@@ -15,7 +15,7 @@ from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import StoredResult, lost_result
 from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of

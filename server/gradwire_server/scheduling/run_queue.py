@@ -24,7 +24,7 @@ from gradwire_server.config import Limits
 from gradwire_server.engine_client.process import EngineAnswer
 from gradwire_server.errors import ServiceError, parked_error
 from gradwire_server.journal.entries import JournalEntry, RunMarks, StoredResult
-from gradwire_server.journal.run_records import RunRecord
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Location
 from gradwire_server.operation_kinds import kind_of
 from gradwire_server.scheduling import abort_rule, progress

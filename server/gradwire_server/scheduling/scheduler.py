@@ -23,7 +23,8 @@ from gradwire_server.engine_client.process import EngineClient
 from gradwire_server.errors import ServiceError, shutting_down, unknown_run
 from gradwire_server.journal.checkpoint_records import CheckpointRecords
 from gradwire_server.journal.journal import Journal
-from gradwire_server.journal.run_records import RunRecord, RunRecords
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.observability.metrics import Backlog, Metrics
 from gradwire_server.observability.tracing import Tracing
 from gradwire_server.scheduling.admission import Admission

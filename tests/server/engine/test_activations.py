@@ -16,7 +16,8 @@ from gradwire_server.engine.model import activations, attention_masked, feed_for
 from gradwire_server.engine.model.activations import ALL, Activations
 from gradwire_server.engine.model.attention_masked import MaskedSegments, masked_attention
 from gradwire_server.engine.model.packing import lay_out
-from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.operations import limits
 from gradwire_server.engine.operations.request import Request

@@ -109,7 +109,7 @@ def test_classes_are_read_at_the_last_token_and_at_each(make_run: Any, budget: B
 
 
 def test_a_classification_head_needs_its_number_of_labels(pool: Any) -> None:
-    from gradwire_server.engine.model.policy import make_policy
+    from gradwire_server.engine.model.policy_from_config import make_policy
 
     config = training_pb2.RunConfig(base_model="tiny", head="classification", num_labels=1)
     with pytest.raises(OperationError) as caught:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.scoring.planner import Budget

@@ -19,7 +19,8 @@ from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.retention import COLLECTED_BYTES
 from gradwire_server.journal.run_files import RUN_FILE, read_description
-from gradwire_server.journal.run_records import RunRecords, new_record
+from gradwire_server.journal.run_records import RunRecords
+from gradwire_server.journal.run_row import new_record
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
 MARKS = RunMarks(step=0, failure_seq=0, failure="")

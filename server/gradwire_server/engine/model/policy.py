@@ -21,12 +21,10 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.activations import Activations
-from gradwire_server.engine.model.heads import Head, make_head
+from gradwire_server.engine.model.heads import Head
 from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.packing import Packing, arrange
 from gradwire_server.engine.model.placement import assign, assign_each
-from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.model.routers import balance_coefficient
 from gradwire_server.engine.model.split_model import ModelFacts, OutputHead, SplitModel
 
 if TYPE_CHECKING:
@@ -368,40 +366,3 @@ class FullPolicy(Policy):
     ) -> None:
         super().__init__(split_model, head=head, gradient_checkpointing=gradient_checkpointing, dropout=dropout)
         self._train(dict(split_model.model.named_parameters()))
-
-
-def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:
-    """Make the policy that a run's configuration asks for.
-
-    Raises:
-        OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT with the field.
-    """
-    facts = pool.facts(config.base_model)
-    if config.HasField("lora"):
-        split_model = pool.get(config.base_model)
-        head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
-        settings = training_pb2.LoraSettings()
-        settings.CopyFrom(config.lora)
-        settings.dropout = settings.dropout or config.dropout
-        coefficient = balance_coefficient(split_model.model, config)
-        policy: Policy = LoraPolicy(
-            split_model,
-            run_id,
-            settings,
-            seed=config.seed,
-            head=head,
-            gradient_checkpointing=config.gradient_checkpointing,
-            dropout=config.dropout,
-        )
-        policy.router_aux_loss_coef = coefficient
-        return policy
-    split_model = pool.load(config.base_model)
-    coefficient = balance_coefficient(split_model.model, config)
-    head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
-    if head is not None:
-        pool.placement.place(head)
-    policy = FullPolicy(
-        split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
-    )
-    policy.router_aux_loss_coef = coefficient
-    return policy

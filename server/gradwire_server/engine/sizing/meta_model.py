@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.numberless import DeviceKind, estimating
-from gradwire_server.engine.model.policy import Policy, make_policy
+from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.routers import Routers
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_token_bytes

@@ -1,0 +1,47 @@
+"""The policy that a run's configuration asks for."""
+
+from __future__ import annotations
+
+from gradwire_proto.v1 import training_pb2
+
+from gradwire_server.engine.model.heads import make_head
+from gradwire_server.engine.model.policy import FullPolicy, LoraPolicy, Policy
+from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.model.routers import balance_coefficient
+
+
+def make_policy(pool: ModelPool, config: training_pb2.RunConfig, run_id: str) -> Policy:
+    """Make the policy that a run's configuration asks for.
+
+    Raises:
+        OperationError: UNKNOWN_MODEL, or INVALID_ARGUMENT with the field.
+    """
+    facts = pool.facts(config.base_model)
+    if config.HasField("lora"):
+        split_model = pool.get(config.base_model)
+        head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+        settings = training_pb2.LoraSettings()
+        settings.CopyFrom(config.lora)
+        settings.dropout = settings.dropout or config.dropout
+        coefficient = balance_coefficient(split_model.model, config)
+        policy: Policy = LoraPolicy(
+            split_model,
+            run_id,
+            settings,
+            seed=config.seed,
+            head=head,
+            gradient_checkpointing=config.gradient_checkpointing,
+            dropout=config.dropout,
+        )
+        policy.router_aux_loss_coef = coefficient
+        return policy
+    split_model = pool.load(config.base_model)
+    coefficient = balance_coefficient(split_model.model, config)
+    head = make_head(config, facts.hidden_size, split_model.device, model_path=facts.path)
+    if head is not None:
+        pool.placement.place(head)
+    policy = FullPolicy(
+        split_model, head=head, gradient_checkpointing=config.gradient_checkpointing, dropout=config.dropout
+    )
+    policy.router_aux_loss_coef = coefficient
+    return policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from support.blocking import DETECTOR, BlockingDetector
 from support.seeds import choose_seed, session_seed
+from support.server import Server
 from support.tiny import tiny_model
 
 DETECTOR.install()
@@ -51,6 +53,20 @@ def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of some ten thousand parameters with a character tokenizer, as a Hugging Face folder."""
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server process that holds the tiny model, for all tests that neither end it nor count its runs."""
+    running = Server(tiny_model_path, tmp_path_factory.mktemp("state")).start()
+    yield running
+    assert running.end() == 0
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of later collections, which the engine makes whenever memory has run out."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ TINKER_PYTHON = Path(os.environ.get("GRADWIRE_TINKER_PYTHON", ROOT / ".venv-tink
 APART = (
     "against_trl", "real_shapes", "long_rows", "groups", "grpo_loop", "rl_rollouts", "growth", "router", "tinker_door",
 )  # fmt: skip
-QUICK = ("step_counts", "short_engine", "in_process", "vocabulary")
+QUICK = ("step_counts", "short_engine")
 """Run by default; the other rows take minutes together."""
 RUN = [
     row if row in QUICK else pytest.param(row, marks=pytest.mark.slow)
@@ -126,7 +126,7 @@ def test_gpu_cases_run_at_tiny_shapes_and_are_not_run_twice(tmp_path: Path) -> N
     assert json.loads(results.read_text())["cases"] == first
 
 
-@pytest.mark.parametrize("tuning", ["lora", "full"])
+@pytest.mark.parametrize("tuning", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_our_side_on_a_gpus_models(tuning: str, tmp_path: Path) -> None:
     found = run_case(Case("0.6B", tuning, "ours"), tmp_path, "cpu", smoke=True)
     assert found["tokens_per_second"] > 0

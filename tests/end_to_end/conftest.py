@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import gradwire
 import numpy as np
 import pytest
 from support.server import Server
-
-
-@pytest.fixture(scope="session")
-def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tiny_model_path, tmp_path_factory.mktemp("state")).start()
-    yield running
-    assert running.end() == 0
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_a_language_model_routes_requests(root: Path) -> None:
     assert max(earned.values()) == earned["oracle"] > earned["linear policy, PPO's defaults"] > earned["random"]
 
 
+@pytest.mark.slow
 def test_scores_from_preferences(root: Path, tmp_path: Path) -> None:
     problems = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(60)]
     pairs = [{"prompt": p["question"], "chosen": p["answer"], "rejected": "I do not know."} for p in problems]

@@ -37,13 +37,14 @@ def backed_up(state: Path, to: Path) -> subprocess.CompletedProcess[str]:
 def test_a_training_goes_on_from_a_backup_taken_under_load(
     tiny_model_path: Path,
     tmp_path: Path,
+    seed: int,
     rng: random.Random,
     left_alone: Callable[[int, int], Calm],
     stages: list[Stage],
 ) -> None:
     """Three backups at random moments of a training, beside another run that keeps the server busy; the training is not
     disturbed, and from each backup it comes to the same state, bit for bit."""
-    calm = left_alone(5, COUNT)
+    calm = left_alone(seed, COUNT)
     stage = Stage(tiny_model_path, tmp_path / "live").start()
     stages.append(stage)
     run_id = stage.create(**SETTINGS)
@@ -61,7 +62,7 @@ def test_a_training_goes_on_from_a_backup_taken_under_load(
     loading = threading.Thread(target=load)
     loading.start()
     try:
-        stage.run_client(run_id, 5, COUNT)
+        stage.run_client(run_id, seed, COUNT)
         reached = []
         for name, moment in zip("abc", sorted(rng.sample(range(5, COUNT - 10), 3)), strict=True):
             wait_for(f"operation {moment}", lambda moment=moment: stage.got_to(run_id, moment))
@@ -78,7 +79,7 @@ def test_a_training_goes_on_from_a_backup_taken_under_load(
         done = gradwire_command("restore", tmp_path / name, "--state-dir", again.folder / "state")
         assert done.returncode == 0, done.stderr
         again.start()
-        again.run_client(run_id, 5, COUNT)
+        again.run_client(run_id, seed, COUNT)
         wait_for("the rest of the training", again.finished)
         results = again.results()
         assert results and all(calm.results[number] == value for number, value in results.items())

@@ -37,13 +37,13 @@ def flip_a_bit(file: Path, rng: random.Random) -> None:
 
 @pytest.mark.slow
 def test_either_copy_is_enough(
-    mirrored: Stage, tmp_path: Path, rng: random.Random, left_alone: Callable[[int, int], Calm]
+    mirrored: Stage, tmp_path: Path, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:
     """A training whose server is killed three times: the first copy is lost, then the second, then a bit of every file
     changes in one or the other. It ends bit for bit as one that was left alone."""
-    calm, state, mirror = left_alone(5, COUNT), mirrored.folder / "state", tmp_path / "mirror"
+    calm, state, mirror = left_alone(seed, COUNT), mirrored.folder / "state", tmp_path / "mirror"
     run_id = mirrored.create(**SETTINGS)
-    mirrored.run_client(run_id, 5, COUNT)
+    mirrored.run_client(run_id, seed, COUNT)
     losses = (state, mirror, None)
     for moment, lost in zip(sorted(rng.sample(range(5, 90), 3)), losses, strict=True):
         wait_for(f"operation {moment}", lambda moment=moment: mirrored.got_to(run_id, moment))

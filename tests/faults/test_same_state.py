@@ -92,29 +92,39 @@ def restarted(tmp_path: Path) -> Iterator[Restarted]:
     server.kill()
 
 
-def test_replaced_base_weights_park_the_run_until_they_are_back_or_accepted(
-    restarted: Restarted, tmp_path: Path
-) -> None:
+def changed(weights: Path) -> None:
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+
+
+def test_replaced_base_weights_park_the_run_until_they_are_accepted(restarted: Restarted) -> None:
+    restarted.start()
+    run_id = restarted.train()
+    restarted.kill()
+    changed(restarted.model / "model.safetensors")
+    restarted.start()
+    reason = restarted.parked(run_id)
+    assert "base model was" in reason and "--accept-changes" in reason
+    restarted.start("--accept-changes")
+    assert restarted.step(run_id) == 4
+    assert "base model was" in restarted.notes(run_id)[-1]
+
+
+@pytest.mark.slow  # the servers of one test more
+def test_replaced_base_weights_park_the_run_until_they_are_back(restarted: Restarted, tmp_path: Path) -> None:
     restarted.start()
     run_id = restarted.train()
     restarted.kill()
     weights = restarted.model / "model.safetensors"
     shutil.copy(weights, tmp_path / "kept")
-    data = bytearray(weights.read_bytes())
-    data[-2] ^= 1
-    weights.write_bytes(data)
+    changed(weights)
     restarted.start()
-    reason = restarted.parked(run_id)
-    assert "base model was" in reason and "--accept-changes" in reason
+    assert "base model was" in restarted.parked(run_id)
     restarted.kill()
     shutil.copy(tmp_path / "kept", weights)
     restarted.start()
     assert restarted.step(run_id) == 4 and restarted.notes(run_id) == [""]
-    restarted.kill()
-    weights.write_bytes(data)
-    restarted.start("--accept-changes")
-    assert restarted.step(run_id) == 5
-    assert "base model was" in restarted.notes(run_id)[-1]
 
 
 @pytest.mark.slow
@@ -122,10 +132,7 @@ def test_the_owner_lets_a_run_go_on_with_what_changed_and_others_stay_parked(res
     restarted.start()
     run_id, other = restarted.train(), restarted.train()
     restarted.kill()
-    weights = restarted.model / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-2] ^= 1
-    weights.write_bytes(data)
+    changed(restarted.model / "model.safetensors")
     restarted.start()
     with (
         gradwire.sync.connect(restarted.address) as service,

@@ -53,12 +53,12 @@ def files(state: Path) -> dict[str, int]:
 
 
 def killed_at_work(
-    stage: Stage, rng: random.Random, left_alone: Callable[[int, int], Calm], flags: dict[str, Any]
+    stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> tuple[str, Calm]:
     """A run whose server was killed somewhere in it, with its client still waiting."""
-    calm = left_alone(5, COUNT)
-    run_id = stage.create(**flags)
-    stage.run_client(run_id, 5, COUNT)
+    calm = left_alone(seed, COUNT)
+    run_id = stage.create(**SETTINGS)
+    stage.run_client(run_id, seed, COUNT)
     somewhere = rng.randrange(10, 90)
     wait_for(f"operation {somewhere}", lambda: stage.got_to(run_id, somewhere))
     return run_id, calm
@@ -98,10 +98,10 @@ def own_stage(tiny_model_path: Path, tmp_path: Path) -> Any:
 
 
 def test_a_missing_database_is_refused_and_rebuilt_bit_for_bit(
-    own_stage: Stage, tiny_model_path: Path, rng: random.Random, left_alone: Callable[[int, int], Calm]
+    own_stage: Stage, tiny_model_path: Path, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:
     stage, state = own_stage, own_stage.folder / "state"
-    run_id, calm = killed_at_work(stage, rng, left_alone, SETTINGS)
+    run_id, calm = killed_at_work(stage, seed, rng, left_alone)
     kill(stage.server.process.pid)
     stage.server.process.wait()
     for name in DATABASE:
@@ -119,11 +119,12 @@ def test_an_old_copy_of_the_database_is_refused_and_rebuilt_bit_for_bit(
     own_stage: Stage,
     tiny_model_path: Path,
     tmp_path: Path,
+    seed: int,
     rng: random.Random,
     left_alone: Callable[[int, int], Calm],
 ) -> None:
     stage, state = own_stage, own_stage.folder / "state"
-    run_id, calm = killed_at_work(stage, rng, left_alone, SETTINGS)
+    run_id, calm = killed_at_work(stage, seed, rng, left_alone)
     with (
         closing(sqlite3.connect(state / "gradwire.db")) as live,
         closing(sqlite3.connect(tmp_path / "copy.db")) as copy,

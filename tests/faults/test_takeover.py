@@ -4,9 +4,8 @@ operations, and neither loses a result to the other."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -18,13 +17,6 @@ from support.server import Server
 
 BATCH = {"input_ids": [[4, 5, 6, 7]]}
 LONGER = {"input_ids": [[4, 5, 6, 7, 8, 9]]}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tiny_model_path, tmp_path_factory.mktemp("takeover")).start()
-    yield running
-    assert running.end() == 0
 
 
 @pytest.fixture

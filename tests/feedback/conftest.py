@@ -1,4 +1,4 @@
-"""One training server and one service for all tests that do not kill them."""
+"""One service, on the tests' server, for all tests that do not end it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from support.server import Server
 
 
 @pytest.fixture(scope="session")
-def training_server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tiny_model_path, tmp_path_factory.mktemp("training")).start()
-    yield server
-    server.end()
-
-
-@pytest.fixture(scope="session")
-def service(training_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FeedbackService]:
+def service(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FeedbackService]:
     """On SQLite, without keys."""
     folder = tmp_path_factory.mktemp("service")
-    service = FeedbackService(folder, "tiny", "--service", training_server.address).start()
+    service = FeedbackService(folder, "tiny", "--service", server.address).start()
     yield service
     assert service.end() == 0
 

@@ -33,9 +33,9 @@ def test_migrations_make_the_tables_and_take_them_away(database_url: str) -> Non
     database.close()
 
 
-def test_fifty_raters_at_once_lose_nothing(training_server: Server, database_url: str, tmp_path: Path) -> None:
+def test_fifty_raters_at_once_lose_nothing(server: Server, database_url: str, tmp_path: Path) -> None:
     """Each posts feedback, a batch with a key sent twice, and rates reserved items until none is left."""
-    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address, database=database_url).start()
+    service = FeedbackService(tmp_path, "tiny", "--service", server.address, database=database_url).start()
     database = Database(database_url)
     try:
         with database.write() as session:

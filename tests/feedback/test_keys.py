@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from gradwire_feedback.cli import app
 from support.feedback import FeedbackService, run_keys, scores
 from support.server import Server
+from typer.testing import CliRunner
 
 MAY = {
     "rate": {("POST", "/feedback/bot"): 201, ("GET", "/bot"): 403, ("PUT", "/bot/deployment"): 403},
@@ -18,8 +20,8 @@ MAY = {
 }
 
 
-def test_roles_and_revocation(training_server: Server, tmp_path: Path) -> None:
-    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address).start()
+def test_roles_and_revocation(server: Server, tmp_path: Path) -> None:
+    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
     try:
         with service.client() as open_door:
             assert open_door.get("/bot").status_code == 200, "without a key everybody on loopback may"
@@ -51,14 +53,33 @@ def test_roles_and_revocation(training_server: Server, tmp_path: Path) -> None:
         (["serve", "--base-model", "x", "--address", "nowhere"], "not HOST:PORT"),
         (["serve", "--base-model", "x", "--database", "mysql://x/y"], "sqlite and postgresql"),
         (["serve", "--base-model", "x", "--database", "nonsense"], "not a database URL"),
-        (["serve", "--base-model", "x", "--address", "127.0.0.1:0", "--service", "127.0.0.1:1"], "127.0.0.1:1"),
         (["keys", "create", "a b", "--role", "rate"], "not a name"),
         (["keys", "create", "ann", "--role", "king"], "not a role: rate, train, read"),
         (["keys", "revoke", "nobody"], "has no key"),
     ],
 )
-def test_mistakes_are_explained(arguments: list[str], word: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradwire_feedback.cli", *arguments]
+def test_mistakes_are_explained(
+    arguments: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = CliRunner().invoke(app, arguments)
+    assert ended.exit_code == 2, ended.output
+    assert word in " ".join(ended.stderr.split()) and "Traceback" not in ended.stderr
+
+
+IMPATIENT = """
+import functools
+import gradwire
+from gradwire_feedback.cli import main
+
+gradwire.connect = functools.partial(gradwire.connect, connect_timeout=1.0)
+main()
+"""
+
+
+def test_a_training_server_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    arguments = ["serve", "--base-model", "x", "--address", "127.0.0.1:0", "--service", "127.0.0.1:1"]
+    command = [sys.executable, "-c", IMPATIENT, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ended.returncode == 2
-    assert word in " ".join(ended.stderr.split()) and "Traceback" not in ended.stderr
+    assert "127.0.0.1:1" in ended.stderr and "Traceback" not in ended.stderr

@@ -187,8 +187,8 @@ def test_training_deploying_and_rolling_back(service: FeedbackService, api: http
     assert api.get("/shop/deployment").json()["weights"] == {"v40": 1.0}
 
 
-def test_keys_are_asked_for(training_server: Server, tmp_path: Path, page: Page) -> None:
-    service = FeedbackService(tmp_path, "tiny", "--service", training_server.address).start()
+def test_keys_are_asked_for(server: Server, tmp_path: Path, page: Page) -> None:
+    service = FeedbackService(tmp_path, "tiny", "--service", server.address).start()
     try:
         rater = run_keys(service, "create", "ann", "--role", "rate")
         page.goto(f"{service.url}/rate/bot")

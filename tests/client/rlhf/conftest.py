@@ -1,21 +1,11 @@
-"""Ratings that a simple rule gives, and one server for the tests that train."""
+"""Ratings that a simple rule gives."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.server import Server
-
-
-@pytest.fixture(scope="session")
-def server(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tiny_model_path, tmp_path_factory.mktemp("state"), "--threads", "1").start()
-    yield running
-    assert running.end() == 0
 
 
 @pytest.fixture(scope="session")

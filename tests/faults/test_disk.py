@@ -8,6 +8,7 @@ import random
 import shutil
 import sqlite3
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,20 @@ from support.server import Server as RealServer
 from tests.server.journal.test_journal import append, new_run, operation
 
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
+MEMORY = Path("/dev/shm")
 
 
 # ------------------------------------------------------------------ torn and changed files
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of journals are opened, and none outlives a power cut."""
+    if not MEMORY.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="gradwire-", dir=MEMORY) as folder:
+        yield Path(folder)
 
 
 async def written(folder: Path, acknowledged: int) -> tuple[str, dict[int, bytes]]:
@@ -99,73 +111,73 @@ async def opened(folder: Path, run_id: str, payloads: dict[int, bytes]) -> tuple
         await journal.close()
 
 
-async def cut_the_log(tmp_path: Path, every: int) -> None:
+async def cut_the_log(memory: Path, every: int) -> None:
     """The write-ahead log, cut at each offset of what the last, unacknowledged operation appended to it."""
-    run_id, payloads = await written(tmp_path, 5)
+    run_id, payloads = await written(memory, 5)
     log, found = "gradwire.db-wal", set()
-    size, whole = ((tmp_path / state / log).stat().st_size for state in ("before", "after"))
+    size, whole = ((memory / state / log).stat().st_size for state in ("before", "after"))
     offsets = sorted({*range(size, whole, every), *range(whole - 30, whole + 1)})
     for offset in offsets:
-        snapshot(tmp_path / "after", tmp_path / "cut")
-        os.truncate(tmp_path / "cut" / log, offset)
-        operations, results, damaged = await opened(tmp_path / "cut", run_id, payloads)
+        snapshot(memory / "after", memory / "cut")
+        os.truncate(memory / "cut" / log, offset)
+        operations, results, damaged = await opened(memory / "cut", run_id, payloads)
         assert operations in (5, 6) and results in (5, 6) and results <= operations and not damaged, offset
         found.add((operations, results))
     print(f"log cut at {len(offsets)} offsets: the 5 acknowledged operations and results always there, found {found}")
     assert found == {(5, 5), (6, 5), (6, 6)}
 
 
-async def test_a_log_cut_in_its_last_records_keeps_what_was_acknowledged(tmp_path: Path) -> None:
-    await cut_the_log(tmp_path, every=211)
+async def test_a_log_cut_in_its_last_records_keeps_what_was_acknowledged(memory: Path) -> None:
+    await cut_the_log(memory, every=211)
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(5400)
-async def test_a_log_cut_at_every_byte_of_its_last_records_keeps_what_was_acknowledged(tmp_path: Path) -> None:
-    await cut_the_log(tmp_path, every=1)
+@pytest.mark.timeout(3600)
+async def test_a_log_cut_at_every_byte_of_its_last_records_keeps_what_was_acknowledged(memory: Path) -> None:
+    await cut_the_log(memory, every=1)
 
 
-async def test_a_segment_cut_at_every_byte_of_its_last_records_loads_nothing_wrong(tmp_path: Path) -> None:
-    run_id, payloads = await written(tmp_path, 3)
-    [segment] = (tmp_path / "after" / "journal").iterdir()
-    before = (tmp_path / "before" / "journal" / segment.name).stat().st_size
-    snapshot(tmp_path / "after", tmp_path / "cut")
+async def test_a_segment_cut_at_every_byte_of_its_last_records_loads_nothing_wrong(memory: Path) -> None:
+    run_id, payloads = await written(memory, 3)
+    [segment] = (memory / "after" / "journal").iterdir()
+    before = (memory / "before" / "journal" / segment.name).stat().st_size
+    snapshot(memory / "after", memory / "cut")
     for offset in range(segment.stat().st_size - 1, before, -1):
-        os.truncate(tmp_path / "cut" / "journal" / segment.name, offset)
-        operations, results, damaged = await opened(tmp_path / "cut", run_id, payloads)
+        os.truncate(memory / "cut" / "journal" / segment.name, offset)
+        operations, results, damaged = await opened(memory / "cut", run_id, payloads)
         assert (operations, results) == (4, 4) and damaged in (1, 2)  # the fsync that a row follows did not lie here
     print(f"segment cut at {segment.stat().st_size - before} offsets: the records that were cut are known to be")
 
 
-async def flip_bytes(tmp_path: Path, rng: random.Random, times: int) -> None:
-    run_id, payloads = await written(tmp_path, 5)
-    database = sqlite3.connect(tmp_path / "after" / "gradwire.db")
+async def flip_bytes(memory: Path, rng: random.Random, times: int) -> None:
+    run_id, payloads = await written(memory, 5)
+    database = sqlite3.connect(memory / "after" / "gradwire.db")
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
-    files = [path for path in (tmp_path / "after").rglob("*") if path.is_file() and path.stat().st_size]
+    files = [path for path in (memory / "after").rglob("*") if path.is_file() and path.stat().st_size]
     refused = damaged_somewhere = 0
     for _ in range(times):
-        snapshot(tmp_path / "after", tmp_path / "flipped")
-        file = tmp_path / "flipped" / rng.choice(files).relative_to(tmp_path / "after")
+        snapshot(memory / "after", memory / "flipped")
+        file = memory / "flipped" / rng.choice(files).relative_to(memory / "after")
         data = bytearray(file.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
         try:
-            _, _, damaged = await opened(tmp_path / "flipped", run_id, payloads)
+            _, _, damaged = await opened(memory / "flipped", run_id, payloads)
             damaged_somewhere += damaged > 0
         except (sqlite3.DatabaseError, UnicodeDecodeError):  # the server does not start on it
             refused += 1
     print(f"{times} flipped bits: {refused} databases refused, {damaged_somewhere} with records known to be damaged")
 
 
-async def test_flipped_bits_load_nothing_wrong(tmp_path: Path, rng: random.Random) -> None:
-    await flip_bytes(tmp_path, rng, 150)
+async def test_flipped_bits_load_nothing_wrong(memory: Path, rng: random.Random) -> None:
+    await flip_bytes(memory, rng, 150)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-async def test_many_flipped_bits_load_nothing_wrong(tmp_path: Path, rng: random.Random) -> None:
-    await flip_bytes(tmp_path, rng, 3000)
+async def test_many_flipped_bits_load_nothing_wrong(memory: Path, rng: random.Random) -> None:
+    await flip_bytes(memory, rng, 3000)
 
 
 # ------------------------------------------------------------------ a disk that fills, and one that fails

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -52,6 +53,21 @@ def engine_process() -> psutil.Process:
     if not engines:
         raise ProcessLookupError("this process has started no engine")
     return max(engines, key=lambda engine: engine.create_time())
+
+
+def front_process() -> int:
+    """The process id of the front of the embedded server that this process runs."""
+    return int(engine_process().ppid())
+
+
+def cpu_and_switches(pid: int) -> tuple[float, int]:
+    """Milliseconds of processor time and voluntary context switches of a process's threads so far."""
+    nanoseconds = switches = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        nanoseconds += int((thread / "schedstat").read_text().split()[0])
+        found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
+        switches += int(found[1]) if found else 0
+    return nanoseconds / 1e6, switches
 
 
 def memory_bytes(process: psutil.Process, field: str) -> int:

@@ -9,7 +9,6 @@ several times. What other parts of the server do meanwhile (heartbeats, garbage 
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import signal
 import statistics
@@ -22,7 +21,7 @@ from typing import Any
 import gradwire
 import numpy as np
 
-from benchmarks.machine import engine_process
+from benchmarks.machine import cpu_and_switches, front_process
 from benchmarks.overhead import TOKENS, pair, train_step
 from benchmarks.report import Figure, Size, run_alone
 from benchmarks.workload import small_model
@@ -31,21 +30,6 @@ Step = Callable[[gradwire.TrainingClient, dict[str, Any]], Awaitable[float]]
 WRITES = ("write", "pwrite64", "writev", "pwritev")
 SYNCS = ("fsync", "fdatasync")
 TARGETS = {"cpu": 1.5, "switches": 20.0, "writes": 12.0, "syncs": 2.0}
-
-
-def front_process() -> int:
-    """The process id of the front of the embedded server that this process runs."""
-    return int(engine_process().ppid())
-
-
-def cpu_and_switches(pid: int) -> tuple[float, int]:
-    """Milliseconds of processor time and voluntary context switches of a process's threads so far."""
-    nanoseconds = switches = 0
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        nanoseconds += int((thread / "schedstat").read_text().split()[0])
-        found = re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (thread / "status").read_text(), re.MULTILINE)
-        switches += int(found[1]) if found else 0
-    return nanoseconds / 1e6, switches
 
 
 class Strace:

@@ -71,6 +71,7 @@ class OperationQueue:
         self._expired_seen: set[int] = set()
         self._failures: dict[int, BaseException] = {}
         self._early: dict[int, Callable[[Entry], None]] = {}
+        self._epochs: set[int] = set()
         self.computing: set[asyncio.Task[None]] = set()
 
     # ---- calls, from any thread
@@ -269,6 +270,7 @@ class OperationQueue:
             self._settle(entry.index, outcome)
 
     def header(self, entry: Entry, request: Request, epoch: int) -> pb.OperationHeader:
+        self._epochs.add(epoch)
         return pb.OperationHeader(
             run_id=self.run_id,
             epoch=epoch,
@@ -285,8 +287,13 @@ class OperationQueue:
         )
 
     def deliver(self, result: pb.OperationResult, payload: bytes) -> None:
-        """Resolve the operation that a result belongs to."""
-        self._settle(result.seq - self.base, lambda entry: self._resolve(entry, result, payload))
+        """Resolve the operation that a result belongs to. The result of an operation of this client acknowledges it."""
+        index = result.seq - self.base
+        own = result.epoch and result.epoch in self._epochs
+        entry = self._unacknowledged.get(index) if own else None
+        if entry is not None:
+            self.acknowledge(entry)
+        self._settle(index, lambda entry: self._resolve(entry, result, payload))
 
     def released(self, up_to_seq: int) -> None:
         """Fail the operations that wait for results up to this number, which the server has deleted."""

@@ -286,7 +286,7 @@ def _submit_frames(operations: Sequence[tuple[pb.OperationHeader, bytes]]) -> It
         if size:
             together.more.add(header=header, chunk=payload)
         else:
-            together = pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES], batched=True)
+            together = pb.SubmitFrame(header=header, chunk=payload[:CHUNK_BYTES], batched=True, patient=True)
         size += length
         for start in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
             yield together

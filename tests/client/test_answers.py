@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -118,6 +119,43 @@ async def test_one_that_was_accepted_long_ago_is_not_refused_when_it_comes_again
         with pytest.raises(gradwire.ResultReleasedError, match="operation 1 of run-a was executed"):
             await first
         assert (await second).step == 2
+
+
+async def test_a_result_of_ones_own_epoch_acknowledges_and_one_of_another_does_not() -> None:
+    class Silent(ScriptedService):
+        """Acknowledges nothing before it is told to."""
+
+        told = asyncio.Event()
+        own = True
+
+        def _answer(self, received: Received) -> tuple[pb.OperationResult, bytes]:
+            result, payload = super()._answer(received)
+            result.epoch = received.epoch if self.own else received.epoch + 1
+            return result, payload
+
+        async def Submit(self, requests: AsyncIterator[pb.SubmitFrame], context: Any) -> AsyncIterator[pb.SubmitAck]:
+            async for ack in super().Submit(requests, context):
+                await self.told.wait()
+                yield ack
+
+    script = Script()
+    async with (
+        scripted_server(script, service=Silent) as (address, server),
+        gradwire.connect(address) as service,
+    ):
+        run = await service.create_run("tiny")
+        assert (await run.optim_step()).step == 1
+        assert isinstance(server, Silent)
+        server.told.set()
+        await run.optim_step()
+        server.told.clear()
+        server.own = False
+        others = run.optim_step()
+        await until(lambda: len(server.results) == 3)
+        await asyncio.sleep(0.1)
+        assert not others.done()
+        server.told.set()
+        assert (await others).step == 3
 
 
 async def test_a_fenced_writer_still_hears_that_what_it_sent_before_was_accepted() -> None:

@@ -2010,9 +2010,14 @@ class SubmitFrame(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     BATCHED_FIELD_NUMBER: _builtins.int
+    PATIENT_FIELD_NUMBER: _builtins.int
     chunk: _builtins.bytes
     batched: _builtins.bool
     """acknowledgements may use `more`"""
+    patient: _builtins.bool
+    """A result with an epoch of the caller's counts as an acknowledgement, so acknowledgements may come a little later,
+    and the operation may become durable together with its result.
+    """
     @_builtins.property
     def header(self) -> Global___OperationHeader: ...
     @_builtins.property
@@ -2026,10 +2031,11 @@ class SubmitFrame(_message.Message):
         chunk: _builtins.bytes = ...,
         more: _abc.Iterable[Global___SubmitFrame] | None = ...,
         batched: _builtins.bool = ...,
+        patient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "chunk", b"chunk", "header", b"header", "more", b"more"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "chunk", b"chunk", "header", b"header", "more", b"more", "patient", b"patient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2823,6 +2829,7 @@ class OperationResult(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     OPTIM_STEP_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
@@ -2833,6 +2840,8 @@ class OperationResult(_message.Message):
     seq: _builtins.int
     status: Global___Status.ValueType
     payload_bytes: _builtins.int
+    epoch: _builtins.int
+    """of the writer that submitted the operation; 0 where that is not known"""
     @_builtins.property
     def error(self) -> Global___Error: ...
     @_builtins.property
@@ -2862,6 +2871,7 @@ class OperationResult(_message.Message):
         timings: Global___Timings | None = ...,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         payload_bytes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         loss: Global___LossResult | None = ...,
         optim_step: Global___OptimStepResult | None = ...,
         sample: Global___SampleResult | None = ...,
@@ -2872,7 +2882,7 @@ class OperationResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "sample", b"sample", "timings", b"timings", "train_step", b"train_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "payload_bytes", b"payload_bytes", "sample", b"sample", "seq", b"seq", "status", b"status", "tensors", b"tensors", "timings", b"timings", "train_step", b"train_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "empty", b"empty", "epoch", b"epoch", "error", b"error", "export", b"export", "kind", b"kind", "loss", b"loss", "optim_step", b"optim_step", "payload_bytes", b"payload_bytes", "sample", b"sample", "seq", b"seq", "status", b"status", "tensors", b"tensors", "timings", b"timings", "train_step", b"train_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["loss", "optim_step", "sample", "checkpoint", "export", "empty", "train_step"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015

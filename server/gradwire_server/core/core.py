@@ -260,7 +260,7 @@ class Core(Startable):
         self._writable(caller, incoming.header.run_id)  # the run may have been deleted meanwhile
         incoming.check_digest()
         refusal = incoming.refusal or check_rows(incoming.header, incoming.chunks, self.config.limits)
-        return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal)
+        return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal, patient=incoming.patient)
 
     def awaits_number(self, caller: Caller, run_id: str, seq: int) -> bool:
         """Whether a submitted operation is not journaled because an earlier number has not been submitted.

@@ -23,6 +23,7 @@ class Incoming:
         rejection: Error because of which the operation is not accepted; its number stays free.
         chunks: The payload so far.
         received: Bytes of the payload received, kept or not.
+    patient: Whether nobody waits for its acknowledgement, so that its commit may wait for others.
     """
 
     header: pb.OperationHeader
@@ -30,6 +31,7 @@ class Incoming:
     rejection: ServiceError | None = None
     chunks: list[bytes] = field(default_factory=list)
     received: int = 0
+    patient: bool = False
     _usage: Usage | None = None
 
     def __post_init__(self) -> None:

@@ -29,8 +29,6 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
-LATER_S = 0.02
-"""Seconds for which a write that need not be made soon waits for others; a call that waits for it holds its turn."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,25 @@ class Database:
         self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
         self._reading: sqlite3.Connection | None = None
 
-    def write(self, work: Work[T], *, soon: bool = True) -> asyncio.Future[T]:
+    def write(self, work: Work[T], *, within_s: float = 0.0) -> asyncio.Future[T]:
         """Run ``work`` in the writer thread; the future resolves once its changes are durable, or fails.
 
         Args:
-            soon: False to wait for the next write to commit with, for ``LATER_S`` at most.
+            within_s: Seconds for which it may wait for another write to commit with.
         """
         done: asyncio.Future[T] = self._loop.create_future()
-        if soon and not self._handing_over:
+        self._asked.append(_Item(work, done))
+        if within_s:
+            self._loop.call_later(within_s, self._hand_over_if, done)
+        elif not self._handing_over:
             # Hand over after the loop's other callbacks, or the writer competes with them for the GIL.
             self._handing_over = True
             self._loop.call_soon(self._hand_over)
-        elif not self._asked:
-            self._loop.call_later(LATER_S, self._hand_over)
-        self._asked.append(_Item(work, done))
         return done
+
+    def _hand_over_if(self, done: asyncio.Future[Any]) -> None:
+        if any(item.done is done for item in self._asked):
+            self._hand_over()
 
     def _hand_over(self) -> None:
         self._handing_over = False

@@ -34,6 +34,8 @@ from gradwire_server.journal.state_folder import DATABASE, SEGMENTS
 
 log = logging.getLogger(__name__)
 
+LATER_S = 0.02
+"""How long a release of results waits for another write; the call that asks for it holds its turn meanwhile."""
 READ_BYTES = 8 << 20
 """Approximate number of bytes of result payloads that are read at a time."""
 
@@ -78,9 +80,18 @@ class Journal:
     # ---- operations ----
 
     def append(
-        self, header: pb.OperationHeader, content: bytes, accepted_at: float, payload: Sequence[Buffer]
+        self,
+        header: pb.OperationHeader,
+        content: bytes,
+        accepted_at: float,
+        payload: Sequence[Buffer],
+        *,
+        within_s: float = 0.0,
     ) -> asyncio.Future[Location | None]:
         """Append an operation; the future resolves with the location of its payload once it is durable.
+
+        Args:
+            within_s: Seconds for which it may wait for another write to commit with.
 
         Raises (through the future):
             ServiceError: STORAGE_FULL.
@@ -113,7 +124,7 @@ class Journal:
             crash_point("operation.before_commit")
             return _location(*place)
 
-        return self.store.write(work)
+        return self.store.write(work, within_s=within_s)
 
     async def identity_of(self, run_id: str, seq: int) -> bytes | None:
         """Identity of a journaled operation; None if it was trimmed."""
@@ -190,6 +201,7 @@ class Journal:
         checkpoint: pb.Checkpoint | None = None,
         repeatable: bool = True,
         point: pb.HistoryPoint | None = None,
+        with_operation: bool = False,
     ) -> asyncio.Future[None]:
         """Store a result, the changes to its run's row, its checkpoint, and its point in the run's record.
 
@@ -199,9 +211,11 @@ class Journal:
 
         Args:
             repeatable: Whether a recovery replays the operation; if not, its record need not be kept.
+            with_operation: Whether the operation is still being appended.
 
         Raises (through the future):
-            LookupError: An earlier operation has no result in the journal, because storing it failed.
+            LookupError: An earlier operation has no result in the journal, because storing it failed; or the operation
+                itself was not appended.
             ServiceError: STORAGE_FULL.
         """
 
@@ -238,11 +252,13 @@ class Journal:
             if location and result.status != pb.STATUS_SUCCEEDED:
                 changes["outcome_segment"] = location.segment
             kept = "?, segment, offset" if repeatable else "?, NULL, NULL"
-            connection.execute(
+            changed = connection.execute(
                 f"UPDATE operations SET {', '.join(f'{name} = ?' for name in changes)},"
                 f" digest = {OPERATION.replace('status, segment, offset', kept)} WHERE run_id = ? AND seq = ?",
                 (*changes.values(), result.status, run_id, result.seq),
             )
+            if with_operation and changed.rowcount != 1:
+                raise LookupError(f"operation {result.seq} of {run_id} is not in the journal")
             if marks.config:
                 connection.execute(
                     "UPDATE runs SET config = ?, num_trainable_parameters = ? WHERE run_id = ?",
@@ -301,7 +317,7 @@ class Journal:
                 "UPDATE runs SET released_seq = max(released_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
             )
 
-        return self.store.write(work, soon=False)
+        return self.store.write(work, within_s=LATER_S)
 
     async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order; each list holds at least one."""

@@ -146,6 +146,9 @@ def _read_log(segments: Segments) -> _Log:
                     log.results.setdefault(record.run_id, {}).setdefault(record.seq, found)
                 else:
                     log.operations.setdefault(record.run_id, {})[record.seq] = found
+                    # A number is used again only if the transaction with its first operation was not committed; a
+                    # result that was written with it was not, either.
+                    log.results.get(record.run_id, {}).pop(record.seq, None)
         except CorruptRecord as error:
             log.cut.append(f"segment {number:08d} was read up to a record that is torn or damaged: {error}")
     return log

@@ -125,7 +125,7 @@ def outcome(result: pb.OperationResult, payload: Sequence[Buffer]) -> journal_pb
     """What repeating an operation must give again."""
     kept = pb.OperationResult()
     kept.CopyFrom(result)
-    for name in ("timings", "tensors", "payload_bytes"):
+    for name in ("timings", "tensors", "payload_bytes", "epoch"):
         kept.ClearField(name)
     if kept.HasField("loss") or kept.HasField("train_step"):
         loss_result(kept).ClearField("warnings")

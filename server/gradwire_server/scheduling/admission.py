@@ -37,6 +37,9 @@ from gradwire_server.scheduling.states import JOURNALED, OperationState
 
 log = logging.getLogger(__name__)
 
+TOGETHER_S = 0.05
+"""How long an operation waits for its result to be journaled with, if nobody waits for its acknowledgement."""
+
 
 class Admission:
     """Admission of operations to the queues of their runs.
@@ -112,7 +115,12 @@ class Admission:
         return operation
 
     def submit(
-        self, header: pb.OperationHeader, payload: Sequence[Buffer], refusal: pb.Error | None = None
+        self,
+        header: pb.OperationHeader,
+        payload: Sequence[Buffer],
+        refusal: pb.Error | None = None,
+        *,
+        patient: bool = False,
     ) -> asyncio.Future[pb.SubmitAck]:
         """Accept an operation.
 
@@ -123,6 +131,8 @@ class Admission:
             header: The operation, already checked.
             payload: Its payload, in any number of pieces.
             refusal: The error found by the checks. The operation is accepted all the same, and this becomes its result.
+            patient: Whether nobody waits for the acknowledgement. An operation that the engine may begin early then
+                waits a little for others to become durable with, such as its own result.
         """
         ack: asyncio.Future[pb.SubmitAck] = asyncio.get_running_loop().create_future()
         ack.add_done_callback(self._answered)
@@ -142,8 +152,9 @@ class Admission:
             if header.seq < 1:
                 raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, "numbers begin at 1", field="seq", rule="seq >= 1")
             operation = QueuedOperation(
-                header, identity(header), payload, time.time(), ack, refusal, may_be_early=self._may_be_early(header)
-            )
+                header, identity(header), payload, time.time(), ack, refusal, may_be_early=self._may_be_early(header),
+                patient=patient,
+            )  # fmt: skip
             if header.seq < queue.next_seq and header.seq not in queue.pending:
                 self._repeat(self._acknowledge_again(queue, operation))
                 return ack
@@ -205,8 +216,9 @@ class Admission:
         operation.trace = self._tracing.operation(operation.header, operation.accepted_at)
         operation.trace.phase("journal")
         operation.appended = appended = self._journal.append(
-            operation.header, operation.content, operation.accepted_at, operation.payload or ()
-        )
+            operation.header, operation.content, operation.accepted_at, operation.payload or (),
+            within_s=TOGETHER_S if operation.patient and operation.may_be_early and operation.refusal is None else 0.0,
+        )  # fmt: skip
 
         def durable(done: asyncio.Future[Any]) -> None:
             error = done.exception()

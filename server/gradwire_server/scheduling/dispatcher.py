@@ -18,6 +18,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.quotas import Usage
 from gradwire_server.engine_client.process import EngineAnswer, EngineClient
 from gradwire_server.errors import shutting_down
+from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability import logs
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
@@ -132,11 +133,7 @@ class Dispatcher:
             if outcome is not None and queue.parked is not None:
                 outcome = self.parking.executed(queue, operation, outcome)
             async with queue.finishing:
-                if outcome is not None and operation.state is OperationState.EARLY and operation.appended is not None:
-                    await asyncio.wait([operation.appended])
-                finished = outcome is not None and operation.state is OperationState.SENT
-                if outcome is not None and finished:
-                    self._results.finish(queue, operation, *outcome)
+                finished = outcome is not None and await self._finish(queue, operation, *outcome)
             if finished:
                 last = len(queue.sent) == 1 and not kind_of(operation.header.operation).keeps_graph
                 if last and self._auto_checkpoint.due(queue):
@@ -150,6 +147,20 @@ class Dispatcher:
         if (pause := operation.not_before - time.monotonic()) > 0:
             asyncio.get_running_loop().call_later(pause, self.wake, queue)
         self.wake(queue)
+
+    async def _finish(
+        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer
+    ) -> bool:
+        """Give an operation its result; False if it was removed meanwhile."""
+        if operation.state is OperationState.EARLY and operation.appended is not None:
+            together = operation.patient and queue.is_first(operation)
+            if together and await self._results.finish_with_operation(queue, operation, result, payload):
+                return True
+            await asyncio.wait([operation.appended])
+        if operation.state is not OperationState.SENT:
+            return False
+        self._results.finish(queue, operation, result, payload)
+        return True
 
     def withdraw(self, operation: QueuedOperation) -> bool:
         """Withdraw an operation from the engine; False if it has started there."""

@@ -54,6 +54,7 @@ class QueuedOperation:
         location: Where its payload is in the journal.
         appended: Done when the append to the journal has succeeded or failed.
         may_be_early: Whether the engine may start it before it is in the journal.
+        patient: Whether nobody waits for its acknowledgement.
         from_journal: Whether it was accepted before the server started.
         retried: Whether an earlier attempt may have started it.
         deaths: Number of engines that died while they executed it.
@@ -73,6 +74,7 @@ class QueuedOperation:
     location: Location | None = None
     appended: asyncio.Future[Location | None] | None = None
     may_be_early: bool = False
+    patient: bool = False
     from_journal: bool = False
     retried: bool = False
     deaths: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -12,16 +13,18 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
 from gradwire_server.errors import ServiceError, parked_error
-from gradwire_server.journal.entries import StoredResult, lost_result
+from gradwire_server.journal.entries import RunMarks, StoredResult, lost_result
 from gradwire_server.journal.history import history_point
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.run_row import RunRecord
 from gradwire_server.journal.segments import Buffer
 from gradwire_server.observability.metrics import Metrics
 from gradwire_server.operation_kinds import kind_of
+from gradwire_server.scheduling import progress
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint
 from gradwire_server.scheduling.operation import PayloadMemory, QueuedOperation, is_replayed_with
 from gradwire_server.scheduling.run_queue import RunQueue
+from gradwire_server.scheduling.states import OperationState
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +47,11 @@ class Results:
 
         The future resolves once the result is durable; readers see it from then on.
         """
-        self._memory.let_go(operation)
         checkpoint = None
         if kind_of(operation.header.operation).gives_checkpoint and result.status == pb.STATUS_SUCCEEDED:
             checkpoint = result.checkpoint
-        result.seq, result.payload_bytes = operation.seq, len(payload)
-        self._observe(queue.record, operation, result)
-        marks = queue.finish(operation, result)
+        _address(result, operation, payload)
+        marks = self._apply(queue, operation, result)
         run_id, rewound_epoch = queue.record.run_id, queue.record.rewound_epoch
         kept = is_replayed_with(operation.header.operation, result.status)
         point = history_point(run_id, operation.header.operation, result, marks.step)
@@ -85,6 +86,36 @@ class Results:
 
         store()
         return stored
+
+    async def finish_with_operation(
+        self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
+    ) -> bool:
+        """Store a result together with its operation, which is being journaled, and apply it to the queue then.
+
+        The operation must be the run's first one without a result.
+
+        Returns:
+            Whether the operation is finished. If not, it is journaled and :meth:`finish` stores its result, or it was
+            not journaled and has none.
+        """
+        _address(result, operation, payload)
+        run_id, kept = queue.record.run_id, is_replayed_with(operation.header.operation, result.status)
+        marks = progress.follow(copy.copy(queue.record), operation, result)
+        point = history_point(run_id, operation.header.operation, result, marks.step)
+        put = self._journal.put_result(run_id, result, [payload], marks, None, kept, point, with_operation=True)
+        await asyncio.wait([put])
+        if put.exception() is not None or operation.state is not OperationState.SENT:
+            return False
+        crash_point("result.after_commit")
+        self._apply(queue, operation, result)
+        operation.trace.end(result)
+        queue.stored(StoredResult(result, payload), None)
+        return True
+
+    def _apply(self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult) -> RunMarks:
+        self._memory.let_go(operation)
+        self._observe(queue.record, operation, result)
+        return queue.finish(operation, result)
 
     def _observe(self, record: RunRecord, operation: QueuedOperation, result: pb.OperationResult) -> None:
         operation.trace.phase("result")
@@ -166,3 +197,8 @@ class Results:
         if up_to_seq > record.released_seq:
             queue.released(up_to_seq)
             await self._journal.release(record.run_id, up_to_seq)
+
+
+def _address(result: pb.OperationResult, operation: QueuedOperation, payload: Buffer) -> None:
+    """Note in a result whose it is."""
+    result.seq, result.epoch, result.payload_bytes = operation.seq, operation.header.epoch, len(payload)

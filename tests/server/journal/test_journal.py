@@ -14,7 +14,7 @@ import pytest
 from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
-from gradwire_server.journal import database
+from gradwire_server.journal import journal as journal_module
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.retention import COLLECTED_BYTES
@@ -206,7 +206,7 @@ async def test_results_that_a_replay_gives_again_are_durable_as_rows_first(tmp_p
 
 
 async def test_a_release_joins_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "LATER_S", 3600.0)
+    monkeypatch.setattr(journal_module, "LATER_S", 3600.0)
     journal = Journal(tmp_path)
     run_id = await new_run(journal, tmp_path)
     await append(journal, operation(run_id, 1))

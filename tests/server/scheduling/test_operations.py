@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.journal import Journal
+from gradwire_server.scheduling import admission
 from gradwire_server.scheduling.fairness import SMALL_AHEAD
 from gradwire_server.scheduling.recent_results import RECENT_BYTES
 from support.front import Client, Door, Start, error_of
@@ -313,6 +315,50 @@ async def test_the_pipeline_is_quick_enough_to_pipeline(door: Door) -> None:
         await client.send(*client.frames(seq, bytes(1000), forward_backward=pb.LossCall(loss_fn="a")))
     await client.results(200)
     assert loop.time() - began < 20
+
+
+async def test_an_operation_whose_acknowledgement_nobody_awaits_is_durable_with_its_result(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "TOGETHER_S", 3600.0)
+    client = await (await door.client()).begin()
+    store = door.server.core.storage.journal.store
+    groups = list[int]()
+    monkeypatch.setattr(store, "on_commit", lambda writes, seconds, committed: groups.append(writes))
+    reading = asyncio.create_task(client.results(2))
+    [first], [second] = (client.frames(seq, forward_backward=pb.LossCall(loss_fn=str(seq))) for seq in (1, 2))
+    first.patient = True
+    first.more.append(second)
+    await client.send(first)
+    results = await reading
+    assert [(result.seq, result.epoch) for result, _ in results] == [(1, client.epoch), (2, client.epoch)]
+    assert groups[0] >= 3  # both operations, and the first result
+    assert {(await client.ack()).seq, (await client.ack()).seq} == {1, 2}
+    last = client.frames(3, forward_backward=pb.LossCall(loss_fn="3"))
+    groups.clear()
+    await client.send(*last)
+    await client.results(1, 3)
+    assert groups == [2]
+
+
+async def test_a_result_stays_out_where_its_operation_cannot_be_written(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await (await door.client()).begin()
+    store = door.server.core.storage.journal.store
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    [frame] = client.frames(1, forward_backward=pb.LossCall(loss_fn="lost"))
+    frame.patient = True
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_before_commit", full)
+        await client.send(frame)
+        assert (await client.ack()).error.code == pb.ERROR_CODE_STORAGE_FULL
+    assert (await client.fb(1, "kept")).seq == 1
+    assert await client.statuses(1) == ["ok"]
+    assert door.engine.runs[client.run_id].history == ["kept"]
 
 
 async def test_small_frames_go_together_both_ways(door: Door) -> None:

@@ -135,6 +135,7 @@ class SimulatedDatabase(database.Database):
         self._before_commit = before_commit
 
     def _hand_over(self) -> None:
+        self._handing_over = False
         asked, self._asked = self._asked, []
         self._waiting += asked
         self._begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -69,9 +70,11 @@ async def test_its_death_is_not_waited_out(tiny_model_path: Path) -> None:
             await run.optim_step()
 
 
-async def test_nobody_else_on_the_machine_gets_in(tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_else_on_the_machine_gets_in(
+    tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GRADWIRE_API_KEY", "of-another-server")
-    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+    async with gradwire.connect(models=[f"tiny={tiny_model_path}"], state_dir=tmp_path / "state") as service:
         run = await service.create_run("tiny", lora=2)
         for key in (None, "a-guess"):
             with pytest.raises(gradwire.UnauthenticatedError):
@@ -82,3 +85,5 @@ async def test_nobody_else_on_the_machine_gets_in(tiny_model_path: Path, monkeyp
         assert service._embedded is not None
         async with gradwire.connect(service.address, api_key=service._embedded.key) as other:
             assert [each.run_id for each in await other.list_runs()] == [run.run_id]
+    with (tmp_path / "state" / "lock").open("a") as lock:  # which a server holds while it runs
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import signal
 from pathlib import Path
 from typing import Any
@@ -148,16 +147,6 @@ async def test_a_fork_starts_from_the_checkpoint_and_leaves_it_alone(service: gr
     fork.forward_backward(batch, "causal_lm")
     await fork.optim_step(learning_rate=1e-2)
     assert await logprobs(fork) != before and await logprobs(run) == before
-
-
-async def test_an_embedded_server_is_started_and_ended(tiny_model_path: Path, tmp_path: Path) -> None:
-    service = await gradwire.connect(models=[f"tiny={tiny_model_path}"], state_dir=tmp_path / "state")
-    run = await service.create_run("tiny", lora=2)
-    result = await run.forward_backward({"input_ids": [[4, 5, 6]]}, "causal_lm")
-    assert result.num_loss_tokens == 2
-    await service.close()
-    with (tmp_path / "state" / "lock").open("a") as lock:  # which a server holds while it runs
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_script_without_an_event_loop(server: Server) -> None:

@@ -19,7 +19,7 @@ from support.stage import Stage, kill, wait_for
 
 from tests.faults.conftest import COUNT, SETTINGS, Calm
 
-SHORT = ("operation.before_ack", "engine.inside_optim_step", "engine.after_rename", "result.before_commit")
+SHORT = ("operation.before_ack", "engine.after_rename", "result.before_commit")
 
 
 def compare(stage: Stage, run_id: str, calm: Calm) -> None:
@@ -136,7 +136,7 @@ def storm(stage: Stage, kills: int, rng: random.Random, calm: Calm) -> None:
 def test_kills_at_random_moments_cost_nothing(
     stage: Stage, seed: int, rng: random.Random, left_alone: Callable[[int, int], Calm]
 ) -> None:
-    storm(stage, 4, rng, left_alone(seed, COUNT))
+    storm(stage, 3, rng, left_alone(seed, COUNT))
 
 
 @pytest.mark.faults

@@ -17,13 +17,22 @@ STEPS = 25
 PATIENCE_S = 300
 
 
-def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, tmp_path: Path) -> None:
-    service = FeedbackService(tmp_path, f"tiny={tiny_model_path}").start()
-    with service.client() as api:
-        assert api.post("/feedback/bot", json=scores(12)).status_code == 201
-        begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": STEPS}, headers={"Prefer": "respond-async"})
-        job = begun.json()["id"]
-    wait_for_step(service, job, 3)
+def test_a_job_survives_the_death_of_the_service_and_its_server(tiny_model_path: Path, tmp_path: Path) -> None:
+    """The embedded server ends with the service that started it."""
+    service, job = at_work(tiny_model_path, tmp_path, 16)
+    killed = training_server_of(service.process.pid)
+    service.end(signal.SIGKILL)
+    service.start()
+    try:
+        assert training_server_of(service.process.pid) != killed
+        completed(service, job, tmp_path, 16)
+    finally:
+        assert service.end() == 0
+
+
+@pytest.mark.slow
+def test_a_job_survives_the_deaths_of_server_and_service(tiny_model_path: Path, tmp_path: Path) -> None:
+    service, job = at_work(tiny_model_path, tmp_path, STEPS)
     killed = training_server_of(service.process.pid)
     os.kill(killed, signal.SIGKILL)
     after = wait_for_step(service, job, step_of(service, job) + 3)
@@ -32,20 +41,36 @@ def test_a_job_survives_the_death_of_server_and_service(tiny_model_path: Path, t
     service.end(signal.SIGKILL)
     service.start()
     try:
-        wait_for_step(service, job, STEPS)
-        with service.client() as api:
-            while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
-                time.sleep(0.2)
-            assert ended["status"] == "succeeded", ended
-            assert [each["version"] for each in api.get("/bot").json()] == ["v12"]
-            answer = api.post("/bot/generate", json={"prompt": "Say 1", "maxNewTokens": 4})
-            assert answer.status_code == 200, answer.text
-        result = TrainingResult.load(tmp_path / "models" / "bot" / "v12")
-        assert result.training_steps == len(result.reward_history) == STEPS
-        rows = sqlite3.connect(tmp_path / "feedback.db").execute("SELECT count(*) FROM policies").fetchone()
-        assert rows == (1,)
+        completed(service, job, tmp_path, STEPS)
     finally:
         assert service.end() == 0
+
+
+def at_work(model: Path, folder: Path, steps: int) -> tuple[FeedbackService, str]:
+    """A service and its job, which has taken the first three of so many steps."""
+    service = FeedbackService(folder, f"tiny={model}").start()
+    with service.client() as api:
+        assert api.post("/feedback/bot", json=scores(12)).status_code == 201
+        begun = api.post("/train_policy/bot", json=QUICK | {"maxSteps": steps}, headers={"Prefer": "respond-async"})
+        job = str(begun.json()["id"])
+    assert 3 <= wait_for_step(service, job, 3) < steps, "the job was over before anything was killed"
+    return service, job
+
+
+def completed(service: FeedbackService, job: str, folder: Path, steps: int) -> None:
+    """Wait for the job's one version, whose record has every step once."""
+    wait_for_step(service, job, steps)
+    with service.client() as api:
+        while (ended := api.get(f"/jobs/{job}").json())["status"] == "running":
+            time.sleep(0.2)
+        assert ended["status"] == "succeeded", ended
+        assert [each["version"] for each in api.get("/bot").json()] == ["v12"]
+        answer = api.post("/bot/generate", json={"prompt": "Say 1", "maxNewTokens": 4})
+        assert answer.status_code == 200, answer.text
+    result = TrainingResult.load(folder / "models" / "bot" / "v12")
+    assert result.training_steps == len(result.reward_history) == steps
+    rows = sqlite3.connect(folder / "feedback.db").execute("SELECT count(*) FROM policies").fetchone()
+    assert rows == (1,)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from gradwire.rl.inference import (
     VLLMInference,
 )
 from gradwire.rl.prompts import TokenHistory
+from support.server import Server
 
 
 class StandInRun:
@@ -312,10 +313,10 @@ async def test_a_local_model_scores_what_it_sampled(local: LocalInference) -> No
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapter"])
-async def test_a_local_model_follows_the_run(local: LocalInference, tiny_model_path: Path, lora: Any) -> None:
+async def test_a_local_model_follows_the_run(server: Server, local: LocalInference, lora: Any) -> None:
     """Its samples and scores are the run's own after each push, and say of which version they are."""
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+    async with gradwire.connect(server.address) as service:
         run = await service.create_run("tiny", lora=lora)
         own = await RunInference.of(service, run)
         prompts = await local.codec.encode(["ab", "abcdef"])
@@ -337,10 +338,10 @@ async def test_a_local_model_follows_the_run(local: LocalInference, tiny_model_p
             assert local.version == 2
 
 
-async def test_the_likeliest_tokens_of_a_run(local: LocalInference, tiny_model_path: Path) -> None:
+async def test_the_likeliest_tokens_of_a_run(server: Server, local: LocalInference) -> None:
     """Found through the server's sampler: those of the model itself, and no more than there are."""
     prompts = await local.codec.encode(["ab", "abcdef"])
-    async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+    async with gradwire.connect(server.address) as service:
         inference = await RunInference.of(service, await service.create_run("tiny"))
         for top_k in (1, 7, 10_000):
             ours = await inference.get_logits(prompts, top_k=top_k)

@@ -92,6 +92,14 @@ def test_the_bytes_of_the_weights_are_computed(model: Path, kind: Quantization) 
     assert weight_bytes(pool.meta_model("m"), torch.float32, kind) == pytest.approx(held, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_of_the_unquantised_weights_is_let_go(tmp_path: Path, kind: Quantization) -> None:
+    path = tiny_model(tmp_path / "model", hidden_size=64)
+    pool = ModelPool({"m": str(path)}, quantize=kind)
+    assert pool.get("m").model is not None
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_run_that_trains_all_weights_has_its_own_in_full(model: Path) -> None:
     run = EngineRun(ModelPool({"m": str(model)}, quantize="nf4"), "run-1", pb.RunConfig(base_model="m"))
     assert not any(isinstance(module, QuantizedLinear) for module in run.policy.model.modules())

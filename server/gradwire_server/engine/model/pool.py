@@ -166,6 +166,7 @@ class ModelPool:
             )
         if quantize is not None:
             quantization.compute_dequantised(model)
+            quantization.release_unquantised(model)
         if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
         if offload:

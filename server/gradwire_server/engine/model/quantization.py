@@ -7,6 +7,7 @@ in the backward, so results are those of a plain model with these weights; input
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Literal, cast
 
 import torch
@@ -69,6 +70,20 @@ def compute_dequantised(model: nn.Module) -> None:
             module.__class__ = _Int8Linear
     for name in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
         setattr(model, name, False)
+
+
+@torch.no_grad()
+def release_unquantised(model: nn.Module) -> None:
+    """Free the memory in which a model just quantised on a CPU was loaded.
+
+    Weights that are not quantised are views of the mapped file, so that all of it would stay, which is as large as the
+    unquantised model. And the heap keeps what quantising took.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_floating_point():
+            tensor.data = tensor.data.clone()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # the C library is glibc
+        trim(0)
 
 
 class QuantizedLinear(nn.Linear):

@@ -10,7 +10,7 @@ from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.training.grouped_steps import RunStep, step_together
-from gradwire_server.engine.training.optimizer import StepOutcome
+from gradwire_server.engine.training.optimizer import Optimizer, StepOutcome
 
 COMMON: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "max_grad_norm": 1.0}
 SETTINGS = [
@@ -66,6 +66,17 @@ def test_bits_and_outcomes_are_those_of_each_alone(sides: list[list[EngineRun]])
             ours, others = state(mine), state(theirs)
             assert ours.keys() == others.keys()
             assert all(torch.equal(tensor, others[name]) for name, tensor in ours.items())
+
+
+def test_moments_are_looked_for_once_in_a_step(sides: list[list[EngineRun]], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Optimizer] = []
+    allocate = Optimizer.allocate
+    monkeypatch.setattr(Optimizer, "allocate", lambda self, step: calls.append(self) or allocate(self, step))
+    runs = sides[0]
+    for seed, (run, count) in enumerate(zip(runs, COUNTS, strict=True)):
+        accumulate(run, seed, count)
+    step_together([RunStep(run.optimizer, run.accumulator, each) for run, each in zip(runs, SETTINGS, strict=True)])
+    assert calls == [run.optimizer for run in runs]
 
 
 def test_the_trouble_of_one_costs_the_others_nothing(sides: list[list[EngineRun]]) -> None:

@@ -7,7 +7,7 @@ need not know which steps were taken together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ def _step_together(runs: Sequence[RunStep]) -> list[StepOutcome | Exception]:
     begun = {number: step for number, step in found.items() if isinstance(step, Step)}
     norms = host.fetched([step.norm() for step in begun.values()])
     fused: list[Updated] = []
-    alone: list[int] = []
+    alone: dict[int, Mapping[str, str]] = {}
     for (number, step), norm in zip(begun.items(), norms, strict=True):
         try:
             step.clip(norm.item())
@@ -69,10 +69,10 @@ def _step_together(runs: Sequence[RunStep]) -> list[StepOutcome | Exception]:
         if fuses and set(rules.values()) == {"adamw"}:
             fused += runs[number].optimizer.updated(step)
         else:
-            alone.append(number)
+            alone[number] = rules
     _update(fused)
-    for number in alone:
-        runs[number].optimizer.update(begun[number])
+    for number, rules in alone.items():
+        runs[number].optimizer.update(begun[number], rules)
     outcomes: list[StepOutcome | Exception] = []
     for number, run in enumerate(runs):
         step_or_error = found[number]

@@ -147,7 +147,7 @@ class Optimizer:
             (norm,) = host.fetched([step.norm()])
             step.clip(norm.item())
             if not step.skipped:
-                self.update(step)
+                self.update(step, self.allocate(step))
                 self.end()
             return step.outcome
         finally:
@@ -174,9 +174,8 @@ class Optimizer:
             self._prepare(rule, self._masters[name])
         return rules
 
-    def update(self, step: Step) -> None:
-        """Change weights and moments."""
-        rules = self.allocate(step)
+    def update(self, step: Step, rules: Mapping[str, str]) -> None:
+        """Change weights and moments, by each one's rule, as :meth:`allocate` returns them."""
         for rule in RULES:
             chosen = [name for name in step.gradients if rules[name] == rule]
             if not chosen:

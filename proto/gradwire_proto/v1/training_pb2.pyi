@@ -3034,6 +3034,7 @@ class MemoryLimits(_message.Message):
     RECOMPUTE_FIELD_NUMBER: _builtins.int
     OFFLOAD_FIELD_NUMBER: _builtins.int
     WHOLE_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGE_COST_FIELD_NUMBER: _builtins.int
     microbatch_tokens: _builtins.int
     activation_bytes: _builtins.int
     logits_elements: _builtins.int
@@ -3046,6 +3047,8 @@ class MemoryLimits(_message.Message):
     """and copy what is kept to host memory;"""
     whole_tokens: _builtins.int
     """those above this number compute feed-forward layers in chunks of tokens"""
+    image_cost: _builtins.float
+    """tokens that one image token counts as beside itself"""
     def __init__(
         self,
         *,
@@ -3057,10 +3060,11 @@ class MemoryLimits(_message.Message):
         recompute: _builtins.bool = ...,
         offload: _builtins.bool = ...,
         whole_tokens: _builtins.int = ...,
+        image_cost: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "kept_logits", b"kept_logits", "kept_tokens", b"kept_tokens", "logits_elements", b"logits_elements", "microbatch_tokens", b"microbatch_tokens", "offload", b"offload", "recompute", b"recompute", "whole_tokens", b"whole_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "image_cost", b"image_cost", "kept_logits", b"kept_logits", "kept_tokens", b"kept_tokens", "logits_elements", b"logits_elements", "microbatch_tokens", b"microbatch_tokens", "offload", b"offload", "recompute", b"recompute", "whole_tokens", b"whole_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

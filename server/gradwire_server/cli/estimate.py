@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(soft_wrap=True, highlight=False)
 
+TOKENS = 8192
 UNITS = {"mib": 1 << 20, "gib": 1 << 30, "mb": 10**6, "gb": 10**9}
-DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9.]+)\s*(mib|gib|mb|gb))?", re.IGNORECASE)
+DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9]+(?:[.][0-9]+)?)\s*(mib|gib|mb|gb))?", re.IGNORECASE)
 
 
 @app.command()
@@ -33,7 +35,10 @@ def estimate(
     model: Annotated[str, typer.Option(help="Hugging Face name, folder or config.json; no weights are read.")],
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank of each run's adapter.")] = 32,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the longest row.")] = 8192,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest row; 8,192, or the model's context, when absent.")
+    ] = None,
+    image_tokens: Annotated[int, typer.Option(min=0, help="Those of the row's tokens that are of images.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
     runs: Annotated[int, typer.Option(min=1, help="Runs on the model at the same time.")] = 1,
     samples: Annotated[int, typer.Option(min=0, help="Rows sampled at the same time.")] = 0,
@@ -74,33 +79,36 @@ def estimate(
 
         from gradwire_server.engine.errors import OperationError
         from gradwire_server.engine.sizing.advice import advice
-        from gradwire_server.engine.sizing.estimate import Workload
+        from gradwire_server.engine.sizing.estimate import Workload, meta_model
         from gradwire_server.engine.sizing.estimate import estimate as compute
     except ModuleNotFoundError as missing:
         _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
     where = _device(device)
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
-        found = compute(
-            Workload(
-                model=model,
-                lora_rank=0 if full else lora_rank,
-                tokens=tokens,
-                rows=rows,
-                runs=runs,
-                samples=samples,
-                head=head or "",
-                checkpointing=checkpointing,
-                dtype=getattr(torch, dtype or default),
-                quantize=quantize,
-                references=references,
-            ),
-            where,
+        workload = Workload(
+            model=model,
+            lora_rank=0 if full else lora_rank,
+            tokens=tokens or TOKENS,
+            rows=rows,
+            runs=runs,
+            samples=samples,
+            head=head or "",
+            checkpointing=checkpointing,
+            dtype=getattr(torch, dtype or default),
+            quantize=quantize,
+            references=references,
+            image_tokens=image_tokens,
         )
+        sizes = meta_model(workload, where.kind)
+        if tokens is None:
+            workload = replace(workload, tokens=min(TOKENS, sizes.context_length))
+        found = compute(workload, where, sizes)
         sentences = advice(found)
     except OperationError as error:
-        cause = str(error.__cause__ or "").partition("\n")[0]
-        _fail(f"--model {model}: {cause}" if cause else error.message)
+        flag = {"tokens": f"--tokens {tokens}", "image_tokens": f"--image-tokens {image_tokens}"}.get(error.field)
+        flag = flag or (f"--reference {' '.join(references)}" if error.field == "reference" else f"--model {model}")
+        _fail(f"{flag}: {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
         print(json.dumps(_document(found, sentences), indent=2))
     else:
@@ -113,7 +121,7 @@ def _device(text: str) -> Device:
     from gradwire_server.engine.sizing.estimate import Device
 
     match = DEVICE.fullmatch(text.strip())
-    if match is None:
+    if match is None or (match[2] and not float(match[2])):
         _fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
     kind, amount, unit = match.groups()
     on_cpu = (kind or "").lower() == "cpu"

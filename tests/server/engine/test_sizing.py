@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
-from gradwire_server.engine.scoring.memory import ActivationMeter
+from gradwire_server.engine.scoring.memory import ActivationMeter, measured_image_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.advice import advice, longest_row, more_runs
 from gradwire_server.engine.sizing.estimate import Device, Estimate, Workload, estimate
@@ -22,6 +23,7 @@ from gradwire_server.engine.sizing.meta_pool import MetaPool
 from gradwire_server.engine.sizing.meta_step import step_bytes
 from gradwire_server.engine.sizing.parts import GIB, trained_bytes
 from support.tiny import tiny_model
+from support.vision import vision_model
 from transformers import Gemma3TextConfig
 
 LAYERS, HIDDEN = 5, 64
@@ -29,7 +31,8 @@ LAYERS, HIDDEN = 5, 64
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), num_layers=LAYERS, hidden_size=HIDDEN)
+    path = tmp_path_factory.mktemp("model")
+    return tiny_model(path, num_layers=LAYERS, hidden_size=HIDDEN, context_length=1 << 17)
 
 
 def run_config(**settings: Any) -> pb.RunConfig:
@@ -151,6 +154,44 @@ def test_a_micro_batch_has_as_many_rows_as_the_engine_would_choose(model: Path) 
     found = estimated(model, tokens=200, rows=64)
     assert found.microbatch_rows == found.budget.microbatch_tokens // 200
     assert estimated(model, tokens=4096).microbatch_rows == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+def test_the_vision_part_is_counted_as_the_engine_counts_it(tmp_path: Path, kind: str) -> None:
+    path = vision_model(tmp_path / kind, kind)
+    for config in (run_config(), run_config(rank=4)):
+        policy, meta = real_policy(path, config), MetaModel(str(path), torch.float32, config)
+        assert meta.trained_parameters == policy.num_trainable_parameters
+        for recompute in (False, True):
+            expected = measured_image_bytes(policy, recompute=recompute)
+            # On meta tensors attention may be computed with its matrix, 64 by 64 for the patches of the measurement.
+            assert expected <= meta.image_bytes(recompute=recompute) <= 1.5 * expected
+    text, images = (estimated(path, lora_rank=0, tokens=100, image_tokens=count) for count in (0, 60))
+    assert text.parts["images"] == 0 < images.parts["images"]
+    assert images.total_bytes > text.total_bytes
+    frozen = estimated(path, lora_rank=4, tokens=100, image_tokens=60)
+    assert frozen.parts["images"] / frozen.microbatch_rows < images.parts["images"] / images.microbatch_rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"tokens": 257}, "tokens"),
+        ({"tokens": 60, "image_tokens": 60}, "image_tokens"),
+        ({"quantize": "nf4", "lora_rank": 4}, "quantize"),
+        ({"references": ("/no/such/model",)}, "reference"),
+    ],
+)
+def test_what_the_server_would_refuse_is_not_estimated(tmp_path: Path, settings: dict[str, Any], field: str) -> None:
+    path = vision_model(tmp_path / "smolvlm", "smolvlm")
+    with pytest.raises(OperationError) as refused:
+        estimated(path, **settings)
+    assert refused.value.field == field
+
+
+def test_a_model_of_text_has_no_image_tokens(model: Path) -> None:
+    with pytest.raises(OperationError, match="models that take them"):
+        estimated(model, image_tokens=4)
 
 
 @pytest.fixture(autouse=True)

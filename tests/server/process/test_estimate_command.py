@@ -12,7 +12,7 @@ from support.tiny import tiny_model
 
 PARTS = {
     "weights", "references", "adapters", "masters", "gradients", "moments", "activations", "logits", "passing",
-    "key_values", "libraries",
+    "key_values", "libraries", "images",
 }  # fmt: skip
 
 

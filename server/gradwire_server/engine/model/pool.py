@@ -147,14 +147,8 @@ class ModelPool:
         facts = self.facts(name)
         logger.info("loading %s from %s as %s on %s", name, facts.path, quantize or dtype or facts.dtype, self.device)
         arguments = {} if offload else self.placement.loading_arguments()
+        check_quantization(facts, quantize)
         if quantize is not None:
-            if facts.takes_images:
-                raise OperationError(
-                    training_pb2.ERROR_CODE_UNSUPPORTED,
-                    f"model {name!r} takes images, and such a model is not held as {quantize}: leave the quantization"
-                    " out",
-                    field="quantize",
-                )
             arguments |= quantization.loading_arguments(quantize, dtype or self.dtype, self.device)
         with _explained(name, facts.path), preserved_rng():
             model = auto_class(facts.takes_images).from_pretrained(
@@ -214,6 +208,21 @@ class ModelPool:
             pad_token_id=getattr(text, "pad_token_id", None),
             takes_images=takes_images(model.config),
             image_token_id=image_token_of(model.config),
+        )
+
+
+def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None:
+    """Refuse to hold a model that takes images in few bits.
+
+    Raises:
+        OperationError: UNSUPPORTED.
+    """
+    if quantize is not None and facts.takes_images:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            f"model {facts.name!r} takes images, and such a model is not held as {quantize}: leave the quantization"
+            " out",
+            field="quantize",
         )
 
 

@@ -8,7 +8,8 @@ attention is causal, also among the tokens of an image, so rows are packed and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from gradwire_losses.batch import sent
 from gradwire_losses.images import ImageTokens
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from gradwire_server.engine.model.image_processing import ImageProcessor, ImageRefused, ProcessedImage
@@ -173,6 +174,52 @@ class Vision:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed):
             features = self._seen([picture for picture in shown if isinstance(picture, ProcessedImage)])
         return [each.index_select(0, sent(index, each.device)) for each in features]
+
+    @property
+    def depth(self) -> int:
+        """Number of the vision part's layers."""
+        return len(self._layers)
+
+    @property
+    def width(self) -> int:
+        """Entries of a patch's state."""
+        config = self._model.config.vision_config
+        return int(getattr(config, "embed_dim", None) or config.hidden_size)
+
+    @property
+    def patches(self) -> int:
+        """Patches that make one image token."""
+        config = self._model.config
+        return int(config.vision_config.spatial_merge_size if self._has_grids else config.scale_factor) ** 2
+
+    def trains(self, names: Iterable[str]) -> bool:
+        """Whether any of these parameters is of the vision part."""
+        own = ("model.visual.",) if self._has_grids else ("model.vision_model.", "model.connector.")
+        return any(name.startswith(own) for name in names)
+
+    def layer_states(self, patches: int, *, differentiable: bool) -> Tensor:
+        """What one layer computes of so many patches of zeros, to measure what a layer takes.
+
+        Args:
+            differentiable: Whether the layers before it are trained.
+        """
+        layer: Any = self._layers[0]
+        dtype = next(layer.parameters()).dtype
+        states = torch.zeros(patches, self.width, device=self._device, dtype=dtype, requires_grad=differentiable)
+        with torch.autocast(self._device.type, torch.bfloat16) if self._mixed else nullcontext():
+            if not self._has_grids:
+                found: Tensor = layer(states[None], attention_mask=None)
+                return found
+            angles = torch.zeros(patches, self.width // self._model.config.vision_config.num_heads, device=self._device)
+            ends = torch.tensor([0, patches])
+            found = layer(states, cu_seqlens=ends, max_seqlen=patches, position_embeddings=(angles, angles))
+            return found
+
+    @property
+    def _layers(self) -> nn.ModuleList:
+        inner = self._model.model
+        layers: nn.ModuleList = inner.visual.blocks if self._has_grids else inner.vision_model.encoder.layers
+        return layers
 
     def _seen(self, images: Sequence[ProcessedImage]) -> list[Tensor]:
         """``[I, H]`` what the vision part computes of images, one after the other."""

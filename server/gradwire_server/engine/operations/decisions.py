@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gradwire_proto.codec import IMAGE_BYTES
 from numpy.typing import NDArray
 
 from gradwire_server.engine.model.policy import LoraPolicy
@@ -142,8 +143,10 @@ class Decisions:
         return chosen
 
     def _trained(self, request: Request) -> LoraPolicy | None:
-        """The policy of a request on a batch that may be grouped; None for any other request."""
-        return None if training_call(request.message.operation.operation) is None else self._lora(request)
+        """The policy of a request on a batch that may be grouped, so without images; None for any other request."""
+        if training_call(request.message.operation.operation) is None or IMAGE_BYTES in request.columns:
+            return None
+        return self._lora(request)
 
     def _lora(self, request: Request) -> LoraPolicy | None:
         """The policy of a request of a LoRA run that can be executed; None for any other request."""
@@ -154,8 +157,9 @@ class Decisions:
 
 
 def _row_lengths(columns: Columns) -> list[NDArray[np.uint32]]:
-    """Lengths of the rows of each column that has any."""
-    return [column.levels[-1] for column in columns.values() if column.levels and len(column.levels[-1])]
+    """Lengths of the rows of each column that has any; the bytes of images are no rows."""
+    found = [column.levels[-1] for name, column in columns.items() if column.levels and name != IMAGE_BYTES]
+    return [lengths for lengths in found if len(lengths)]
 
 
 def _longest_row(columns: Columns) -> int:

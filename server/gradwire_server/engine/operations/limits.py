@@ -39,6 +39,7 @@ def to_wire(budget: Budget) -> training_pb2.MemoryLimits:
         recompute=Activations.RECOMPUTE in budget.beyond,
         whole_tokens=budget.whole_tokens,
         offload=Activations.OFFLOAD in budget.beyond,
+        image_cost=budget.image_cost,
     )
 
 
@@ -54,4 +55,5 @@ def from_wire(limits: training_pb2.MemoryLimits) -> Budget:
         limits.kept_tokens,
         recompute | offload,
         limits.whole_tokens,
+        limits.image_cost,
     )

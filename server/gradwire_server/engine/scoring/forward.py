@@ -54,7 +54,7 @@ def score_batch(
     """
     check_scores(policy, names, teacher)
     check_candidates(batch, names)
-    micros = split(batch, budget.microbatch_tokens, policy.packing())
+    micros = split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost)
 
     def compute(micro: MicroBatch) -> dict[str, Tensor]:
         with torch.no_grad():

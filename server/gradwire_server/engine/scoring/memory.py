@@ -114,6 +114,7 @@ class Memory:
         # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
         self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
         self._token_bytes: dict[bytes, TokenBytes] = {}
+        self._image_bytes: dict[bytes, float] = {}
         self._costs: dict[str, Costs] = {}
         self._shares: dict[bytes, float] = {}
         self._free_bytes = 0
@@ -140,9 +141,9 @@ class Memory:
         kept = min(int(room / 4 / KEPT_BYTES), max(most.kept_logits, facts.num_parameters // 4))
         self.measure(run)
         of_token = self._token_bytes[kind]
+        each = of_token.recomputed if run.config.gradient_checkpointing else of_token.kept
         if tokens is None:
             keeping = max(kept // facts.vocab_size, self._least_tokens(run))
-            each = of_token.recomputed if run.config.gradient_checkpointing else of_token.kept
             tokens = max(1, min(int(room / each), most.microbatch_tokens, keeping))
         kept_tokens, whole_tokens, beyond = ALL, ALL, Activations.RECOMPUTE
         if may_recompute(run):
@@ -162,6 +163,7 @@ class Memory:
             kept_tokens=kept_tokens,
             beyond=beyond,
             whole_tokens=whole_tokens,
+            image_cost=self._image_bytes[kind] / each,
         )
 
     def again(self, budget: Budget) -> Budget:
@@ -179,11 +181,15 @@ class Memory:
         kind, model = _kind(run), run.config.base_model
         if kind not in self._token_bytes:
             self._token_bytes[kind] = self._measured(run)
+            self._image_bytes[kind] = self._measured_image(run)
         if self._device.type == "cuda" and model not in self._costs:
             self._costs[model] = self._measured_costs(run)
 
     def _measured(self, run: MemoryUser) -> TokenBytes:
         return measured_token_bytes(run.policy)
+
+    def _measured_image(self, run: MemoryUser) -> float:
+        return measured_image_bytes(run.policy, recompute=run.config.gradient_checkpointing)
 
     def _measured_costs(self, run: MemoryUser) -> Costs:
         return measured_costs(run.policy)
@@ -269,6 +275,31 @@ def measured_token_bytes(policy: Policy) -> TokenBytes:
         inputs = facts.num_layers * facts.hidden_size * policy.split_model.dtype.itemsize
     working = kept / facts.num_layers + passing
     return TokenBytes(kept + passing, inputs + working, working)
+
+
+def measured_image_bytes(policy: Policy, *, recompute: bool) -> float:
+    """Bytes that the vision part takes for an image token in a forward and backward; 0 for a model of text.
+
+    A layer is computed alone, with the policy's adapter. A vision part that is not trained keeps nothing.
+
+    Args:
+        recompute: Whether its layers are computed again in the backward pass.
+    """
+    vision = policy.split_model.vision
+    if vision is None:
+        return 0.0
+    kept = PASSING_BYTES * vision.width
+    if vision.trains(policy.trainable_parameters()):
+        policy.activate(training=True)
+        meter = ActivationMeter(policy)
+        with preserved_rng(), meter:
+            vision.layer_states(PROBE_TOKENS, differentiable=True)
+        of_layer = meter.bytes / PROBE_TOKENS
+        if recompute:
+            kept += vision.depth * vision.width * policy.split_model.dtype.itemsize + of_layer
+        else:
+            kept += vision.depth * of_layer
+    return kept * vision.patches
 
 
 def _saved_bytes(policy: Policy, checkpointing: bool) -> float:

@@ -8,7 +8,9 @@ form.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from gradwire_losses.batch import Batch, segment_ids, segment_sum
@@ -31,6 +33,8 @@ class Budget:
         kept_tokens: Maximum computed tokens of a micro-batch whose activations are kept.
         beyond: What becomes of the activations of larger micro-batches.
         whole_tokens: Maximum computed tokens of those whose feed-forward layers compute all tokens at once.
+        image_cost: Computed tokens that one image token counts as in these limits, beside itself: what the vision part
+            of the model takes for it. An image counts once in a micro-batch, however many rows show it.
     """
 
     microbatch_tokens: int = 2048
@@ -40,6 +44,7 @@ class Budget:
     kept_tokens: int = ALL
     beyond: Activations = Activations.RECOMPUTE
     whole_tokens: int = ALL
+    image_cost: float = 0.0
 
     def activations(self, computed_tokens: int) -> Activations:
         """What becomes of the activations of a micro-batch of so many tokens."""
@@ -57,7 +62,7 @@ class MicroBatch:
         examples: ``[b]`` their rows in the whole batch.
         sequences: ``[s]`` their sequences in the whole batch.
         tokens: ``[t]`` their scored tokens in the whole batch.
-        computed_tokens: Number of tokens that go through the trunk.
+        computed_tokens: Number of tokens that go through the trunk, and what its images count as.
         activations: What becomes of its activations until its backward.
     """
 
@@ -69,13 +74,19 @@ class MicroBatch:
     activations: Activations = Activations.KEEP
 
 
-def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroBatch]:
-    """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more."""
+def split(batch: Batch, microbatch_tokens: int, packing: Packing, *, image_cost: float = 0.0) -> list[MicroBatch]:
+    """Split a batch into micro-batches that compute at most that many tokens each, unless one example has more.
+
+    Args:
+        image_cost: As of :class:`Budget`.
+    """
     if not batch.num_examples:
         return []
+    images = _Images(batch, image_cost)
     if packing is not Packing.SHARED or batch.num_sequences == batch.num_examples:
         padded = batch.num_sequences * int(batch.lengths.max())
         together = padded if packing is Packing.PADDED else len(batch.input_ids)
+        together += images.cost(images.all)
         if together <= microbatch_tokens:
             return [_whole(batch, together)]
     groups = segment_ids(batch.group_sizes)
@@ -92,20 +103,52 @@ def split(batch: Batch, microbatch_tokens: int, packing: Packing) -> list[MicroB
     plans: list[list[int]] = []
     computed: list[int] = []
     size = width = 0
+    shown: frozenset[int] = frozenset()
     for example, own_width, own_size in zip(order.tolist(), widths[order].tolist(), sizes[order].tolist(), strict=True):
-        if plans and (size + own_size) * width <= microbatch_tokens:
+        own_images = images.of_example(example)
+        with_own = shown | own_images
+        if plans and (size + own_size) * width + images.cost(with_own) <= microbatch_tokens:
             plans[-1].append(example)
-            size += own_size
-            computed[-1] = size * width
+            size, shown = size + own_size, with_own
         else:
             plans.append([example])
-            size, width = own_size, own_width
-            computed.append(size * width)
+            computed.append(0)
+            size, width, shown = own_size, own_width, own_images
+        computed[-1] = size * width + images.cost(shown)
     if len(plans) == 1:
         return [_whole(batch, computed[0])]
     return [
         _microbatch(batch, torch.tensor(examples), tokens) for examples, tokens in zip(plans, computed, strict=True)
     ]
+
+
+class _Images:
+    """The images of a batch's examples, and the tokens that they count as in a micro-batch.
+
+    Attributes:
+        all: Numbers of all that its rows show; none if images cost nothing.
+    """
+
+    def __init__(self, batch: Batch, cost: float) -> None:
+        self._cost, self._shown = cost, dict[int, set[int]]()
+        self._counts: list[int] = []
+        if batch.images is not None and cost:
+            places = batch.images.places
+            tokens = (places >= 0).nonzero().squeeze(1)
+            examples = segment_ids(batch.group_sizes)[segment_ids(batch.lengths)[tokens]]
+            numbers = torch.searchsorted(batch.images.ends, places[tokens], right=True)
+            for example, number in torch.stack([examples, numbers]).unique(dim=1).T.tolist():
+                self._shown.setdefault(example, set()).add(number)
+            self._counts = [picture.count for picture in batch.images.pictures]
+        self.all = frozenset(chain.from_iterable(self._shown.values()))
+
+    def of_example(self, example: int) -> frozenset[int]:
+        """Numbers of the images that an example shows."""
+        return frozenset(self._shown.get(example, ()))
+
+    def cost(self, numbers: frozenset[int]) -> int:
+        """Computed tokens that these images count as."""
+        return math.ceil(self._cost * sum(self._counts[number] for number in numbers))
 
 
 def _whole(batch: Batch, computed_tokens: int) -> MicroBatch:

@@ -53,7 +53,7 @@ def _batches(found: Estimate) -> Iterator[str]:
 
 def longest_row(found: Estimate) -> int:
     """Tokens of the longest row that fits, as a micro-batch's bytes are proportional to its tokens."""
-    step = found.parts["activations"] + found.parts["logits"] + found.parts["passing"]
+    step = sum(found.parts[name] for name in ("activations", "images", "logits", "passing"))
     room = found.usable_bytes - found.needed_bytes + step
     return int(found.workload.tokens * room / max(1, found.row_bytes))
 

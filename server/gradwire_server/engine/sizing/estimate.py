@@ -6,12 +6,14 @@ that the engine would choose on this device. They come on top of an engine that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from gradwire_proto.v1 import training_pb2
 
+from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.activations import Activations
 from gradwire_server.engine.model.numberless import DeviceKind
 from gradwire_server.engine.model.quantization import Quantization
@@ -59,6 +61,7 @@ class Workload:
         dtype: Dtype of the weights.
         quantize: How the frozen base holds its linear layers; None in ``dtype``.
         references: ``"base"``, or folders, configurations and hub names.
+        image_tokens: Those of each row's tokens that are of images.
     """
 
     model: str
@@ -72,6 +75,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     quantize: Quantization | None = None
     references: tuple[str, ...] = ()
+    image_tokens: int = 0
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
@@ -97,7 +101,7 @@ class Estimate:
         chosen: What becomes of the micro-batch's activations.
         microbatch_rows: Rows that go through the model together.
         budget: The engine's limits for an operation.
-        row_bytes: Activations, logits and passing bytes of a micro-batch of one row, computed as longer rows are.
+        row_bytes: Bytes of a micro-batch of one row that is computed as longer rows are: all but what is held.
         key_value_token_bytes: Keys and values of a sampled token.
     """
 
@@ -140,6 +144,7 @@ PARTS = {
     "gradients": "accumulated gradients",
     "moments": "AdamW's moments",
     "activations": "activations of one micro-batch",
+    "images": "the vision part on the images of one micro-batch",
     "logits": "logits of one micro-batch",
     "passing": "what a forward and backward need for a moment",
     "key_values": "keys and values of samples in progress",
@@ -160,23 +165,31 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
         model: Its :func:`meta_model`, for estimates of one workload on several devices; by default a new one.
 
     Raises:
-        OperationError: UNSUPPORTED if a model is not a causal LM of transformers, INVALID_ARGUMENT for LoRA settings.
+        OperationError: UNSUPPORTED if a model is not a causal LM of transformers, or for images that it does not take;
+            INVALID_ARGUMENT for LoRA settings.
     """
     model = model or meta_model(workload, device.kind)
+    _check(workload, model)
     parts = held_parts(workload, model)
     held = sum(parts.values()) + ENGINE_BYTES[device.kind]
     planned = _Planned(device, model, held)
     budget = planned.budget(model.run, workload.tokens)
-    per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // workload.tokens))
+    of_row = workload.tokens + math.ceil(budget.image_cost * workload.image_tokens)
+    per_microbatch = max(1, min(workload.rows, budget.microbatch_tokens // of_row))
     scores = {SCORES[workload.head]} | ({"logprobs"} if workload.head != "reward" or workload.references else set())
 
     def step(rows: int, activations: Activations) -> Mapping[str, float]:
         return model.step(rows, workload.tokens, scores, budget, activations)
 
-    chosen = budget.activations(per_microbatch * workload.tokens)
+    def images(rows: int, activations: Activations) -> int:
+        recompute = workload.checkpointing or Activations.RECOMPUTE in activations
+        return int(rows * workload.image_tokens * model.image_bytes(recompute=recompute))
+
+    chosen = budget.activations(per_microbatch * of_row)
     of_longer = Activations.RECOMPUTE | Activations.CHUNK if may_recompute(model.run) else Activations.KEEP
     steps = {each: step(per_microbatch, each) for each in {Activations.KEEP, Activations.RECOMPUTE, chosen}}
     parts |= {name: int(count) for name, count in steps[chosen].items()}
+    parts["images"] = images(per_microbatch, chosen)
     per_token = key_value_bytes(model.model, workload.dtype)
     parts["libraries"] = LIBRARY_BYTES[device.kind]
     parts["key_values"] = workload.samples * workload.tokens * per_token
@@ -193,9 +206,28 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
         chosen=chosen,
         microbatch_rows=per_microbatch,
         budget=budget,
-        row_bytes=int(sum(step(1, of_longer).values())),
+        row_bytes=int(sum(step(1, of_longer).values())) + images(1, of_longer),
         key_value_token_bytes=per_token,
     )
+
+
+def _check(workload: Workload, model: MetaModel) -> None:
+    if workload.tokens > model.context_length:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"a row of {workload.tokens:,} tokens is longer than the model's context of {model.context_length:,}",
+            field="tokens",
+        )
+    if workload.image_tokens >= workload.tokens:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            f"they are among the tokens of a row, and a row has {workload.tokens:,} with those of text",
+            field="image_tokens",
+        )
+    if workload.image_tokens and not model.takes_images:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED, "images are estimated for models that take them", field="image_tokens"
+        )
 
 
 def held_parts(workload: Workload, model: MetaModel) -> dict[str, int]:
@@ -213,10 +245,17 @@ def held_parts(workload: Workload, model: MetaModel) -> dict[str, int]:
     parts["moments"] = runs * trained * MOMENT_BYTES
     for reference in workload.references:
         if reference != "base":
-            parts["references"] += MetaModel(reference, workload.dtype, training_pb2.RunConfig()).weight_bytes
+            parts["references"] += _reference(reference, workload.dtype).weight_bytes
         elif not workload.lora_rank:  # a run that trains all weights has a copy of its own
             parts["references"] += model.weight_bytes
     return parts
+
+
+def _reference(path: str, dtype: torch.dtype) -> MetaModel:
+    try:
+        return MetaModel(path, dtype, training_pb2.RunConfig())
+    except OperationError as error:
+        raise OperationError(error.code, error.message, field="reference") from (error.__cause__ or error)
 
 
 class _Planned(Memory):
@@ -229,6 +268,9 @@ class _Planned(Memory):
 
     def _measured(self, run: MemoryUser) -> TokenBytes:
         return self._model.token_bytes()
+
+    def _measured_image(self, run: MemoryUser) -> float:
+        return self._model.image_bytes(recompute=run.config.gradient_checkpointing)
 
     def _measured_costs(self, run: MemoryUser) -> Costs:
         # Not known here. A forward is cheaper than copying all activations on every GPU and bus that there are.

@@ -21,7 +21,7 @@ from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.quantization import Quantization
 from gradwire_server.engine.model.routers import Routers
-from gradwire_server.engine.scoring.memory import TokenBytes, measured_token_bytes
+from gradwire_server.engine.scoring.memory import TokenBytes, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
 from gradwire_server.engine.sizing.meta_step import step_bytes
@@ -74,6 +74,7 @@ class MetaModel:
             )
         self._num_layers = pool.facts(MODEL).num_layers
         self.num_parameters = pool.facts(MODEL).num_parameters
+        self.context_length = pool.facts(MODEL).context_length
         alike = layers_alike(self.model) and self._num_layers > max(SHORT)
         self._layers = SHORT if alike else (self._num_layers,)
 
@@ -108,6 +109,15 @@ class MetaModel:
         with estimating(self._kind):
             found = [measured_token_bytes(policy) for policy in self._policies]
         return TokenBytes(*(self._extrapolated(list(sizes)) for sizes in zip(*found, strict=True)))
+
+    def image_bytes(self, *, recompute: bool) -> float:
+        """Bytes that the vision part takes for an image token, as the engine measures them."""
+        with estimating(self._kind):
+            return measured_image_bytes(self._policies[0], recompute=recompute)
+
+    @property
+    def takes_images(self) -> bool:
+        return self._policies[0].split_model.vision is not None
 
     def step(
         self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations

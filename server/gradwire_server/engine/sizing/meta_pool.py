@@ -13,9 +13,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from gradwire_server.engine.model import attention
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.pool import ModelPool, without_weights
+from gradwire_server.engine.model.pool import ModelPool, check_quantization, without_weights
 from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
+from gradwire_server.engine.model.vision import Vision
 
 
 class MetaPool(ModelPool):
@@ -48,6 +49,7 @@ class MetaPool(ModelPool):
         offload: bool = False,
     ) -> SplitModel:
         facts = self.facts(name)
+        check_quantization(facts, quantize)
         config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
         if self._layers is not None:
             shorten(config, self._layers)
@@ -59,6 +61,8 @@ class MetaPool(ModelPool):
         if model.config._attn_implementation == "sdpa":
             model.config._attn_implementation = attention.NAME
             split_model.packing = Packing.SHARED
+        if facts.takes_images:
+            split_model.vision = Vision(model, facts.path)
         return split_model
 
 

@@ -152,7 +152,8 @@ class DifferentiableScores:
 
 def training_micros(policy: Policy, batch: Batch, budget: Budget) -> list[MicroBatch]:
     """Split a batch into micro-batches for training mode; one example each if the policy has dropout."""
-    micros = split(batch, 0 if policy.has_dropout else budget.microbatch_tokens, policy.packing(training=True))
+    most = 0 if policy.has_dropout else budget.microbatch_tokens
+    micros = split(batch, most, policy.packing(training=True), image_cost=budget.image_cost)
     always = Activations.RECOMPUTE if policy.gradient_checkpointing else Activations.KEEP
     return [replace(micro, activations=always | budget.activations(micro.computed_tokens)) for micro in micros]
 

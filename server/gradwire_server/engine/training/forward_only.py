@@ -73,7 +73,7 @@ def forward(
         with torch.no_grad():
             sums.add(call_loss(loss, batch.to(policy.device), {name: scores[name] for name in needed}, config))
     copies = sums.settle(outputs={name: scores[name] for name in outputs})
-    num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing()))
+    num_microbatches = len(split(batch, budget.microbatch_tokens, policy.packing(), image_cost=budget.image_cost))
     return reported(batch, copies, num_microbatches, sums if loss else None)
 
 

@@ -113,6 +113,12 @@ def test_models_are_base_models_runs_and_checkpoints(
     service.delete_run(run.run_id)
 
 
+def test_an_address_without_v1_is_explained(server: HttpServer) -> None:
+    explained = pytest.raises(openai.NotFoundError, match=r"/models is not served here; there are .*/v1 \(openai\)")
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as wrong, explained:
+        wrong.models.list()
+
+
 def test_completions_are_those_of_the_sampler(client: openai.OpenAI, service: gradwire.sync.ServiceClient) -> None:
     options: dict[str, Any] = {"n": 2, "max_tokens": 12, "temperature": 0.9, "seed": 5, "top_p": 0.95}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}

@@ -139,7 +139,8 @@ def _root(core: Core, protocols: Sequence[Protocol], stopping: asyncio.Event) ->
             await PlainTextResponse("ok" if healthy else "stopping", 200 if healthy else 503)(scope, receive, send)
             return
         message = f"{path[:200]} is not served here; there are {known} and /healthz"
-        await JSONResponse({"detail": message}, 404)(scope, receive, send)
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unsupported"}
+        await JSONResponse({"detail": message, "error": error}, 404)(scope, receive, send)
 
     return root
 

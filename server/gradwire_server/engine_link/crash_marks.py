@@ -43,6 +43,7 @@ class CrashMarks:
         self._page = mmap.mmap(fd, _SIZE)
         slots = memoryview(self._page).cast("Q")
         self._begun, self._withdrawn, self._stopped = slots[:SLOTS], slots[SLOTS : 2 * SLOTS], slots[2 * SLOTS :]
+        self._marked: set[int] = set()
 
     def begin(self, request_id: int) -> bool:
         """Mark a request as started; called by the engine. False if the front has withdrawn it.
@@ -60,11 +61,13 @@ class CrashMarks:
 
     def withdraw(self, request_id: int) -> bool:
         """Withdraw a request; called by the front. False if the engine has started it or no slot is free."""
+        self._marked.add(request_id)
         with self._locked():
             return request_id not in self._begun and _replace(self._withdrawn, 0, request_id)
 
     def stop(self, request_id: int) -> bool:
         """Ask the engine to stop a request; called by the front. False if no slot is free."""
+        self._marked.add(request_id)
         return request_id in self._stopped or _replace(self._stopped, 0, request_id)
 
     def stops(self, request_id: int) -> bool:
@@ -74,8 +77,10 @@ class CrashMarks:
     def answered(self, request_id: int) -> None:
         """Free the slot of a request; called by the front once it has read the answer."""
         _replace(self._begun, request_id, 0)
-        _replace(self._withdrawn, request_id, 0)
-        _replace(self._stopped, request_id, 0)
+        if request_id in self._marked:  # by this end, as only the front withdraws and stops
+            self._marked.discard(request_id)
+            _replace(self._withdrawn, request_id, 0)
+            _replace(self._stopped, request_id, 0)
 
     @property
     def begun(self) -> set[int]:

@@ -265,7 +265,8 @@ class Executor:
         try:
             done = await restore(self._engine, self._journal, queue.record)
         except ReplayDied as error:
-            if queue.replay_died(error.seq) >= DEATHS:
+            queue.since_checkpoint.replay_deaths[error.seq] += 1
+            if queue.since_checkpoint.replay_deaths[error.seq] >= DEATHS:
                 message = (
                     f"the run cannot be restored: repeating its operation {error.seq} killed the engine"
                     f" {DEATHS} times; fork it from a checkpoint before that one"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -82,7 +82,6 @@ class RunQueue(Fencing):
         self._cancelled_steps: set[int] = set()
         self._results = RecentResults(self.record)
         self._changed = asyncio.Event()
-        self._replay_deaths: Counter[int] = Counter()
 
     # ---- admission ----
 
@@ -316,15 +315,10 @@ class RunQueue(Fencing):
     def restored(self, generation: int, entries: Iterable[JournalEntry]) -> None:
         """Record that this generation of the engine holds the run, restored in front of these entries with a result."""
         self.generation = generation
-        self._replay_deaths.clear()
+        self.since_checkpoint.replay_deaths.clear()
         self.checkpointed()
         for entry in entries:
             self.since_checkpoint.count(entry.header, entry.status, entry.replay_s)
-
-    def replay_died(self, seq: int) -> int:
-        """Count an engine that died while it replayed an operation; return the count."""
-        self._replay_deaths[seq] += 1
-        return self._replay_deaths[seq]
 
     def died(self, operation: QueuedOperation, suspect: bool) -> None:
         """Record that the engine died before it answered an operation, perhaps because of it if ``suspect``."""

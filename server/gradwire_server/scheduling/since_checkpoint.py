@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass
 
 from gradwire_proto.v1 import training_pb2 as pb
@@ -35,11 +36,14 @@ class SinceCheckpoint:
         since_attempt: The part of it since an automatic checkpoint was last tried.
         loading_s: Seconds that the engine took to make or load the run's state the last time; 0 before the first time.
         saving_s: Seconds that the last automatic checkpoint took; 0 before the first one.
+        replay_deaths: Number of engines that died while they replayed an operation, by its number, since the last
+            replay that succeeded.
     """
 
     def __init__(self) -> None:
         self.work, self.since_attempt = Work(), Work()
         self.loading_s = self.saving_s = 0.0
+        self.replay_deaths: Counter[int] = Counter()
         self._dropped_steps: list[int] = []
 
     @property

@@ -305,4 +305,5 @@ def _digest(secret: str) -> str:
 
 
 def _unauthenticated() -> ServiceError:
-    return ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, "this server needs a valid API key: connect(api_key=...)")
+    message = "this server needs a valid API key: connect(api_key=...), or the key of your HTTP client"
+    return ServiceError(pb.ERROR_CODE_UNAUTHENTICATED, message)

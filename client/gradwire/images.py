@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from io import BytesIO
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,10 @@ def _content(image: Image, row: int, place: int) -> bytes:
             )
         np.save(stream, np.ascontiguousarray(image), allow_pickle=False)
         return stream.getvalue()
+    hint = "; nothing is fetched for you: read the file and send its bytes" if isinstance(image, str | PurePath) else ""
     raise _error(
         f"image {place} is a {type(image).__name__}; an image is the bytes of a PNG, JPEG or WebP file, a uint8 array,"
-        " or a Pillow image",
+        f" or a Pillow image{hint}",
         row,
     )
 

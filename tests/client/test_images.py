@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ def test_a_pillow_image_travels_as_a_png_file() -> None:
         ([[b"a"]], None, "has 1 rows, and there are 3"),
         (b"a", None, "a list with a list of images for each row"),
         ([b"a", [], []], 0, "holds a bytes where a list of images is expected"),
-        ([[], ["cat.png"], []], 1, "image 0 is a str"),
+        ([[], ["https://example.org/cat.png"], []], 1, "image 0 is a str.*read the file and send its bytes"),
+        ([[Path("cat.png")], [], []], 0, "read the file and send its bytes"),
         ([[], [b""], []], 1, "image 0 is empty"),
         ([[], [], [PIXELS.astype(np.float32)]], 2, r"float32 \[2, 4, 3\]"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -123,20 +122,16 @@ async def test_a_step_counts_the_operations_it_took(service: gradwire.ServiceCli
     assert (await run.optim_step()).num_accumulated == 3
 
 
-async def test_what_was_dropped_does_not_come_back_with_a_recovery(tiny_model_path: Path, tmp_path: Path) -> None:
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    async with gradwire.connect(server.address, connect_timeout=120) as service:
+async def test_what_was_dropped_does_not_come_back_with_a_recovery(killable: Server) -> None:
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
         expected = await alone(service)
         run = await service.create_run("tiny", seed=7)
         await run.forward_backward(X0, "causal_lm")
         await aborted(run)
         await run.forward_backward(X1, "causal_lm")
-    server.end(signal.SIGKILL)
-    server.start()
-    try:
-        async with gradwire.connect(server.address, connect_timeout=120) as service:
-            step = await service.get_training_client(run.run_id).optim_step(learning_rate=0.0)
-            assert step.grad_norm == pytest.approx(expected, rel=1e-5)
-            assert step.num_accumulated == 1
-    finally:
-        server.end()
+    killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
+        step = await service.get_training_client(run.run_id).optim_step(learning_rate=0.0)
+        assert step.grad_norm == pytest.approx(expected, rel=1e-5)
+        assert step.num_accumulated == 1

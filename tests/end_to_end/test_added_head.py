@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 from typing import Any
 
 import gradwire
@@ -82,10 +81,9 @@ async def test_what_adds_none_says_how_to_get_one(service: gradwire.ServiceClien
 @pytest.mark.holds_loop("it starts and kills servers")
 @pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), {"rank": 4}], ids=["full", "lora"])
 async def test_it_survives_a_kill_and_forks_and_checkpoints_have_it(
-    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator, lora: dict[str, Any] | None
+    killable: Server, rng: np.random.Generator, lora: dict[str, Any] | None
 ) -> None:
     sft, batches = [causal_lm(rng, 4, VOCAB) for _ in range(2)], [trajectories(rng, 4, VOCAB) for _ in range(6)]
-    server = Server(tiny_model_path, tmp_path / "state").start()
 
     async def plain(service: gradwire.ServiceClient) -> gradwire.TrainingClient:
         run = await service.create_run("tiny", lora=lora, seed=7)
@@ -94,24 +92,24 @@ async def test_it_survives_a_kill_and_forks_and_checkpoints_have_it(
             await run.optim_step(learning_rate=1e-3)
         return run
 
-    async with gradwire.connect(server.address) as service:
+    async with gradwire.connect(killable.address) as service:
         calm = await plain(service)
         expected = (await ppo_steps(calm, batches), await values(calm))
         run = await plain(service)
         before = await run.save_checkpoint("before")
         seen = await ppo_steps(run, batches[:2])
-        server.end(signal.SIGKILL)
-    server.start()  # from the checkpoint without a head, repeating the operation that adds it
-    async with gradwire.connect(server.address) as service:
+        killable.end(signal.SIGKILL)
+    killable.start()  # from the checkpoint without a head, repeating the operation that adds it
+    async with gradwire.connect(killable.address) as service:
         run = service.get_training_client(run.run_id)
         assert (await run.info()).head == "value"
         seen += await ppo_steps(run, batches[2:4])
         with_head = await run.save_checkpoint("with")
         await run.forward_backward(batches[4], "enhanced_ppo", PPO)  # dropped: what follows starts from the checkpoint
         await run.zero_grad()
-        server.end(signal.SIGKILL)
-    server.start()
-    async with gradwire.connect(server.address) as service:
+        killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address) as service:
         run = service.get_training_client(run.run_id)
         seen += await ppo_steps(run, batches[4:])
         assert (seen, await values(run)) == expected
@@ -131,4 +129,3 @@ async def test_it_survives_a_kill_and_forks_and_checkpoints_have_it(
         assert (await ppo_steps(run, batches[4:]), await values(run)) == (expected[0][4:], expected[1])
         await run.load_checkpoint(before)  # the head goes back to zero with the rest
         assert (await ppo_steps(run, batches), await values(run)) == expected
-    assert server.end() == 0

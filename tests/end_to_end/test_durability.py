@@ -32,45 +32,41 @@ async def logprobs(run: gradwire.TrainingClient) -> list[list[float]]:
     [pytest.param(*each, id=each[0], marks=[pytest.mark.slow] if each[0] == "full" else []) for each in SETTINGS],
 )
 async def test_a_loaded_checkpoint_goes_on_bit_for_bit_after_a_restart(
-    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator, kind: str, settings: dict[str, Any]
+    killable: Server, rng: np.random.Generator, kind: str, settings: dict[str, Any]
 ) -> None:
     batches = [causal_lm(rng, 4, VOCAB) for _ in range(6)]
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    async with gradwire.connect(server.address) as service:
+    async with gradwire.connect(killable.address) as service:
         run = await service.create_run("tiny", **settings)
         await steps(run, batches[:3])
         checkpoint = await run.save_checkpoint("three")
         expected = (await steps(run, batches[3:]), await logprobs(run))
         run_id = run.run_id
-    assert server.end() == 0
-    server.start()
-    async with gradwire.connect(server.address) as service:
+    assert killable.end() == 0
+    killable.start()
+    async with gradwire.connect(killable.address) as service:
         run = service.get_training_client(run_id)
         assert [c.name for c in await run.list_checkpoints()] == ["three"]
         await run.load_checkpoint(checkpoint.path)
         assert (await steps(run, batches[3:]), await logprobs(run)) == expected
-    assert server.end() == 0
 
 
 async def test_a_killed_server_continues_every_run_from_the_same_state(
-    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
+    killable: Server, rng: np.random.Generator
 ) -> None:
     batches = [causal_lm(rng, 4, VOCAB) for _ in range(6)]
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    async with gradwire.connect(server.address) as service:
+    async with gradwire.connect(killable.address) as service:
         calm = await service.create_run("tiny", seed=7, lora={"rank": 4, "dropout": 0.1})
         expected = (await steps(calm, batches), await logprobs(calm))
         run = await service.create_run("tiny", seed=7, lora={"rank": 4, "dropout": 0.1})
         seen = await steps(run, batches[:2])
         await run.save_checkpoint("two")
         seen += await steps(run, batches[2:4])
-        server.end(signal.SIGKILL)
-    server.start()
-    async with gradwire.connect(server.address) as service:
+        killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address) as service:
         run = service.get_training_client(run.run_id)
         seen += await steps(run, batches[4:])
         assert (seen, await logprobs(run)) == expected
-    assert server.end() == 0
 
 
 async def test_a_client_that_comes_back_sees_what_was_pending_and_awaits_it(server: Server) -> None:

@@ -22,35 +22,31 @@ async def scores(run: gradwire.TrainingClient) -> list[np.ndarray]:
     return [np.asarray(row) for row in await run.compute_logprobs(ROWS)]
 
 
-async def test_an_adapter_on_the_output_head(tiny_model_path: Path, tmp_path: Path) -> None:
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    try:
-        async with gradwire.connect(server.address) as service:
-            run = await service.create_run("tiny", lora=LORA)
-            usual = await service.create_run("tiny", lora={"rank": 4, "target_modules": "all-linear"})
-            info = await run.info()
-            assert info.lora is not None and info.lora["target_modules"] == LORA["target_modules"]
-            assert info.num_trainable_parameters == (await usual.info()).num_trainable_parameters + 4 * (32 + 100)
-            for _ in range(3):
-                run.forward_backward(BATCH, "causal_lm")
-                await run.optim_step(learning_rate=3e-2)
-            ((drawn,),) = (await run.sample([ROWS[0]], max_tokens=6, seed=1)).samples
-            whole = [*ROWS[0], *drawn.token_ids.tolist()]
-            np.testing.assert_allclose(
-                np.asarray((await run.compute_logprobs([whole]))[0])[-len(drawn.token_ids) :],
-                drawn.logprobs,
-                atol=1e-5,
-            )
-            before = await scores(run)
-        server.end(signal.SIGKILL)
-        server.start()
-        async with gradwire.connect(server.address) as service:
-            run = service.get_training_client(run.run_id)
-            for ours, theirs in zip(await scores(run), before, strict=True):  # replayed
-                np.testing.assert_array_equal(ours, theirs)
-            folder = await run.export(tmp_path / "adapter")
-    finally:
-        server.end()
+async def test_an_adapter_on_the_output_head(killable: Server, tiny_model_path: Path, tmp_path: Path) -> None:
+    async with gradwire.connect(killable.address) as service:
+        run = await service.create_run("tiny", lora=LORA)
+        usual = await service.create_run("tiny", lora={"rank": 4, "target_modules": "all-linear"})
+        info = await run.info()
+        assert info.lora is not None and info.lora["target_modules"] == LORA["target_modules"]
+        assert info.num_trainable_parameters == (await usual.info()).num_trainable_parameters + 4 * (32 + 100)
+        for _ in range(3):
+            run.forward_backward(BATCH, "causal_lm")
+            await run.optim_step(learning_rate=3e-2)
+        ((drawn,),) = (await run.sample([ROWS[0]], max_tokens=6, seed=1)).samples
+        whole = [*ROWS[0], *drawn.token_ids.tolist()]
+        np.testing.assert_allclose(
+            np.asarray((await run.compute_logprobs([whole]))[0])[-len(drawn.token_ids) :],
+            drawn.logprobs,
+            atol=1e-5,
+        )
+        before = await scores(run)
+    killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address) as service:
+        run = service.get_training_client(run.run_id)
+        for ours, theirs in zip(await scores(run), before, strict=True):  # replayed
+            np.testing.assert_array_equal(ours, theirs)
+        folder = await run.export(tmp_path / "adapter")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model_path), str(folder)).eval()

@@ -15,22 +15,18 @@ from support.server import Server
 
 
 @pytest.mark.holds_loop("it starts and kills servers")
-async def test_it_outlives_the_program_and_a_kill_of_the_server(
-    tiny_model_path: Path, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    server = Server(tiny_model_path, tmp_path / "state").start()
+async def test_it_outlives_the_program_and_a_kill_of_the_server(killable: Server, rng: np.random.Generator) -> None:
     seen: list[tuple[float, float]] = []
-    async with gradwire.connect(server.address) as service:
+    async with gradwire.connect(killable.address) as service:
         run = await service.create_run("tiny", lora=2)
         for step in range(1, 4):
             loss = await run.forward_backward(causal_lm(rng, 3, VOCAB), "causal_lm")
             done = await run.optim_step(learning_rate=step * 1e-3)
             seen.append((loss["loss"], done.grad_norm))
-        server.end(signal.SIGKILL)
-    server.start()
-    async with gradwire.connect(server.address) as service:
+        killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address) as service:
         history = await service.get_training_client(run.run_id).history()
-    assert server.end() == 0
     assert history.operation.tolist() == ["forward_backward", "optim_step"] * 3
     assert history.step.tolist() == [0, 1, 1, 2, 2, 3]
     assert list(zip(history.loss[::2], history.grad_norm[1::2])) == seen

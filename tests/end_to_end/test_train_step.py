@@ -111,33 +111,29 @@ async def test_the_run_s_history_has_loss_and_step_in_one_point(service: gradwir
     assert (history.learning_rate[0], history.step[0], history.tokens[0]) == (1e-3, 1, done.num_tokens)
 
 
-async def test_a_killed_server_repeats_both_halves_or_none(tiny_model_path: Path, tmp_path: Path) -> None:
+async def test_a_killed_server_repeats_both_halves_or_none(killable: Server) -> None:
     def step(run: gradwire.TrainingClient) -> gradwire.Future[gradwire.TrainStepResult]:
         return run.train_step(BATCH, "causal_lm", learning_rate=1e-2)
 
-    server = Server(tiny_model_path, tmp_path / "state").start()
-    try:
-        async with gradwire.connect(server.address, connect_timeout=120) as service:
-            calm, run = [await service.create_run("tiny", seed=7, lora=LORA) for _ in range(2)]
-            expected = [await step(calm) for _ in range(6)]
-            expected_scores = await scores(calm)
-            futures = [step(run) for _ in range(6)]
-            await futures[1]
-            server.end(signal.SIGKILL)
-        server.start()
-        async with gradwire.connect(server.address, connect_timeout=120) as service:
-            again = await service.get_training_client(run.run_id)
-            found = {seq - 1: future for seq, future in (await again.earlier_operations()).items()}
-            for number in range((await again.info()).accepted_seq, 6):
-                found[number] = step(again)
-            for number, future in found.items():
-                done = await future
-                assert (done.loss, done.grad_norm, done.step) == (
-                    expected[number].loss, expected[number].grad_norm, number + 1,
-                )  # fmt: skip
-            assert await scores(again) == expected_scores
-    finally:
-        server.end()
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
+        calm, run = [await service.create_run("tiny", seed=7, lora=LORA) for _ in range(2)]
+        expected = [await step(calm) for _ in range(6)]
+        expected_scores = await scores(calm)
+        futures = [step(run) for _ in range(6)]
+        await futures[1]
+        killable.end(signal.SIGKILL)
+    killable.start()
+    async with gradwire.connect(killable.address, connect_timeout=120) as service:
+        again = await service.get_training_client(run.run_id)
+        found = {seq - 1: future for seq, future in (await again.earlier_operations()).items()}
+        for number in range((await again.info()).accepted_seq, 6):
+            found[number] = step(again)
+        for number, future in found.items():
+            done = await future
+            assert (done.loss, done.grad_norm, done.step) == (
+                expected[number].loss, expected[number].grad_norm, number + 1,
+            )  # fmt: skip
+        assert await scores(again) == expected_scores
 
 
 def test_a_script_without_an_event_loop(server: Server) -> None:

@@ -46,12 +46,12 @@ def test_fifteen_lines(tiny_model_path: Path) -> None:
     assert shown(run(program, tiny_model_path, 8), "reward") > 0.2  # of 0.05 at the start
 
 
-def test_a_reward_model_held_by_the_server(tiny_model_path: Path, tmp_path: Path) -> None:
+def test_a_reward_model_held_by_the_server(server: Server, tmp_path: Path) -> None:
     """Policy and judge are two runs of one server."""
 
     async def train() -> list[dict[str, float]]:
         config = AlgorithmConfig(batch_size=2, group_size=4, max_tokens=4, checkpoint_dir=tmp_path)
-        async with gradwire.connect(models=[f"tiny={tiny_model_path}"]) as service:
+        async with gradwire.connect(server.address) as service:
             judge = await service.create_run("tiny", head="reward")
             policy = await service.create_run("tiny")
             return await GRPOAlgorithm(service, policy, ["ab", "cd"], RewardModel(judge), config).train(2)

@@ -4,9 +4,8 @@ A door takes a turn of the call's kind before it reads the body. A key's further
 flood costs the key that sends it. Calls never wait for another key's, except where several share the engine or the
 tokenizing processes, which take turns of their own.
 
-Of a key's waiting calls one begins in each round of the event loop. What is long is done in slices: a page of a stream,
-a message of submitted operations. A key has one slice at a time, so that between two of its slices the event loop
-serves everyone else.
+What is long is done in slices: a page of a stream, a message of submitted operations. A key has one slice at a time, so
+that between two of its slices the event loop serves everyone else.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from enum import Enum
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.turns import Rounds, Turns
+from gradwire_server.access.turns import Turns
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 
@@ -105,7 +104,6 @@ class Calls:
         self._bodies = Turns(BODIES)
         self._bytes = Turns(limits.key_call_bytes)
         self._slices = Turns(1)
-        self._rounds = Rounds()
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
 
@@ -120,10 +118,8 @@ class Calls:
             with self._stream(key):
                 yield
             return
-        waited = await self._wait(key, self._turns[kind])
+        await self._wait(key, self._turns[kind])
         try:
-            if waited:
-                await self._rounds.next(key)
             yield
         finally:
             self._turns[kind].give_back(key)
@@ -155,7 +151,7 @@ class Calls:
         """Wait until no other slice of the key is executed, and execute one in the body."""
         return self._slices.turn(key)
 
-    async def _wait(self, key: str, turns: Turns) -> bool:
+    async def _wait(self, key: str, turns: Turns) -> None:
         limit = self._limits.key_waiting_calls
         if self._waiting[key] >= limit:
             raise ServiceError(
@@ -166,7 +162,7 @@ class Calls:
             )
         self._waiting[key] += 1
         try:
-            return await turns.take(key)
+            await turns.take(key)
         finally:
             _less(self._waiting, key)
 

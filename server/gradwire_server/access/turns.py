@@ -36,11 +36,11 @@ class Turns:
         finally:
             self.give_back(key)
 
-    async def take(self, key: str, places: int = 1) -> bool:
-        """Wait for a turn, which :meth:`give_back` ends; return whether there was a wait."""
+    async def take(self, key: str, places: int = 1) -> None:
+        """Wait for a turn; :meth:`give_back` ends it."""
         if key not in self._waiting and self._fits(key, places):
             self._serve(key, places)
-            return False
+            return
         given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, deque()).append((places, given))
         try:
@@ -51,7 +51,6 @@ class Turns:
             else:
                 self._leave(key, places, given)
             raise
-        return True
 
     def give_back(self, key: str, places: int = 1) -> None:
         """End a turn, and give its places to those who wait for them."""
@@ -97,35 +96,3 @@ class Turns:
             if not self._held.get(key):
                 self._served.pop(key, None)
         self._serve_waiting()  # those behind it may ask for less
-
-
-class Rounds:
-    """Begins at most one waiting call of each key in a round of the event loop.
-
-    If all calls of a flood began at once, each round of the loop would execute a step of each of them, and another
-    key's call, which takes several rounds, would wait for all of these steps.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def next(self, key: str) -> None:
-        """Wait for the next round that begins no other call of the key."""
-        loop = asyncio.get_running_loop()
-        begin: asyncio.Future[None] = loop.create_future()
-        if key not in self._waiting:
-            loop.call_soon(self._begin, key)
-        self._waiting.setdefault(key, deque()).append(begin)
-        await begin
-
-    def _begin(self, key: str) -> None:
-        waiting = self._waiting[key]
-        while waiting:
-            begin = waiting.popleft()
-            if not begin.cancelled():
-                begin.set_result(None)
-                break
-        if waiting:
-            asyncio.get_running_loop().call_soon(self._begin, key)
-        else:
-            del self._waiting[key]

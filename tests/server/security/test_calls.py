@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.calls import RPCS, CallKind, Calls
-from gradwire_server.access.turns import Rounds, Turns
+from gradwire_server.access.turns import Turns
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from support.access import rpcs
@@ -36,24 +36,6 @@ async def test_turns_go_to_the_key_that_was_served_least_recently() -> None:
     await asyncio.gather(*(work(name) for name in ("a1", "a2", "a3", "b1", "b2", "c1")))
     assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
     assert (turns._held, turns._waiting, turns._served, turns._count) == ({}, {}, {}, 0)
-
-
-async def test_one_waiting_call_of_a_key_begins_in_a_round_of_the_loop() -> None:
-    rounds, begun, a_round = Rounds(), list[str](), list[list[str]]()
-
-    async def begin(name: str) -> None:
-        await rounds.next(name[0])
-        begun.append(name)
-
-    calls = [asyncio.ensure_future(begin(name)) for name in ("a1", "a2", "a3", "b1", "a4")]
-    await asyncio.sleep(0)
-    calls[1].cancel()
-    while not all(call.done() for call in calls):
-        before = len(begun)
-        await asyncio.sleep(0)
-        a_round.append(begun[before:])
-    assert [each for each in a_round if each] == [["a1", "b1"], ["a3"], ["a4"]]
-    assert rounds._waiting == {}
 
 
 async def test_a_key_never_waits_for_anothers_turn_where_there_is_no_total() -> None:

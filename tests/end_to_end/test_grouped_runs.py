@@ -82,3 +82,18 @@ async def test_four_clients_together_get_what_each_gets_alone(
     finally:
         code = together.end()
     assert code == 0
+
+
+async def test_a_group_takes_all_that_wait(tiny_model_path: Path, tmp_path: Path) -> None:
+    """More than the few requests that an engine reads ahead otherwise."""
+    server = Server(tiny_model_path, tmp_path / "state", "--group-runs", "on").start()
+    try:
+        async with gradwire.connect(server.address) as service:
+            runs = [await service.create_run("tiny", lora=2, seed=seed) for seed in range(12)]
+            largest = 0
+            for _ in range(5):
+                steps = [run.train_step({"input_ids": [[5, 6, 7, 8]]}, "causal_lm") for run in runs]
+                largest = max([largest, *[(await step).grouped_runs for step in steps]])
+    finally:
+        code = server.end()
+    assert largest > 5 and code == 0

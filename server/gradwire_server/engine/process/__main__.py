@@ -48,6 +48,8 @@ from gradwire_server.observability.tracing import Tracing
 logger = logging.getLogger("gradwire_server.engine")
 
 READ_AHEAD = 4
+GROUP_READ_AHEAD = 32
+"""Requests read ahead where runs are grouped: what has not been read cannot join a group."""
 GIB = 1 << 30
 _PR_SET_PDEATHSIG = 1
 _DTYPES: dict[str | None, Dtype | None] = {
@@ -80,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # whatever stops the start is for the front to report
         link.send(engine_pb2.EngineReply(error=to_error(error, "the engine's start")))
         return 1
-    requests: queue.Queue[Request] = queue.Queue(READ_AHEAD)
+    grouped = _groups_runs(settings.group_runs, context.pool.device)
+    requests: queue.Queue[Request] = queue.Queue(GROUP_READ_AHEAD if grouped else READ_AHEAD)
     residency = context.residency
     gc.freeze()  # what is loaded stays, so that no collection need walk it
     gc.enable()
@@ -89,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threading.Thread(target=_read_ahead, args=(link, requests, residency), name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send)
         heartbeat.start()
-        if _groups_runs(settings.group_runs, context.pool.device):
+        if grouped:
             context.decisions.group_tokens = GROUP_TOKENS[context.pool.device.type]
         Loop(
             context.decisions,

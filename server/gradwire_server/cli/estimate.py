@@ -106,8 +106,12 @@ def estimate(
         found = compute(workload, where, sizes)
         sentences = advice(found)
     except OperationError as error:
-        flag = {"tokens": f"--tokens {tokens}", "image_tokens": f"--image-tokens {image_tokens}"}.get(error.field)
-        flag = flag or (f"--reference {' '.join(references)}" if error.field == "reference" else f"--model {model}")
+        flags = {
+            "tokens": f"--tokens {tokens}",
+            "image_tokens": f"--image-tokens {image_tokens}",
+            "reference": f"--reference {' '.join(references)}",
+        }
+        flag = flags.get(error.field or "", f"--model {model}")
         _fail(f"{flag}: {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
         print(json.dumps(_document(found, sentences), indent=2))

@@ -288,7 +288,7 @@ def measured_image_bytes(policy: Policy, *, recompute: bool) -> float:
     vision = policy.split_model.vision
     if vision is None:
         return 0.0
-    kept = PASSING_BYTES * vision.width
+    kept: float = PASSING_BYTES * vision.width
     if vision.trains(policy.trainable_parameters()):
         policy.activate(training=True)
         meter = ActivationMeter(policy)

@@ -12,6 +12,7 @@ import torch
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine import threads
 from gradwire_server.engine.model.policy import Policy
+from gradwire_server.engine.sampling import batch
 from support.engine import LocalEngine, token_rows
 
 SMALL, LARGE = [[1, 20, 30, 40]], [[1, *range(5, 55)]] * 4
@@ -81,3 +82,22 @@ def test_what_came_between_changes_no_bit(two_threads: None, engine: LocalEngine
             engine.do(run_id, optim_step=STEP)
         found.append(engine.context.runs[run_id].policy.state_tensors())
     assert all(np.array_equal(found[0][name].numpy(), found[1][name].numpy()) for name in found[0])
+
+
+def test_a_sampler_wakes_no_thread_for_few_tokens(
+    two_threads: None, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = batch.token_logits
+
+    def token_logits(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(batch, "token_logits", token_logits)
+    parameters = engine.context.pool.facts("tiny").num_parameters
+    monkeypatch.setattr(threads, "SMALL_SAMPLING", (threads.READ_TOKENS + 20) * parameters)
+    engine.create("run-a")
+    call = pb.SampleCall(prompts=["hello " * 10], max_tokens=2, ignore_eos=True)
+    engine.do("run-a", sample=call)
+    assert seen == [2, 1] and torch.get_num_threads() == 2

@@ -33,6 +33,7 @@ from gradwire_server.engine.sampling.rows import DRAWS, BoolArray, Rows, widened
 from gradwire_server.engine.sampling.sampler import SamplingParams, TopTokens
 from gradwire_server.engine.sampling.several_policies import neighbours
 from gradwire_server.engine.scoring.token_scores import token_logits
+from gradwire_server.engine.threads import sampling_threads
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,12 @@ class Batch:
 
     def _step(self) -> None:
         self._joining = self._admit()
+        tokens = len(self._rows) + sum(len(job.prompt_of(row)) for job, row in self._joining)
+        with sampling_threads(self._split_model.device, tokens, self._split_model.facts.num_parameters):
+            self._extend()
+
+    def _extend(self) -> None:
+        """Compute the joining rows' prompts and the next token of every row."""
         states = []
         if len(self._rows):
             states.append(self.values.decode(_policies(self._rows), self._rows.last, self._rows.length))

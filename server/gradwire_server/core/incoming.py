@@ -23,7 +23,7 @@ class Incoming:
         rejection: Error because of which the operation is not accepted; its number stays free.
         chunks: The payload so far.
         received: Bytes of the payload received, kept or not.
-    patient: Whether nobody waits for its acknowledgement, so that its commit may wait for others.
+        patient: Whether nobody waits for its acknowledgement, so that its commit may wait for others.
     """
 
     header: pb.OperationHeader

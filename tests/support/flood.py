@@ -64,7 +64,9 @@ class Flood:
 
     async def _cancel(self) -> None:
         futures = [self._run.zero_grad() for _ in range(4)]
-        await asyncio.gather(*(future.cancel() for future in futures))
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
 
     async def _save(self) -> None:
         name = f"flood-{next(self._names)}"
@@ -159,7 +161,9 @@ async def main(address: str, model: str) -> None:
                 continue
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(ended, asyncio.CancelledError):
+                    flood.counts[f"{type(ended).__name__}: {ended}"[:300]] += 1
             print(json.dumps(flood.counts), flush=True)
 
 

@@ -16,6 +16,22 @@ X1 = {"input_ids": [[20, 21, 22, 23], [30, 31, 32, 33, 34]]}
 Ending = Callable[[gradwire.TrainingClient], Awaitable[Any]]
 
 
+def long_sample(run: gradwire.TrainingClient) -> gradwire.Future[Any]:
+    """Seconds of work at the least, for those who cancel something meanwhile and then this.
+
+    Few tokens come in, so that what is submitted behind it goes to the engine while it generates.
+    """
+    return run.sample([[5, 6]] * 64, n=8, max_tokens=240, ignore_eos=True)
+
+
+async def cancel(*futures: gradwire.Future[Any]) -> None:
+    """Cancel each, and wait until it is."""
+    for future in futures:
+        future.cancel()
+        with pytest.raises(gradwire.OperationCancelledError):
+            await future
+
+
 async def failing(run: gradwire.TrainingClient) -> None:
     """A step that the engine refuses."""
     with pytest.raises(gradwire.InvalidArgumentError):
@@ -42,12 +58,8 @@ async def refused_here(run: gradwire.TrainingClient) -> None:
 
 async def cancelled_whole(run: gradwire.TrainingClient) -> None:
     """A ``train_step`` that is cancelled while a longer operation is carried out."""
-    sample = run.sample([[5, 6]], n=8, max_tokens=32)
-    step = run.train_step(X0, "causal_lm")
-    step.cancel()
-    with pytest.raises(gradwire.OperationCancelledError):
-        await step
-    await sample
+    sample = long_sample(run)
+    await cancel(run.train_step(X0, "causal_lm"), sample)
 
 
 ENDINGS = "failing failing_whole failing_halfway refused_here aborted aborted_here cancelled cancelled_whole"
@@ -69,12 +81,8 @@ async def aborted_here(run: gradwire.TrainingClient) -> None:
 
 async def cancelled(run: gradwire.TrainingClient) -> None:
     """A step that is cancelled while a longer operation is carried out."""
-    sample = run.sample([[5, 6]], n=8, max_tokens=32)
-    step = run.optim_step()
-    step.cancel()
-    with pytest.raises(gradwire.OperationCancelledError):
-        await step
-    await sample
+    sample = long_sample(run)
+    await cancel(run.optim_step(), sample)
 
 
 async def alone(service: gradwire.ServiceClient) -> float:
@@ -102,15 +110,11 @@ async def test_what_was_queued_behind_a_cancelled_step_starts_from_zero(
 ) -> None:
     run = await service.create_run("tiny", seed=7)
     await run.forward_backward(X0, "causal_lm")
-    # Few tokens come in, so that all of the rest goes to the engine while it generates.
-    sample = run.sample([[5, 6]], n=8, max_tokens=200, ignore_eos=True)
+    sample = long_sample(run)
     step: gradwire.Future[Any] = run.optim_step() if kind == "optim_step" else run.train_step(X0, "causal_lm")
     run.forward_backward(X1, "causal_lm")
     last = run.optim_step(learning_rate=0.0)
-    step.cancel()
-    with pytest.raises(gradwire.OperationCancelledError):
-        await step
-    await sample
+    await cancel(step, sample)
     assert (await last).num_accumulated == 1
     assert (await last).grad_norm == pytest.approx(await alone(service), rel=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import zstandard
 from gradwire_proto.v1 import tinker_pb2 as pb
+from gradwire_server.config import Limits
 from support.server import free_port
 from support.tinker import HttpServer, TinkerClient, datum, forward_backward, outputs, sparse
 from support.tiny import tiny_model
@@ -150,6 +153,21 @@ async def test_an_operation_that_cannot_be_read_leaves_no_gap(
     assert metrics["loss:sum"] > 0 and "metrics" in await tinker.wait(await tinker.step(model, 3))
     unnumbered = await tinker.post(route, {"model_id": model, "seq_id": 0} | wrong, 422)
     assert "seq_id" in unnumbered["detail"] or words in unnumbered["detail"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip", "zstd"])
+async def test_a_batch_above_the_limit_leaves_no_gap(tinker: TinkerClient, encoding: str) -> None:
+    model = await tinker.model()
+    noise = np.random.default_rng(0).bytes(1 << 20)  # a first block that zstd cannot make smaller
+    body = forward_backward(model, 1, [datum()]) + noise + bytes(Limits().max_http_body_bytes)
+    if encoding != "identity":
+        body = zstandard.compress(body, 1) if encoding == "zstd" else gzip.compress(body, 1)
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": encoding}
+    promise = await tinker.send("POST", "forward_backward", content=body, headers=headers)
+    failure = await tinker.wait(promise)
+    assert "--limit max_http_body_bytes=N" in failure["error"] and failure["category"] == "user"
+    metrics, _ = outputs(await tinker.done("forward_backward", forward_backward(model, 2, [datum()])))
+    assert metrics["loss:sum"] > 0 and "metrics" in await tinker.wait(await tinker.step(model, 3))
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "importance_sampling", "dro"])

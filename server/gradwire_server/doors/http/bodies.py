@@ -19,6 +19,8 @@ IN_THREAD_BYTES = 64 << 10
 """Compressed bodies above this size are decompressed in a thread, so that other requests go on."""
 MAX_WINDOW_BYTES = 128 << 20
 """The largest window of a zstd frame: what a decoder may be made to allocate."""
+BEGINNING_BYTES = 256 << 10
+"""What is kept of a body above its limit: more than a first block of zstd can take."""
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
 
@@ -50,6 +52,19 @@ class BodyLimit:
             raise self.exceeded(f"more than {self.bytes}")
 
 
+class OversizedBodyError(Exception):
+    """A body is above its limit.
+
+    Attributes:
+        reason: LIMIT_EXCEEDED.
+        beginning: The first bytes of the body, decompressed; empty if they were not received or are damaged.
+    """
+
+    def __init__(self, reason: ServiceError, received: bytes, encoding: str) -> None:
+        super().__init__(reason.error.message)
+        self.reason, self.beginning = reason, _beginning(received, encoding)
+
+
 def unknown_encoding(encoding: str) -> ServiceError:
     """INVALID_ARGUMENT for a Content-Encoding that is not served."""
     message = f"Content-Encoding {encoding[:50]!r} is not served; send gzip, zstd or neither"
@@ -60,8 +75,8 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
     """Decompress a body.
 
     Raises:
-        ServiceError: INVALID_ARGUMENT for a body that is not in this encoding, LIMIT_EXCEEDED for one that becomes
-            larger than the limit; no more than that is ever in memory.
+        ServiceError: INVALID_ARGUMENT for a body that is not in this encoding.
+        OversizedBodyError: It becomes larger than the limit; no more than that is ever in memory.
     """
     if encoding in ("", "identity"):
         return body
@@ -70,6 +85,8 @@ async def decompressed(body: bytes, encoding: str, limit: BodyLimit) -> bytes:
         if len(body) > IN_THREAD_BYTES:
             return await asyncio.to_thread(decode, body, limit)
         return decode(body, limit)
+    except ServiceError as error:
+        raise OversizedBodyError(error, body[:BEGINNING_BYTES], encoding) from None
     except (zstandard.ZstdError, zlib.error, EOFError) as error:
         message = f"the body is not {encoding}: {error}"
         raise ServiceError(pb.ERROR_CODE_INVALID_ARGUMENT, message, field="Content-Encoding") from error
@@ -101,3 +118,19 @@ def _gunzip(body: bytes, limit: BodyLimit) -> bytes:
     if not decoder.eof:
         raise EOFError("it ends too early")
     return b"".join(parts)
+
+
+def _beginning(received: bytes, encoding: str) -> bytes:
+    try:
+        if encoding == "gzip":
+            return zlib.decompressobj(wbits=31).decompress(received, BEGINNING_BYTES)
+        if encoding == "zstd":
+            decoder, content = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj(), b""
+            for start in range(0, len(received), ZSTD_STEP_BYTES):
+                if content or decoder.eof:
+                    break
+                content = decoder.decompress(received[start : start + ZSTD_STEP_BYTES])
+            return content
+    except (zstandard.ZstdError, zlib.error):
+        return b""
+    return received

@@ -11,11 +11,19 @@ import contextlib
 import time
 from collections.abc import Iterable
 
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gradwire_server.access.calls import CallKind
 from gradwire_server.core.core import Core
-from gradwire_server.doors.http.bodies import ENCODINGS, BodyLimit, decompressed, unknown_encoding
+from gradwire_server.doors.http.bodies import (
+    BEGINNING_BYTES,
+    ENCODINGS,
+    BodyLimit,
+    OversizedBodyError,
+    decompressed,
+    unknown_encoding,
+)
 from gradwire_server.doors.http.errors import LOGGED, error_response, internal_error
 from gradwire_server.doors.http.protocol import DirectCall, Protocol
 from gradwire_server.errors import ServiceError
@@ -24,7 +32,6 @@ DISCARD_BYTES, DISCARD_S = 1 << 30, 20.0
 """What is read, at most, of a body that is refused."""
 _ROUTE = "gradwire.route"
 """Key of a scope that a direct route answers: the route's path."""
-BODY_LIMITS = ("max_http_body_bytes", "max_json_body_bytes")
 
 
 class GuardedProtocol:
@@ -59,7 +66,8 @@ class GuardedProtocol:
             await send(message)
 
         path = scope["path"].removeprefix(self._protocol.prefix)
-        direct = self._protocol.direct.get(path) if scope["method"] == "POST" else None
+        posted = path if scope["method"] == "POST" else ""
+        direct = self._protocol.direct.get(posted)
         try:
             if path.startswith(self._protocol.open_paths):
                 await self._protocol.app(scope, receive, starting)
@@ -67,22 +75,25 @@ class GuardedProtocol:
             scope["gradwire.caller"] = caller = self._core.keys.caller(headers.secret)
             limit = BodyLimit.of(self._core.config.limits, headers.content_type)
             calls = self._core.calls
-            async with (
-                calls.turn(caller.name, CallKind.HTTP),
-                calls.body(caller.name, lambda: _body(headers, receive, limit)) as content,
-            ):
-                self._core.keys.check(caller)
-                answer = None
-                if direct is not None:
-                    scope[_ROUTE] = path
-                    answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
-                if answer is None:
-                    await self._protocol.app(scope, _replayed(content, receive), starting)
-                else:
-                    await answer(scope, receive, starting)
+            try:
+                async with (
+                    calls.turn(caller.name, CallKind.HTTP),
+                    calls.body(caller.name, lambda: _body(headers, receive, limit)) as content,
+                ):
+                    self._core.keys.check(caller)
+                    answer = None
+                    if direct is not None:
+                        scope[_ROUTE] = path
+                        answer = await direct(DirectCall(caller, content, headers.content_type, headers.traceparent))
+                    if answer is None:
+                        await self._protocol.app(scope, _replayed(content, receive), starting)
+                    else:
+                        await answer(scope, receive, starting)
+            except OversizedBodyError as error:
+                answer = await self._oversized(posted, error, scope, headers)
+                await answer(scope, receive, starting)
         except ServiceError as error:
-            status = 413 if error.error.rule.startswith(BODY_LIMITS) else None
-            await error_response(error.error, self._protocol.error_body, status)(scope, receive, send)
+            await error_response(error.error, self._protocol.error_body)(scope, receive, send)
         except _Disconnected:
             return
         except Exception as error:  # the outermost handler: callers see only errors that were written for them
@@ -91,6 +102,16 @@ class GuardedProtocol:
             reason = internal_error(error, scope["path"])
             if not started:
                 await error_response(reason, self._protocol.error_body)(scope, receive, send)
+
+    async def _oversized(self, path: str, oversized: OversizedBodyError, scope: Scope, headers: _Headers) -> Response:
+        reason, route = oversized.reason.error, self._protocol.oversized.get(path)
+        answer = None
+        if route is not None:
+            scope[_ROUTE], caller = path, scope["gradwire.caller"]
+            self._core.keys.check(caller)
+            call = DirectCall(caller, oversized.beginning, headers.content_type, headers.traceparent)
+            answer = await route(call, reason)
+        return answer or error_response(reason, self._protocol.error_body, 413)
 
 
 class _Disconnected(Exception):
@@ -122,13 +143,14 @@ async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:
         while more:
             part, more = await _part(receive)
             size += len(part)
-            limit.check(size)
             parts.append(part)
-    except ServiceError:
+            limit.check(size)
+    except ServiceError as error:
+        beginning = b"".join(part[:BEGINNING_BYTES] for part in parts[:BEGINNING_BYTES])[:BEGINNING_BYTES]
         parts.clear()
         if more and not headers.waits:
-            await _discard(receive)
-        raise
+            beginning += await _discard(receive, BEGINNING_BYTES - len(beginning))
+        raise OversizedBodyError(error, beginning, headers.encoding) from None
     return await decompressed(b"".join(parts), headers.encoding, limit)
 
 
@@ -140,15 +162,17 @@ async def _part(receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-async def _discard(receive: Receive) -> None:
+async def _discard(receive: Receive, kept: int) -> bytes:
     """Read the rest of a body that is refused: clients that are still sending would see a reset connection instead of
-    the answer."""
-    size, more = 0, True
+    the answer. Returns the first ``kept`` bytes of it."""
+    beginning, size, more = b"", 0, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DISCARD_S):
             while more and size < DISCARD_BYTES:
                 part, more = await _part(receive)
+                beginning += part[: kept - len(beginning)]
                 size += len(part)
+    return beginning
 
 
 def _replayed(content: bytes, receive: Receive) -> Receive:

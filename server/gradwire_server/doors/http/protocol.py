@@ -29,6 +29,12 @@ class DirectCall:
 DirectRoute = Callable[[DirectCall], Awaitable[Response | None]]
 """A route that is answered without FastAPI's layers; None for a request that is not a valid call of it."""
 
+OversizedRoute = Callable[[DirectCall, pb.Error], Awaitable[Response | None]]
+"""``(call, reason)`` -> the answer to a request whose body is above the limit; the call has the body's beginning.
+
+None for a request that is answered with the reason.
+"""
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -41,6 +47,7 @@ class Protocol:
         error_body: The form of its errors.
         open_paths: Beginnings of paths, relative to the prefix, that need no key.
         direct: POST routes that are answered without FastAPI's layers, by path; the application has them too.
+        oversized: POST routes that answer a body above the limit in their own way, by path.
     """
 
     name: str
@@ -49,6 +56,7 @@ class Protocol:
     error_body: ErrorBody
     open_paths: tuple[str, ...] = ()
     direct: Mapping[str, DirectRoute] = field(default_factory=dict)
+    oversized: Mapping[str, OversizedRoute] = field(default_factory=dict)
 
 
 # These are coroutines, as FastAPI calls plain functions in a thread.

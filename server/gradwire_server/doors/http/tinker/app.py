@@ -16,6 +16,7 @@ from gradwire_server.doors.http.protocol import Protocol
 from gradwire_server.doors.http.tinker import checkpoints, external_weights, futures, sampling, sessions, training
 from gradwire_server.doors.http.tinker.collection import TinkerCollection
 from gradwire_server.doors.http.tinker.models import Models
+from gradwire_server.doors.http.tinker.oversized import oversized_batch
 from gradwire_server.doors.http.tinker.samplers import Samplers
 from gradwire_server.doors.http.tinker.saved_weights import SavedWeights
 from gradwire_server.doors.http.tinker.store import TinkerStore
@@ -74,7 +75,8 @@ def protocol(tinker: Tinker) -> Protocol:
     for router in routers:
         app.include_router(router)
     direct = direct_routes(routers, EACH_STEP)
-    return Protocol("tinker", "/api/v1", app, error_body, ("/healthz", external_weights.SIGNED), direct)
+    oversized = {"/forward_backward": oversized_batch(tinker.models)}
+    return Protocol("tinker", "/api/v1", app, error_body, ("/healthz", external_weights.SIGNED), direct, oversized)
 
 
 def error_body(status: int, error: pb.Error) -> Mapping[str, Any]:

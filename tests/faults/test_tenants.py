@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gradwire
 import numpy as np
 import pytest
 from gradwire_server.access.keys import KeyFile
-from support import flood
+from support import flood, small_calls
 from support.access import rpcs
 from support.chats import chat_model
 from support.scripted import until
@@ -33,40 +32,71 @@ NOTICEABLE_S = 1.0
 takes half a second, with and without the flood. The printed figures say more on a machine without other work."""
 
 
+class Program:
+    """A program that reads lines and answers some of them with a line of JSON.
+
+    Args:
+        words: Its file and arguments.
+        key: Its API key.
+    """
+
+    def __init__(self, *words: str, key: str, cwd: Path, niceness: int = 0) -> None:
+        self._process = subprocess.Popen(
+            ["nice", "-n", str(niceness), sys.executable, *words], cwd=cwd, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"GRADWIRE_API_KEY": key},
+        )  # fmt: skip
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    async def hear(self) -> str:
+        assert self._process.stdout is not None
+        return await asyncio.to_thread(self._process.stdout.readline)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
 class Flooded:
-    """A server with several keys, and a process that floods it with ada's when it is told to."""
+    """A server with several keys, and a program that floods it with ada's when it is told to."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         state = folder / "state"
         self.keys = {name: KeyFile(state).create(name, "admin" if name == "root" else "user") for name in KEYS}
         limit = f"max_payload_bytes={64 << 20}"
         self.server = Server(model, state, "--threads", "1", "--limit", limit).start()
-        (folder / "downloads").mkdir()
-        self._flood = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, flood.__file__, self.server.address, "tiny"],  # as on another machine
-            cwd=folder / "downloads", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"GRADWIRE_API_KEY": self.keys["ada"]},
+        (folder / "flood").mkdir()
+        self._flood = Program(
+            flood.__file__, self.server.address, "tiny", "root",
+            key=self.keys["ada"], cwd=folder / "flood", niceness=19,  # as on another machine
         )  # fmt: skip
 
-    async def _read(self) -> str:
-        assert self._flood.stdout is not None
-        return await asyncio.to_thread(self._flood.stdout.readline)
-
     async def ready(self) -> None:
-        assert await self._read() == "ready\n"
+        assert await self._flood.hear() == "ready\n"
 
     def go(self) -> None:
-        self._say("go")
+        self._flood.say("go")
 
-    async def pause(self) -> Counter[str]:
-        """End the flood; what it has asked for so far, by RPC."""
-        self._say("pause")
-        return Counter(json.loads(await self._read()))
+    async def pause(self) -> tuple[Counter[str], Counter[str]]:
+        """End the flood; its calls since the start that were answered, and those that were refused, by RPC."""
+        self._flood.say("pause")
+        counts = json.loads(await self._flood.hear())
+        return Counter(counts["answered"]), Counter(counts["refused"])
 
-    def _say(self, command: str) -> None:
-        assert self._flood.stdin is not None
-        self._flood.stdin.write(command + "\n")
-        self._flood.stdin.flush()
+    async def every_rpc(self) -> tuple[Counter[str], Counter[str]]:
+        """Flood until each RPC has been answered as often as it is called at a time; the calls since the start."""
+        while True:
+            answered, refused = await self.pause()
+            if all(answered[rpc] >= flood.AT_ONCE for rpc in set(rpcs()) - set(flood.REFUSED)):
+                return answered, refused
+            self.go()
+            await asyncio.sleep(5)
 
     def tokenizing(self) -> list[int]:
         """Processes of the front that tokenize."""
@@ -103,11 +133,7 @@ class Flooded:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
     def close(self) -> None:
-        self._flood.kill()
-        self._flood.wait()
-        for pipe in (self._flood.stdin, self._flood.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._flood.close()
         assert self.server.end() == 0
 
 
@@ -118,33 +144,12 @@ def flooded(tmp_path: Path) -> Iterator[Flooded]:
     flooded.close()
 
 
-def small_calls(
-    service: gradwire.ServiceClient, run: gradwire.TrainingClient
-) -> dict[str, Callable[[], Awaitable[Any]]]:
-    return {
-        "encode": lambda: service.encode("tiny", ["hi"]),
-        "decode": lambda: service.decode("tiny", [[5, 6]]),
-        "tokenizer_info": lambda: service.tokenizer_info("tiny"),
-        "server_info": service.server_info,
-        "list_models": service.list_models,
-        "list_runs": service.list_runs,
-        "info": run.info,
-        "list_checkpoints": run.list_checkpoints,
-        "history": run.history,
-        "zero_grad": run.zero_grad,
-        "sample": lambda: service.sampling_client("tiny").sample([[5, 6]], max_tokens=1),
-    }
-
-
-async def measure(calls: dict[str, Callable[[], Awaitable[Any]]], times: int) -> dict[str, list[float]]:
-    """Seconds of each call, by name."""
-    found = defaultdict(list)
-    for _ in range(times):
-        for name, call in calls.items():
-            began = time.perf_counter()
-            await call()
-            found[name].append(time.perf_counter() - began)
-    return found
+@pytest.fixture
+def another(tmp_path: Path) -> Iterator[Flooded]:
+    (tmp_path / "another").mkdir()
+    flooded = Flooded(chat_model(tmp_path / "another" / "tiny", "qwen"), tmp_path / "another")
+    yield flooded
+    flooded.close()
 
 
 @contextlib.contextmanager
@@ -158,48 +163,84 @@ def computing() -> Iterator[None]:
         program.wait()
 
 
-async def compare(flooded: Flooded, rounds: int, times: int) -> dict[str, tuple[float, float]]:
-    """99th percentile of each small call of bob's, alone and beside the flood: medians of rounds by turns.
+@dataclass(frozen=True)
+class Latency:
+    """99th percentile of a call's latency in seconds.
+
+    Attributes:
+        alone: Beside a program that only computes.
+        machine: Beside a flood of another server on this machine: what the processors have to do is the same.
+        beside: Beside a flood of this server.
+    """
+
+    alone: float
+    machine: float
+    beside: float
+
+    def __str__(self) -> str:
+        factors = f"{self.machine / self.alone:4.1f} and {self.beside / self.alone:4.1f} times"
+        return f"{self.alone * 1e3:6.1f} {self.machine * 1e3:6.1f} {self.beside * 1e3:6.1f} ms: {factors}"
+
+
+async def compare(flooded: Flooded, other: Flooded, rounds: int, times: int) -> dict[str, Latency]:
+    """The latencies of bob's small calls: medians of rounds by turns.
 
     The flooding program computes on this machine, where a real one has its own. So does another program while bob is
     alone, at the same priority.
     """
-    alone, beside = defaultdict(list), defaultdict(list)
     await flooded.ready()
-    async with gradwire.connect(flooded.server.address, api_key=flooded.keys["bob"]) as service:
-        run = await service.create_run("tiny", lora={"rank": 1})
-        calls = small_calls(service, run)
-        await measure(calls, 5)
+    await other.ready()
+    address = flooded.server.address
+    bob = Program(small_calls.__file__, address, "tiny", key=flooded.keys["bob"], cwd=Path.cwd())
+    rows = defaultdict[str, list[tuple[float, ...]]](list)
+
+    async def measure(times: int) -> dict[str, float]:
+        bob.say(str(times))
+        found = json.loads(await bob.hear())
+        return {name: float(np.percentile(seconds, 99)) for name, seconds in found.items()}
+
+    async def beside(flood: Flooded) -> dict[str, float]:
+        flood.go()
+        await asyncio.sleep(0.5)
+        found = await measure(times)
+        await flood.pause()
+        await flood.idle()
+        return found
+
+    try:
+        await measure(5)
         for _ in range(rounds):
             with computing():
-                for name, seconds in (await measure(calls, times)).items():
-                    alone[name].append(float(np.percentile(seconds, 99)))
-            flooded.go()
-            await asyncio.sleep(0.5)
-            for name, seconds in (await measure(calls, times)).items():
-                beside[name].append(float(np.percentile(seconds, 99)))
-            await flooded.pause()
-            await flooded.idle()
-    found = {name: (statistics.median(alone[name]), statistics.median(beside[name])) for name in alone}
-    for name, (before, then) in found.items():
-        print(f"{name:18} alone {before * 1e3:7.1f} ms, beside the flood {then * 1e3:7.1f} ms: {then / before:.1f}")
+                alone = await measure(times)
+            machine, both = await beside(other), await beside(flooded)
+            for name in alone:
+                rows[name].append((alone[name], machine[name], both[name]))
+    finally:
+        bob.close()
+    found = {name: Latency(*np.median(row, axis=0)) for name, row in rows.items()}
+    for name, latency in found.items():
+        print(f"{name:18} {latency}")
     return found
 
 
 def test_the_flood_has_a_call_for_every_rpc() -> None:
-    assert set(flood.Flood([], None, "", "").calls()) >= set(rpcs())  # type: ignore[arg-type]
+    caller = flood.Caller(0, None, None, "", "", Path(), None)  # type: ignore[arg-type]
+    assert set(caller.calls()) >= set(rpcs())
 
 
 @pytest.mark.faults  # the latencies mean something on a machine without other work only
 @pytest.mark.parametrize(("rounds", "times"), [(2, 12), (5, 200)], ids=["short", "long"])
-async def test_a_flood_of_every_rpc_costs_another_tenant_little(flooded: Flooded, rounds: int, times: int) -> None:
+async def test_a_flood_of_every_rpc_costs_another_tenant_little(
+    flooded: Flooded, another: Flooded, rounds: int, times: int
+) -> None:
     before = flooded.memory()
-    found = await compare(flooded, rounds, times)
-    late = {name: pair for name, pair in found.items() if pair[1] > max(ALLOWED * pair[0], NOTICEABLE_S)}
+    found = await compare(flooded, another, rounds, times)
+    late = {name: str(each) for name, each in found.items() if each.beside > max(ALLOWED * each.alone, NOTICEABLE_S)}
     assert late == {}
-    counts = await flooded.pause()
-    print(f"front {before:.0f} MiB before, {flooded.memory():.0f} MiB after", counts)
-    assert counts.keys() >= set(rpcs())
+    answered, refused = await flooded.every_rpc()
+    print(f"front {before:.0f} MiB before, {flooded.memory():.0f} MiB after; answered {answered}, refused {refused}")
+    expected = {f"{rpc}: {error}" for rpc, error in flood.REFUSED.items()} | {flood.TOO_LARGE_REFUSED}
+    assert set(refused) == expected
     await until(lambda: len(flooded.tokenizing()) <= 1)  # those for long texts end when they are idle
     assert flooded.memory() - before < 300
     assert all(flooded.memory(pid) < 300 for pid in flooded.tokenizing())

@@ -120,7 +120,8 @@ class AutoCheckpoint:
         except EngineDied:
             return
         except ServiceError as error:
-            log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
+            if newest.name in record.checkpoints:  # else its owner has deleted it meanwhile
+                log.error("checkpoint %s cannot be read back; those before it are kept: %s", newest.path, error)
             return
         older = [saved.seq for saved in record.complete_checkpoints if saved.seq < newest.seq]
         if not older:

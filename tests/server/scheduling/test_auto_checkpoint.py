@@ -233,6 +233,21 @@ async def test_one_that_cannot_be_read_back_makes_nothing_superfluous(start: Sta
         assert [seq for seq, kept in await journal_of(door.server, client.run_id) if kept] == [5, 7, 9, 11]
 
 
+async def test_one_that_is_deleted_before_it_is_read_back_is_no_error(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start(checkpoint_every_steps=2) as door:
+        client = await (await door.client()).begin()
+        await trained(client, 2)
+        await saved(client, "auto-4")
+        door.engine.unreadable = True
+        record = door.server.core.storage.records.get(client.run_id, Caller("", "admin"))
+        for name in ("gone", "auto-4"):
+            checkpoint = pb.Checkpoint(name=name, path=f"{client.run_id}/{name}", seq=4)
+            await door.server.core.scheduler._auto_checkpoint.saved(record, checkpoint)
+            assert (f"{name} cannot be read back" in caplog.text) == (name == "auto-4")
+
+
 async def test_what_a_crash_kept_from_being_entered_is_removed(start: Start, tmp_path: Path) -> None:
     async with start(checkpoint_every_steps=2) as door:
         client = await (await door.client()).begin()

@@ -262,6 +262,11 @@ class Core(Startable):
         refusal = incoming.refusal or check_rows(incoming.header, incoming.chunks, self.config.limits)
         return self.scheduler.admission.submit(incoming.header, incoming.chunks, refusal, patient=incoming.patient)
 
+    def has_result(self, run_id: str, seq: int) -> bool:
+        """Whether an accepted operation of a run and all before it have results, which its readers get."""
+        record = self.storage.records.find(run_id)
+        return record is not None and seq <= record.applied_seq
+
     def awaits_number(self, caller: Caller, run_id: str, seq: int) -> bool:
         """Whether a submitted operation is not journaled because an earlier number has not been submitted.
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.doors.grpc import submissions
 from gradwire_server.journal.entries import StoredResult
 from gradwire_server.journal.journal import Journal
 from gradwire_server.scheduling import admission
@@ -339,6 +340,24 @@ async def test_an_operation_whose_acknowledgement_nobody_awaits_is_durable_with_
     await client.send(*last)
     await client.results(1, 3)
     assert groups == [2]
+
+
+async def test_an_acknowledgement_waits_long_only_where_there_is_a_result(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submissions, "ANSWERED_ACKS_WAIT_S", 3600.0)
+    client = await (await door.client()).begin()
+    door.engine.gate.clear()
+    [first] = client.frames(1, forward_backward=pb.LossCall(loss_fn="a"))
+    first.patient = first.batched = True
+    await client.send(first)
+    assert (await client.ack()).seq == 1
+    assert not door.server.core.has_result(client.run_id, 1)
+    door.engine.gate.set()
+    await client.results(1)
+    assert door.server.core.has_result(client.run_id, 1)
+    assert not door.server.core.has_result(client.run_id, 2)
+    assert not door.server.core.has_result("no-run", 1)
 
 
 async def test_a_result_stays_out_where_its_operation_cannot_be_written(

@@ -23,6 +23,8 @@ SLICE_FRAMES = 4
 """Frames of one message that are taken before others are served."""
 ACKS_WAIT_S = 0.02
 """How long an acknowledgement waits for others if the client waits for none: a message costs either side 0.2 ms."""
+ANSWERED_ACKS_WAIT_S = 0.2
+"""How long it waits besides if its operation has a result by then, which tells the client the same."""
 
 
 def _broken(message: str) -> ServiceError:
@@ -70,6 +72,8 @@ class Submissions:
                 if ack is not None:
                     if self._patient and not ack.HasField("error"):
                         await asyncio.sleep(ACKS_WAIT_S)
+                        if self._batched and self._core.has_result(ack.run_id, ack.seq):
+                            await asyncio.sleep(ANSWERED_ACKS_WAIT_S)
                     yield self._together(ack)
                 elif reader.done():
                     reader.result()

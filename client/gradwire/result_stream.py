@@ -22,7 +22,8 @@ from gradwire.lease import Lease
 from gradwire.queue import OperationQueue
 from gradwire.transport import Transport
 
-ACK_INTERVAL_S = 0.1
+ACK_INTERVAL_S = 0.25
+"""Seconds between two calls that let the server delete results; each costs as much as a short operation's messages."""
 MAX_ACK_INTERVAL_S = 5.0
 
 PASSING = (ConnectionLostError, ServerError, LimitExceededError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -105,6 +106,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
                 console.print(refusal, style="red", markup=False)
                 return 2
             _announce(server, ready_file)
+            gc.freeze()  # what is loaded stays, so that no collection need walk it
             await stopped
         else:
             starting.cancel()

@@ -149,7 +149,7 @@ class Metrics:
         self._engine_s = cache(self._make(Histogram, "gradwire_operation_engine_seconds").labels)
         self._tokens = cache(self._make(Counter, "gradwire_tokens_total").labels)
         self._grouped = self._make(Counter, "gradwire_grouped_operations_total")
-        self._steps = self._make(Counter, "gradwire_optimizer_steps_total")
+        self._steps = cache(self._make(Counter, "gradwire_optimizer_steps_total").labels)
         self._commit_s = self._make(Histogram, "gradwire_journal_commit_seconds")
         self._commit_writes = self._make(Histogram, "gradwire_journal_commit_writes")
         self._journal_failures = self._make(Counter, "gradwire_journal_failures_total")
@@ -157,10 +157,10 @@ class Metrics:
         self._replayed = self._make(Counter, "gradwire_replayed_operations_total")
         self._http = self._make(Counter, "gradwire_http_requests_total")
         self._http_s = self._make(Histogram, "gradwire_http_request_seconds")
-        self._loss = self._make(Gauge, "gradwire_loss")
-        self._loss_metric = self._make(Gauge, "gradwire_loss_metric")
-        self._grad_norm = self._make(Gauge, "gradwire_grad_norm")
-        self._run_step = self._make(Gauge, "gradwire_run_step")
+        self._of_runs = [
+            self._make(Gauge, f"gradwire_{name}") for name in ("loss", "loss_metric", "grad_norm", "run_step")
+        ]
+        self._loss, self._loss_metric, self._grad_norm, self._run_step = (cache(each.labels) for each in self._of_runs)
 
     def _make(self, kind: type[M], name: str) -> M:
         spec = _SPECS[name]
@@ -195,10 +195,10 @@ class Metrics:
             self._evaluated(run_id, kind, loss, loss_result(result))
         if body in ("optim_step", "train_step"):
             run, step = self._run(run_id), step_result(result)
-            self._steps.labels("skipped" if step.skipped else "taken").inc()
-            self._grad_norm.labels(run).set(step.grad_norm)
+            self._steps("skipped" if step.skipped else "taken").inc()
+            self._grad_norm(run).set(step.grad_norm)
             if run:
-                self._run_step.labels(run).set(step.step)
+                self._run_step(run).set(step.step)
         elif body == "sample":
             self._tokens("prompt").inc(result.sample.num_prompt_tokens)
             self._tokens("sampled").inc(result.sample.num_sampled_tokens)
@@ -211,15 +211,17 @@ class Metrics:
             return
         run = self._run(run_id)
         if result.HasField("loss"):
-            self._loss.labels(loss, run).set(result.loss)
+            self._loss(loss, run).set(result.loss)
         for name in self._losses.get(loss, frozenset()) & result.metrics.keys():
-            self._loss_metric.labels(loss, name, run).set(result.metrics[name])
+            self._loss_metric(loss, name, run).set(result.metrics[name])
 
     def forget(self, run_id: str) -> None:
         """Remove the series of a deleted run."""
         if self._runs.pop(run_id, 0) is None:
-            for gauge in (self._loss, self._loss_metric, self._grad_norm, self._run_step):
+            for gauge in self._of_runs:
                 gauge.remove_by_labels({"run": run_id})
+            for known in (self._loss, self._loss_metric, self._grad_norm, self._run_step):
+                known.cache_clear()
 
     def _run(self, run_id: str) -> str:
         if not self._per_run:

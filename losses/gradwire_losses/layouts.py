@@ -36,6 +36,7 @@ from gradwire_losses.scored import (
     Part,
     check_ids,
     check_samples,
+    count_scored,
     labelled_tokens,
     predictions,
     responses_to_prompts,
@@ -104,7 +105,7 @@ def read_batch(
             check_ids(field, vocab_size)
     sequences = _LAYOUTS[loss.layout](fields, context_length)
     tensors, levels, warnings = _loss_fields(loss, fields, sequences)
-    return Batch(
+    batch = Batch(
         input_ids=torch.from_numpy(sequences.ids),
         lengths=torch.from_numpy(sequences.lengths.copy()),
         scored=torch.from_numpy(sequences.scored),
@@ -114,6 +115,9 @@ def read_batch(
         target_tokens=None if sequences.target_tokens is None else torch.from_numpy(sequences.target_tokens),
         warnings=(*guesses, *warnings),
     )
+    row_lengths = count_scored(sequences.scored, sequences.lengths)
+    vars(batch).update(row_lengths=torch.from_numpy(row_lengths), num_scored=int(row_lengths.sum()))
+    return batch
 
 
 # ------------------------------------------------------------------ order and layouts

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Protocol, Self
 
 import torch
@@ -286,8 +287,9 @@ def _tensors(figure: Any) -> Iterator[Tensor]:
     elif isinstance(figure, dict):
         yield from _tensors(list(figure.values()))
     elif is_dataclass(figure):
-        for one in fields(figure):
-            yield from _tensors(getattr(figure, one.name))
+        kind: Any = type(figure)
+        for name in _names(kind):
+            yield from _tensors(getattr(figure, name))
 
 
 def _filled(figure: Any, numbers: Iterator[float]) -> Any:
@@ -298,5 +300,11 @@ def _filled(figure: Any, numbers: Iterator[float]) -> Any:
     if isinstance(figure, dict):
         return {name: _filled(one, numbers) for name, one in figure.items()}
     if is_dataclass(figure) and not isinstance(figure, type):
-        return replace(figure, **{one.name: _filled(getattr(figure, one.name), numbers) for one in fields(figure)})
+        kind: Any = type(figure)
+        return kind(**{name: _filled(getattr(figure, name), numbers) for name in _names(kind)})
     return figure
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))

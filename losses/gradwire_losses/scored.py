@@ -82,7 +82,7 @@ def whole_sequences(fields: Mapping[str, Field], name: str, masks: tuple[str, ..
             )
         position = np.arange(len(scored)) - np.repeat(starts_of(lengths), lengths)
         scored &= position >= np.repeat(prompts.values, lengths)
-    return Part(ids, scored, _count(scored, lengths))
+    return Part(ids, scored, count_scored(scored, lengths))
 
 
 def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part:
@@ -99,7 +99,7 @@ def predictions(fields: Mapping[str, Field], context_length: int | None) -> Part
     if targets.values.ndim == 2 and not targets.values.shape[1]:
         raise targets.error("no candidates", "at least one candidate a token")
     scored = _mask(fields["mask"], ids) if "mask" in fields else np.ones(len(ids.values), dtype=bool)
-    return Part(ids, scored, _count(scored, ids.lengths))
+    return Part(ids, scored, count_scored(scored, ids.lengths))
 
 
 def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> Part:
@@ -107,7 +107,7 @@ def labelled_tokens(ids: Field, labels: Field, context_length: int | None) -> Pa
     _check_whole(ids, context_length)
     _check_entries(labels, ids)
     scored = np.not_equal(labels.values, IGNORED_LABEL)
-    return Part(ids, scored, _count(scored, ids.lengths))
+    return Part(ids, scored, count_scored(scored, ids.lengths))
 
 
 def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None) -> Part:
@@ -128,7 +128,7 @@ def responses_to_prompts(fields: Mapping[str, Field], context_length: int | None
         masks = fields["response_masks"]
         check_samples(masks, samples)
         scored &= _mask(masks, responses)
-    return Part(responses, scored, _count(scored, responses.lengths))
+    return Part(responses, scored, count_scored(scored, responses.lengths))
 
 
 def check_samples(field: Field, samples: Array) -> None:
@@ -141,7 +141,7 @@ def check_samples(field: Field, samples: Array) -> None:
         )
 
 
-def _count(scored: Array, lengths: Array) -> Array:
+def count_scored(scored: Array, lengths: Array) -> Array:
     """``[sequences]`` int64: number of scored tokens of each sequence."""
     counts = np.zeros(len(lengths), dtype=np.int64)
     there = lengths > 0

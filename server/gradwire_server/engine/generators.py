@@ -24,8 +24,11 @@ def use_gpus(indices: Iterable[int]) -> None:
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore torch's global generators after the body, because loading and building modules draws random numbers."""
-    with torch.random.fork_rng(devices=sorted(_gpus)):
+    before = generator_states()
+    try:
         yield
+    finally:
+        _restore(before)
 
 
 def generator_states() -> dict[str, Tensor]:
@@ -37,6 +40,12 @@ def generator_states() -> dict[str, Tensor]:
 
 def set_generator_states(states: Mapping[str, Tensor]) -> None:
     """Restore states returned by :func:`generator_states`."""
-    torch.set_rng_state(states["cpu"])
-    for index in sorted(_gpus):
-        torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    _restore({"cpu": states["cpu"]} | {name: states[name] for name in map("cuda:{}".format, sorted(_gpus))})
+
+
+def _restore(states: Mapping[str, Tensor]) -> None:
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)

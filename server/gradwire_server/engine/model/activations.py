@@ -33,7 +33,7 @@ class Activations(enum.Flag):
     @property
     def label(self) -> str:
         """``"keep"``, ``"recompute"``, ``"recompute+chunk"`` and so on."""
-        return "+".join(str(each.name).lower() for each in self) or "keep"
+        return "keep" if self is Activations.KEEP else "+".join(str(each.name).lower() for each in self)
 
     def saving(self, weights: Iterable[Tensor]) -> AbstractContextManager[object]:
         """Context of a forward whose saved tensors go where they are to be; weights and buffers stay."""

@@ -26,6 +26,13 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         groups = query.shape[1] // key.shape[1]
+        ctx.layout, ctx.scale = layout, scale
+        if layout.whole is not None:
+            taken = _rows(query, layout.whole), *(_rows(_for_each(each, groups), layout.whole) for each in (key, value))
+            out, lse = _flash(*taken, 0.0, True, scale=scale)
+            ctx.save_for_backward(query, key, value, out, lse)
+            attended: Tensor = out.transpose(1, 2).flatten(0, 1)[None]
+            return attended
         q, k, v = _by_token(query), repeated(_by_token(key), groups), repeated(_by_token(value), groups)
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -45,7 +52,6 @@ class _Blocks(torch.autograd.Function):
             own += more * (more_lse - total).exp_()[..., None]
             own_lse.copy_(total)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
         return out[None]
 
     @staticmethod
@@ -54,6 +60,13 @@ class _Blocks(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         layout: Layout = ctx.layout
         groups = query.shape[1] // key.shape[1]
+        if layout.whole is not None:
+            taken = _rows(query, layout.whole), *(_rows(_for_each(each, groups), layout.whole) for each in (key, value))
+            of_rows = _flash_backward(
+                _rows(grad_out.transpose(1, 2), layout.whole), *taken, out, lse, 0.0, True, scale=ctx.scale
+            )
+            of_q, of_k, of_v = (each.transpose(0, 1).flatten(1, 2) for each in of_rows)
+            return of_q[None], _of_shared(of_k, groups)[None], _of_shared(of_v, groups)[None], None, None
         q, k, v = _by_token(query), repeated(_by_token(key), groups), repeated(_by_token(value), groups)
         grad = grad_out[0].contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -92,6 +105,21 @@ def _heads(by_token: Tensor) -> Tensor:
 def repeated(by_token: Tensor, groups: int) -> Tensor:
     """Repeat each key or value head for the query heads that share it: ``[M, K, D] -> [M, K * groups, D]``."""
     return by_token if groups == 1 else by_token.repeat_interleave(groups, dim=1)
+
+
+def _rows(heads: Tensor, whole: Bucket) -> Tensor:
+    """Cut the token axis into rows of equal length: ``[1, H, M, D] -> [rows, H, width, D]``, a view."""
+    return heads if whole.rows == 1 else heads[0].unflatten(1, (whole.rows, whole.width)).transpose(0, 1)
+
+
+def _for_each(heads: Tensor, groups: int) -> Tensor:
+    """Repeat each key or value head for the query heads that share it: ``[1, K, M, D] -> [1, K * groups, M, D]``."""
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _of_shared(grad: Tensor, groups: int) -> Tensor:
+    """Gradient of the heads that :func:`_for_each` repeated: ``[K * groups, M, D] -> [K, M, D]``."""
+    return grad if groups == 1 else grad.unflatten(0, (-1, groups)).sum(dim=1)
 
 
 def _summed(by_token: Tensor, groups: int) -> Tensor:

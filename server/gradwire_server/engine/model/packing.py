@@ -131,6 +131,12 @@ class Layout:
         return [bucket_of(members) for members in buckets]
 
     @cached_property
+    def whole(self) -> Bucket | None:
+        """The bucket of a layout that is one: sequences of one length without prefixes; None for any other."""
+        one = len(self.buckets) == 1 and self.buckets[0].start == 0 and not self.prefix_blocks
+        return self.buckets[0] if one else None
+
+    @cached_property
     def masked(self) -> MaskedSegments:
         """The segments for attention with masks."""
         segments = []
@@ -203,6 +209,9 @@ def lay_out(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor | None = Non
         lengths: ``[S]``, each at least 1.
         group_sizes: ``[B]`` sequences per example; common prefixes are computed once. None shares nothing.
     """
+    if len(lengths) == 1:
+        every = torch.arange(len(input_ids))
+        return Layout(input_ids, every, every, lengths, (Segment(0, len(input_ids)),))
     starts = lengths.cumsum(0) - lengths
     sequences = segment_ids(lengths)
     offsets = torch.arange(len(input_ids)) - starts[sequences]
@@ -256,13 +265,14 @@ def shared_lengths(input_ids: Tensor, lengths: Tensor, group_sizes: Tensor) -> T
 
 def bucket_of(segments: Sequence[Segment]) -> Bucket:
     """Put segments, the longest first, into one bucket."""
-    width = segments[0].length
+    start, width = segments[0].start, segments[0].length
+    if all(after.start == before.start + width and after.length == width for before, after in pairwise(segments)):
+        real = torch.arange(len(segments) * width)
+        places = real + start if start else real
+        return Bucket(len(segments), width, start, places, real, places)
     starts = torch.tensor([segment.start for segment in segments])
     lengths = torch.tensor([segment.length for segment in segments])
-    side_by_side = all(
-        after.start == before.start + width and after.length == width for before, after in pairwise(segments)
-    )
     columns = torch.arange(width)
     gathered = (starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)).flatten()
     real = (columns < lengths[:, None]).flatten().nonzero().squeeze(1)
-    return Bucket(len(segments), width, segments[0].start if side_by_side else None, gathered, real, gathered[real])
+    return Bucket(len(segments), width, None, gathered, real, gathered[real])

@@ -107,6 +107,11 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all elements of all tensors, 0-d and whole."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if not sharded:
+        if len({(tensor.device, tensor.dtype) for tensor in tensors}) == 1:  # what torch does then, by fewer calls
+            total: Tensor = torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm(list(tensors), norm_type)), norm_type
+            )
+            return total
         return get_total_norm(tensors, norm_type)
     norms = [whole(get_total_norm(sharded, norm_type))]
     if len(sharded) < len(tensors):

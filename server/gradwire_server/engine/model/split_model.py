@@ -153,6 +153,12 @@ class SplitModel:
         self.root = Root(model)
         self.weight_bytes = sum(weight.nbytes for weight in (*model.parameters(), *model.buffers()))
         self._computing = False
+        self._embeddings = model.get_input_embeddings()
+        config = model.config.get_text_config()
+        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        self._softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0) or None
         self.trunk = cast(nn.Module, model.get_decoder())
         self.mixed = mixed
         if mixed:
@@ -166,12 +172,12 @@ class SplitModel:
         self._dropout_places = DropoutPlaces(model)
         model.eval()
         self._feed_forward = FeedForward(model)
-        add_rows_in_place(model.get_input_embeddings(), placement)
+        add_rows_in_place(self._embeddings, placement)
         self.packing = Packing.PADDED
 
     @property
     def device(self) -> torch.device:
-        return cast(torch.device, self.model.get_input_embeddings().weight.device)
+        return cast(torch.device, self._embeddings.weight.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,7 +187,7 @@ class SplitModel:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Dtype of the weights that are not quantised."""
-        return cast(torch.dtype, self.model.get_input_embeddings().weight.dtype)
+        return cast(torch.dtype, self._embeddings.weight.dtype)
 
     def compute(self, computation: Callable[[], T]) -> T:
         """Run a computation that uses the model's weights, which are whole within it; calls may be nested.
@@ -246,12 +252,7 @@ class SplitModel:
         """
         if not self._computing:
             raise RuntimeError("the output head's weight may be sharded: use it within SplitModel.compute")
-        config = self.model.config.get_text_config()
         linear = self.model.get_output_embeddings()
-        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-            getattr(config, "logits_scaling", None) or 1.0
-        )
-        softcap = getattr(config, "final_logit_softcapping", None)
         # The CPU multiplies in float32 anyway; a GPU is many times faster in bfloat16.
         weight = linear.weight.to(self.dtype) if self.device.type == "cuda" else linear.weight
         bias, in_place = getattr(linear, "bias", None), self.placement.adds_in_place(weight)
@@ -259,7 +260,7 @@ class SplitModel:
         pair = getattr(linear, "pairs", {}).get(adapter)
         if pair is not None:
             added = HeadAdapter(pair.a, pair.b, pair.scale, dropout)
-        return OutputHead(weight, bias, scale, float(softcap) if softcap else None, in_place, added)
+        return OutputHead(weight, bias, self._logit_scale, self._softcap, in_place, added)
 
     def trains_output_head(self, adapter: str | None = None) -> bool:
         """Whether the output weight, or an adapter's product on it, gets a gradient."""

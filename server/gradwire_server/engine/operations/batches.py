@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -127,7 +128,7 @@ def trained(
     hints = run.advisor.hints(loss.name, loss.hints, found.metrics, run.step)
     if first and (said := balance_hint(run.policy.model, run.config, run.policy.router_aux_loss_coef)):
         hints = [*hints, said]
-    return evaluated(replace(found, warnings=[*found.warnings, *hints]))
+    return evaluated(replace(found, warnings=[*found.warnings, *hints]) if hints else found)
 
 
 def _left_out(run: EngineRun, loss: LossSpec, batch: Batch, error: OperationError) -> Outcome:
@@ -243,12 +244,22 @@ def _loss(call: training_pb2.LossCall) -> tuple[LossSpec, LossConfig]:
             training_pb2.ERROR_CODE_UNKNOWN_LOSS, str(error.args[0]), field="loss_fn", rule="a registered loss"
         ) from None
     try:
+        return loss, _valid_config(loss.config, call.loss_kwargs_json or "{}")
+    except (ValueError, RecursionError):
+        pass  # what is wrong with them is said below
+    try:
         kwargs = json.loads(call.loss_kwargs_json or "{}")
     except ValueError as error:
         raise invalid(f"loss_kwargs is not JSON: {error}", "loss_kwargs") from None
     if not isinstance(kwargs, dict):
         raise invalid("loss_kwargs is not an object of arguments by name", "loss_kwargs")
     return loss, read_config(loss, kwargs)
+
+
+@lru_cache(maxsize=64)
+def _valid_config(config: type[LossConfig], kwargs_json: str) -> LossConfig:
+    """The arguments of a loss, which cannot be changed; most calls have those of an earlier one."""
+    return config.model_validate(json.loads(kwargs_json))
 
 
 def _read(loss: LossSpec, columns: Columns, policy: Policy, maybe_padded: Collection[str]) -> Batch:

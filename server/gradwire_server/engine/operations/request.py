@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradwire_proto import codec
 from gradwire_proto.codec import Column
@@ -26,7 +27,7 @@ class Request:
     columns: Columns
     error: codec.CodecError | None
 
-    @property
+    @cached_property
     def run_id(self) -> str:
         """The run that the request reads or changes; empty if none."""
         kind = self.message.WhichOneof("kind")
@@ -38,7 +39,7 @@ class Request:
             return self.message.create_run.run_id
         return self.message.drop_run.run_id if kind == "drop_run" else ""
 
-    @property
+    @cached_property
     def samples(self) -> bool:
         """Whether it asks for samples, of a run or outside one."""
         return self.message.HasField("sample") or self.message.operation.operation.HasField("sample")

@@ -31,6 +31,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from gradwire_proto.v1 import training_pb2
@@ -113,6 +114,7 @@ class Memory:
         self._microbatch_tokens, self._activation_bytes = microbatch_tokens, activation_bytes
         # Rounded down to a power of two, so that a few bytes more or less for the kernel change no plan.
         self._machine_bytes = machine_bytes or 1 << (machine_memory().bit_length() - 1)
+        self._budgets: WeakKeyDictionary[Policy, Budget] = WeakKeyDictionary()
         self._token_bytes: dict[bytes, TokenBytes] = {}
         self._image_bytes: dict[bytes, float] = {}
         self._costs: dict[str, Costs] = {}
@@ -134,6 +136,13 @@ class Memory:
         Args:
             longest: Tokens of the operation's longest row.
         """
+        if self._device.type != "cpu":
+            return self._computed(run, longest)
+        if run.policy not in self._budgets:  # on a CPU it depends on nothing that changes
+            self._budgets[run.policy] = self._computed(run, longest)
+        return self._budgets[run.policy]
+
+    def _computed(self, run: MemoryUser, longest: int) -> Budget:
         most, kind = self.most, _kind(run)
         tokens, activations = self._microbatch_tokens, self._activation_bytes
         room = self._room(run) * self._shares.get(kind, 1.0) / 3

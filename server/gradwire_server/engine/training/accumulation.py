@@ -82,7 +82,7 @@ class GradientCollector:
 
     def norm(self) -> Tensor:
         """Norm of all gradients, 0-d. It may overflow; :meth:`finite` then tells whether the gradients are finite."""
-        return total_norm(self._gradients())
+        return total_norm(self._gradients())  # in the parameters' order, as that of a step
 
     def finite(self) -> bool:
         """Whether all gradients are finite; waits for the device."""
@@ -90,7 +90,8 @@ class GradientCollector:
         return bool(largest.isfinite())
 
     def _gradients(self) -> list[Tensor]:
-        return [gradient for buffers in self.by_key.values() for gradient in buffers.values()]
+        buffers = self.by_key.values()
+        return [own[name] for own in buffers for name in self._parameters if name in own]
 
     def _park(self) -> None:
         for name, parameter in self._parameters.items():
@@ -124,6 +125,7 @@ class GradientAccumulator:
         self.num_operations = 0
         self._sums: dict[Key, Gradients] = {}
         self._counts: dict[Key, float] = {}
+        self._norm: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -135,12 +137,24 @@ class GradientAccumulator:
         """Key -> divisor of its sum."""
         return self._counts
 
-    def merge(self, gradients: Mapping[Key, Gradients], counts: Mapping[Key, float], *, scale: float = 1.0) -> None:
+    def merge(
+        self,
+        gradients: Mapping[Key, Gradients],
+        counts: Mapping[Key, float],
+        *,
+        scale: float = 1.0,
+        norm: Tensor | None = None,
+    ) -> None:
         """Add an operation's gradients, times ``scale``, and its counts; takes ownership of the given buffers.
 
         A sum stays a sum: the count of unit ``"sum"`` does not grow.
+
+        Args:
+            norm: Norm of the gradients without ``scale``, 0-d, if it is known.
         """
         self.num_operations += 1
+        alone = self.num_operations == 1 and len(gradients) == 1 and scale == 1.0
+        self._norm = norm if alone else None
         for key, buffers in gradients.items():
             if scale != 1.0 and buffers:
                 torch._foreach_mul_(list(buffers.values()), scale)
@@ -170,10 +184,16 @@ class GradientAccumulator:
                 total[name] = total[name].add_(part) if name in total else part
         return total, 1.0
 
+    @property
+    def norm(self) -> Tensor | None:
+        """Norm of the gradients of :meth:`normalised` without the factor, 0-d; None if it is not known."""
+        return self._norm
+
     def clear(self) -> None:
         self.num_operations = 0
         self._sums.clear()
         self._counts.clear()
+        self._norm = None
 
     @property
     def num_sums(self) -> int:

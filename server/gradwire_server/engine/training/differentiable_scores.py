@@ -90,7 +90,7 @@ class DifferentiableScores:
         budget, kept_bytes, bytes_per_token = self._budget.activation_bytes, 0, 0.0
         parts = []
         for micro in self._micros:
-            self._rng.append(generator_states())
+            self._rng.append({} if unmeasured else generator_states())  # for a second forward
             keep = unmeasured or kept_bytes + bytes_per_token * micro.computed_tokens <= budget
             if unmeasured:
                 scores = self._score(micro)

@@ -15,7 +15,6 @@ are transferred at once, including the checks for non-finite values. The row at 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from gradwire_losses.batch import Batch, beside
 from gradwire_losses.registry import LossConfig, LossSpec
@@ -151,7 +150,8 @@ class Training:
         if self._routers is not None:
             sums.add_metrics(self._routers.metrics())
         wanted = {name: self._output_scores[name] for name in self._outputs}
-        outputs = sums.settle([part.totals() for part in self._evaluated], collector.norm(), outputs=wanted)
+        norm = collector.norm()
+        outputs = sums.settle([part.totals() for part in self._evaluated], norm, outputs=wanted)
         if not sums.finite:
             for part in self._evaluated:
                 part.check_finite()
@@ -161,9 +161,10 @@ class Training:
                 f"the gradient of {self.loss.name} with respect to the weights is not finite, though loss and scores "
                 "are; nothing was accumulated. A lower learning rate, or float32 weights, may help",
             )
-        self._accumulator.merge(collector.by_key, sums.counts)
-        found = reported(self.batch, outputs, num_microbatches, sums)
-        return replace(found, recomputed=recomputed, activations=counted(self.micros))
+        self._accumulator.merge(collector.by_key, sums.counts, norm=norm)
+        return reported(
+            self.batch, outputs, num_microbatches, sums, recomputed=recomputed, activations=counted(self.micros)
+        )
 
 
 def forward_backward(training: Training) -> LossEvaluation:

@@ -113,13 +113,20 @@ class LossSums:
 
 
 def reported(
-    batch: Batch, outputs: Mapping[str, Tensor], num_microbatches: int, sums: LossSums | None
+    batch: Batch,
+    outputs: Mapping[str, Tensor],
+    num_microbatches: int,
+    sums: LossSums | None,
+    *,
+    recomputed: bool = False,
+    activations: Mapping[str, int] | None = None,
 ) -> LossEvaluation:
     """Make the report on a batch.
 
     Args:
         outputs: Wanted scores of the whole batch, on the host.
         sums: The settled loss; None without a loss.
+        recomputed, activations: As of :class:`LossEvaluation`.
     """
     metrics = sums.metrics() if sums else {}
     return LossEvaluation(
@@ -131,6 +138,8 @@ def reported(
         num_tokens=len(batch.input_ids),
         num_loss_tokens=batch.num_scored,
         num_microbatches=num_microbatches,
+        recomputed=recomputed,
+        activations=activations or {},
         warnings=[
             *([NOTHING_SCORED] if sums and not batch.num_scored else ()),
             *batch.warnings,

@@ -21,7 +21,14 @@ from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.placement import assign, total_norm
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.training.accumulation import GradientAccumulator
-from gradwire_server.engine.training.update_rules import RULES, parameter_groups, rule_of, scale, set_groups
+from gradwire_server.engine.training.update_rules import (
+    RULES,
+    fused_step,
+    fuses,
+    parameter_groups,
+    rule_of,
+    set_groups,
+)
 
 MIN_EPS = 1e-30
 """Smallest eps. AdamW divides by the root of the second moment plus eps; an eps that underflows in float32 would make
@@ -62,6 +69,7 @@ class Step:
         factor: One over the count, and once :meth:`clip` is done, what clips the norm.
         settings: Hyperparameters.
         num_accumulated: Number of accumulated operations.
+        known_norm: The result of :meth:`norm`, if it is known.
         skipped: Whether the step is not taken, because the gradient is not finite.
         grad_norm: Global norm before clipping.
     """
@@ -70,11 +78,14 @@ class Step:
     factor: float
     settings: training_pb2.OptimStep
     num_accumulated: int
+    known_norm: Tensor | None = None
     skipped: bool = False
     grad_norm: float = 0.0
 
     def norm(self) -> Tensor:
         """Norm of the gradients without the factor, 0-d."""
+        if self.known_norm is not None:
+            return self.known_norm
         return total_norm(list(self.gradients.values())) if self.gradients else torch.zeros(())
 
     def clip(self, norm: float) -> None:
@@ -164,11 +175,14 @@ class Optimizer:
         found, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.
         gradients = {name: found[name] for name in self._masters if name in found}
-        return Step(gradients, factor, settings, accumulator.num_operations)
+        norm = accumulator.norm if gradients and len(gradients) == len(found) else None
+        return Step(gradients, factor, settings, accumulator.num_operations, norm)
 
     def allocate(self, step: Step) -> Mapping[str, str]:
         """Allocate missing moments before anything is changed, as memory may run out here; returns each rule."""
         named = step.settings.optimizer or "adamw"
+        if named == "adamw" and len(self._of(named).state) == len(self._masters):
+            return dict.fromkeys(step.gradients, named)  # of a rule for all of them, with all of its moments
         rules = {name: rule_of(named, name, self._masters[name]) for name in step.gradients}
         for name, rule in rules.items():
             self._prepare(rule, self._masters[name])
@@ -182,9 +196,16 @@ class Optimizer:
                 continue
             optimizer = self._of(rule)
             set_groups(optimizer.param_groups, RULES[rule], step.settings)
-            for name in chosen:
-                self._masters[name].grad = step.gradients[name].to(self._masters[name].dtype)
-            scale(optimizer, [self._masters[name] for name in chosen], step.factor)
+            gradients = {name: step.gradients[name] for name in chosen}
+            if fuses(optimizer, gradients.values(), step.factor):
+                fused_step(optimizer, gradients, step.factor)
+                continue
+            for name, gradient in gradients.items():
+                self._masters[name].grad = gradient.to(self._masters[name].dtype)
+            if step.factor != 1.0:
+                torch._foreach_mul_(
+                    [grad for name in chosen if (grad := self._masters[name].grad) is not None], step.factor
+                )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""Six workloads on a CPU whose peak memory is measured and computed: ``gradwire estimate`` against the kernel.
+"""Seven workloads on a CPU whose peak memory is measured and computed: ``gradwire estimate`` against the kernel.
 
 Each runs on a server of its own. Measured is the most that the engine's process ever held (``VmHWM``), beyond what the
 engine of the same server held before any model was loaded. Every run takes two steps, because the first has no moments.
@@ -41,6 +41,7 @@ class Case:
         head: Head of the runs.
         server_args: Arguments of ``gradwire serve``.
         reference: Whether the loss compares with another model.
+        experts: Experts of each layer; 0 for a dense model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     head: str | None = None
     server_args: Sequence[str] = ()
     reference: bool = False
+    experts: int = 0
 
     @property
     def arguments(self) -> list[str]:
@@ -67,6 +69,7 @@ CASES = (
     Case("QLoRA", BASE, ("--quantize", "nf4"), rows=8, tokens=256, server_args=("--quantize", "nf4")),
     Case("long rows", SMALL, (), rows=2, tokens=6144),
     Case("many runs", SMALL, (), rows=2, tokens=128, runs=24, lora=64),
+    Case("LoRA on experts", SMALL | {"hidden_size": 768}, (), rows=8, tokens=256, lora=16, experts=8),
     Case("reward and reference", BASE, ("--head", "reward"), rows=8, tokens=256, head="reward", reference=True),
 )
 
@@ -128,10 +131,28 @@ def measure(size: Size) -> list[Figure]:
 def make_models(case: Case, folder: Path) -> tuple[Path, Path | None]:
     """The model of a case, and the model it is compared with."""
     context = max(1024, case.tokens)
+    if case.experts:
+        return _mixture(folder / "model", case, context), None
     model = standard_model(folder / "model", context_length=context, **case.shape)
     if not case.reference:
         return model, None
     return model, standard_model(folder / "reference", context_length=context, seed=1, **SMALL)
+
+
+def _mixture(path: Path, case: Case, context_length: int) -> Path:
+    """A Qwen3-MoE of the case's shape, two experts a token, with the tokenizer of the standard model."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    standard_model(path, hidden_size=32, num_layers=1, context_length=context_length)
+    vocabulary = AutoConfig.from_pretrained(path).vocab_size
+    hidden, layers = case.shape["hidden_size"], case.shape["num_layers"]
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=hidden // 8, moe_intermediate_size=hidden // 2, num_experts=case.experts,
+        num_experts_per_tok=2, max_position_embeddings=context_length, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
 
 
 if __name__ == "__main__":

@@ -74,3 +74,60 @@ async def test_the_page_runs_and_a_kill_changes_no_bit(tmp_path: Path, monkeypat
     assert server.end() == 0
     assert seen == expected
     assert all(np.isfinite(values).all() for values in seen.values())
+
+
+async def other_operations(
+    service: gradwire.ServiceClient, run: gradwire.TrainingClient, model: str, count: int
+) -> list[float]:
+    """What takes rows beside ``forward_backward``, and references that the run made itself."""
+
+    def doubled(batch: Any, scores: dict[str, Any]) -> Any:
+        return -2.0 * sum(each.sum() for each in scores["logprobs"])
+
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    answers = [[*asked, {"role": "assistant", "content": text}] for text in ("a cat", "a dog")]
+    cat, dog = await service.render(answers, model=model)
+    rows = [cat | {"images": [CAT]}, dog | {"images": [DOG]}]
+    pair = {"chosen_input_ids": [cat["input_ids"]], "rejected_input_ids": [dog["input_ids"]], "images": [[CAT]]}
+    seen: list[float] = []
+    for _ in range(count):
+        seen += [float(value) for each in await run.compute_logprobs(rows) for value in each]
+        saved = await run.save_checkpoint("then", overwrite=True)
+        await run.update_reference(ema=0.5)
+        custom = await run.forward_backward_custom(rows, doubled)
+        step = await run.train_step(rows, "causal_lm", learning_rate=1e-2)
+        seen += [custom.metrics["loss"], step.metrics["loss"], step.grad_norm]
+        for reference in ("ema", saved.path, "base"):
+            compared = await run.forward_backward(pair, "dpo", {"reference_model": reference})
+            seen.append(compared.metrics["loss"])
+        await run.zero_grad()
+        result = await run.forward(rows, "causal_lm", outputs=("logprobs", "entropy"))
+        seen += [result.metrics["loss"], *(float(value) for each in result.outputs["entropy"] for value in each)]
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+async def test_in_bfloat16_every_operation_takes_images_and_a_kill_changes_no_bit(tmp_path: Path, kind: str) -> None:
+    path = vision_model(tmp_path / kind, kind)
+    settings: dict[str, Any] = {"seed": 3, "lora": {"rank": 4, "target_modules": ["all-linear", "vision"]}}
+    found: dict[str, list[float]] = {}
+    for dtype in ("float32", "bfloat16"):
+        server = Server(path, tmp_path / dtype, "--dtype", dtype, name="m").start()
+        async with gradwire.connect(server.address) as service:
+            calm = await service.create_run("m", **settings)
+            found[dtype] = await other_operations(service, calm, "m", 3)
+            if dtype == "bfloat16":
+                run = await service.create_run("m", **settings)
+                seen = await other_operations(service, run, "m", 2)
+                server.end(signal.SIGKILL)
+                server.start()
+        if dtype == "bfloat16":
+            async with gradwire.connect(server.address) as service:
+                seen += await other_operations(service, service.get_training_client(run.run_id), "m", 1)
+            assert seen == found[dtype]
+        assert server.end() == 0
+    first = len(found["float32"]) // 3  # later steps drift apart as their weights do
+    np.testing.assert_allclose(found["bfloat16"][:first], found["float32"][:first], rtol=0.05, atol=0.05)
+    assert found["bfloat16"] != found["float32"]
+    assert all(np.isfinite(values).all() for values in found.values())

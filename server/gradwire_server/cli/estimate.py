@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(soft_wrap=True, highlight=False)
 
-TOKENS = 8192
+TOKENS, RANK = 8192, 32
 UNITS = {"mib": 1 << 20, "gib": 1 << 30, "mb": 10**6, "gb": 10**9}
 DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9]+(?:[.][0-9]+)?)\s*(mib|gib|mb|gb))?", re.IGNORECASE)
 
@@ -33,7 +33,10 @@ DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9]+(?:[.][0-9]+)?)\s*(mib|gib
 @app.command()
 def estimate(
     model: Annotated[str, typer.Option(help="Hugging Face name, folder or config.json; no weights are read.")],
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of each run's adapter.")] = 32,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Rank of each run's adapter; 32 when absent.")] = None,
+    target_module: Annotated[
+        list[str] | None, typer.Option(help="A layer with an adapter, as in target_modules; repeat for more.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the longest row; 8,192, or the model's context, when absent.")
@@ -71,11 +74,15 @@ def estimate(
             _fail(f"{flag} {path}: {fault}")
     if full and quantize:
         _fail("--full trains all weights, and weights held in 4 or 8 bits cannot be trained: leave one of them out")
-    for package in ("transformers", "bitsandbytes", "gradwire_server"):
+    for flag, given in (("--lora-rank", lora_rank), ("--target-module", target_module)):
+        if full and given:
+            _fail(f"--full trains all weights, and {flag} is of an adapter: leave one of them out")
+    for package in ("bitsandbytes", "gradwire_server"):
         logging.getLogger(package).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # of other packages, about their own future
     try:
         import torch
+        from transformers.utils.logging import CRITICAL, set_verbosity
 
         from gradwire_server.engine.errors import OperationError
         from gradwire_server.engine.sizing.advice import advice
@@ -83,12 +90,14 @@ def estimate(
         from gradwire_server.engine.sizing.estimate import estimate as compute
     except ModuleNotFoundError as missing:
         _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
+    set_verbosity(CRITICAL)
     where = _device(device)
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
         workload = Workload(
             model=model,
-            lora_rank=0 if full else lora_rank,
+            lora_rank=0 if full else lora_rank or RANK,
+            target_modules=tuple(target_module or ()),
             tokens=tokens or TOKENS,
             rows=rows,
             runs=runs,
@@ -110,6 +119,8 @@ def estimate(
             "tokens": f"--tokens {tokens}",
             "image_tokens": f"--image-tokens {image_tokens}",
             "reference": f"--reference {' '.join(references)}",
+            "lora": f"--target-module {' '.join(target_module or ())}",
+            "lora.target_modules": f"--target-module {' '.join(target_module or ())}",
         }
         flag = flags.get(error.field or "", f"--model {model}")
         _fail(f"{flag}: {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")

@@ -11,31 +11,18 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
+from gradwire_server.engine.scoring.memory import ActivationMeter
 from gradwire_server.engine.state.exports import save_adapter
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from support.mixtures import CONFIGS, mixture
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.1,
-}  # fmt: skip
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "Qwen3-MoE": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_experts=4, head_dim=16),
-    "Mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "DeepSeek": DeepseekV3Config(
-        **SHAPE, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
-    ),
-}  # fmt: skip
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture(params=list(CONFIGS))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(CONFIGS[request.param]).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return mixture(tmp_path / "model", request.param)
 
 
 def make(model: Path, *targets: str, pool: ModelPool | None = None, run: str = "run-1") -> LoraPolicy:
@@ -80,3 +67,51 @@ def test_an_adapter_on_experts_trains_and_loads_in_plain_peft(model: Path, tmp_p
     with torch.no_grad():
         expected = plain.base_model.model.model(input_ids=ids[None]).last_hidden_state[0]
     assert torch.allclose(states.detach(), expected, atol=1e-4)
+
+
+def test_experts_are_computed_with_the_factors_and_not_with_changed_weights(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against peft's own way, in float64, where transformers computes one expert after the other."""
+    exact = make(model, pool=ModelPool({"m": str(model)}, dtype=torch.float64))
+    changed: list[str] = []
+    whole = ParamWrapper._activate_lora
+
+    def recorded(self: Any, adapters: list[str]) -> Any:
+        changed.append(self.parameter_name)
+        return whole(self, adapters)
+
+    monkeypatch.setattr(ParamWrapper, "_activate_lora", recorded)
+    gradient, states = differentiated(make(model))
+    assert not {"gate_up_proj", "down_proj"} & set(changed)
+    expected, exact_states = differentiated(exact)
+    assert {"gate_up_proj", "down_proj"} <= set(changed)
+    torch.testing.assert_close(states.double(), exact_states, atol=1e-5, rtol=1e-4)
+    assert gradient.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(gradient[name].double(), each, atol=1e-6, rtol=1e-3)
+
+
+def differentiated(policy: LoraPolicy) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Gradients of an adapter that is not zero, and the states that they are of."""
+    for name, parameter in policy.trainable_parameters().items():
+        if "lora_B" in name:
+            parameter.data.copy_(0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+    parameters = policy.trainable_parameters()
+    states = policy.hidden(torch.arange(24) % 64, torch.tensor([24]), training=True)
+    found = torch.autograd.grad(states.square().mean(), list(parameters.values()))
+    return dict(zip(parameters, found, strict=True)), states.detach()
+
+
+def test_what_an_adapter_adds_to_experts_is_proportional_to_the_tokens(model: Path) -> None:
+    """Nothing as large as the experts' weights is kept for the backward."""
+    policy = make(model)
+    saved = []
+    for tokens in (1, 2):
+        meter = ActivationMeter(policy)
+        with meter:
+            policy.hidden(torch.arange(tokens), torch.tensor([tokens]), training=True)
+        saved.append(meter.bytes)
+    fixed = 2 * saved[0] - saved[1]
+    factors = sum(each.nbytes for each in policy.trainable_parameters().values())
+    assert fixed <= factors + 1024 * policy.facts.num_layers

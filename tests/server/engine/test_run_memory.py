@@ -14,6 +14,7 @@ from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.state import run_memory
 from gradwire_server.engine.state.run_memory import FLOOR_BYTES, TRAINED_BYTES, check_memory
+from support.mixtures import CONFIGS, mixture
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,26 @@ def test_the_arithmetic_is_that_of_the_adapter_that_is_made(pool: ModelPool, tar
     of_rank = run_memory._parameters_of_rank(pool, pb.RunConfig(base_model="tiny", lora=lora))
     assert 3 * of_rank == policy.num_trainable_parameters > 0
     policy.close()
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj"], ["gate"]], ids=str)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_arithmetic_counts_the_adapters_of_experts(
+    tmp_path: Path, name: str, targets: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = ["o_proj"] if name == "DeepSeek" and targets == ["q_proj"] else targets
+    pool = ModelPool({"tiny": str(mixture(tmp_path / "model", name))})
+    lora = pb.LoraSettings(rank=3, target_modules=targets)
+    of_rank = run_memory._parameters_of_rank(pool, pb.RunConfig(base_model="tiny", lora=lora))
+    policy = make_policy(pool, pb.RunConfig(base_model="tiny", lora=lora), "counted")
+    assert 3 * of_rank == policy.num_trainable_parameters > 0
+    policy.close()
+    needed = TRAINED_BYTES * 3 * of_rank
+    monkeypatch.setattr(run_memory, "free_memory", lambda device: needed)
+    check_memory(pool, create(lora=lora))
+    monkeypatch.setattr(run_memory, "free_memory", lambda device: needed - 1)
+    with pytest.raises(OperationError, match="are free on cpu"):
+        check_memory(pool, create(lora=lora))
 
 
 def test_a_rank_that_no_memory_would_justify_is_refused_at_once(pool: ModelPool) -> None:

@@ -22,6 +22,7 @@ from gradwire_server.engine.sizing.meta_model import MODEL, MetaModel
 from gradwire_server.engine.sizing.meta_pool import MetaPool
 from gradwire_server.engine.sizing.meta_step import step_bytes
 from gradwire_server.engine.sizing.parts import GIB, trained_bytes
+from support.mixtures import CONFIGS, mixture
 from support.tiny import tiny_model
 from support.vision import vision_model
 from transformers import Gemma3TextConfig
@@ -71,6 +72,28 @@ def test_a_run_holds_what_is_computed(model: Path) -> None:
         assert meta.trained_parameters == policy.num_trainable_parameters
         assert meta.adapter_bytes == sum(each.nbytes for each in policy.masters().values())
         assert meta.weight_bytes == policy.split_model.weight_bytes - buffer_bytes(policy)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rank": 4}, {"rank": 4, "targets": ["gate_proj", "up_proj", "o_proj"]}], ids=str
+)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_mixture_of_experts_is_computed_on_meta_tensors(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Weights, what a run holds, and what autograd saves, with experts in grouped products."""
+    path = mixture(tmp_path / "model", name)
+    config, tokens = run_config(rank=settings.get("rank", 0)), 64
+    if "targets" in settings:
+        config.lora.target_modules.extend(settings["targets"])
+    policy, meta = real_policy(path, config), MetaModel(str(path), torch.float32, config)
+    assert meta.trained_parameters == policy.num_trainable_parameters
+    assert meta.weight_bytes == policy.split_model.weight_bytes - buffer_bytes(policy)
+    for activations in (Activations.KEEP, Activations.RECOMPUTE):
+        meter = ActivationMeter(policy)
+        with meter:
+            ids = torch.arange(tokens) % 64
+            policy.hidden(ids, torch.tensor([tokens]), training=True, activations=activations)
+        computed = meta.step(1, tokens, {"logprobs"}, Budget(), activations)
+        assert 0.95 * meter.bytes <= computed["activations"] <= 1.05 * meter.bytes + 2 * tokens * 32 * 4
 
 
 def buffer_bytes(policy: Policy) -> int:

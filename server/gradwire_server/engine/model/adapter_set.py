@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.model.adapter_products import Span
 from gradwire_server.engine.model.adapters import Active, LoraPair, SpanLinear
+from gradwire_server.engine.model.expert_products import add_products
 
 _SCALE = ("r", "lora_alpha", "lora_dropout")
 
@@ -198,6 +199,8 @@ class AdapterSet:
         for layer in self._layers:
             if type(layer) is LoraLinear:
                 SpanLinear.replace(layer, self._active)
+            elif type(layer) is ParamWrapper:
+                add_products(layer)
             layer.train(self._model.training)
             layer.enable_adapters(False)
         layers = [place for place in wrapped if name in place.layer.lora_A or name in place.layer.lora_embedding_A]

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -22,7 +24,8 @@ def estimating(kind: DeviceKind) -> Iterator[None]:
     """Compute on the meta device what a device of this kind would, to count its memory."""
     token = _estimated.set(kind)
     try:
-        yield
+        with _GroupedProducts():
+            yield
     finally:
         _estimated.reset(token)
 
@@ -35,3 +38,18 @@ def is_estimate(device: torch.device) -> bool:
 def computes_as_cpu(device: torch.device) -> bool:
     """Whether computations on a device are those of a CPU."""
     return device.type == "cpu" or (device.type == "meta" and _estimated.get() == "cpu")
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Let grouped products of meta tensors have any dtype and layout, as a device's have; torch's own are bfloat16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, bias: None = None, out_dtype: None = None) -> Tensor:
+    """Tokens by weights ``[S, I], [E, I, O] -> [S, O]``, or by tokens, ``[I, S], [S, O] -> [E, I, O]``."""
+    shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[-1])
+    return a.new_empty(shape)

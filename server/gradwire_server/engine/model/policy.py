@@ -342,7 +342,7 @@ class LoraPolicy(Policy):
         except ValueError as error:
             raise OperationError(
                 training_pb2.ERROR_CODE_INVALID_ARGUMENT,
-                f"the LoRA settings do not fit model {self.facts.name!r}: {error}",
+                f"the LoRA settings do not fit model {self.facts.name!r}: {' '.join(str(error).split())}",
                 field="lora",
             ) from error
         self.split_model.adapters = adapters

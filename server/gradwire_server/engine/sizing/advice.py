@@ -38,11 +38,11 @@ def _batches(found: Estimate) -> Iterator[str]:
     if found.chosen and not workload.checkpointing:
         does = " and ".join(TREATMENTS[each] for each in found.chosen)
         yield f"The activations of such rows do not fit, so the server {does}."
-    longest = longest_row(found)
+    longest = min(longest_row(found), found.context_length)
     if longest > workload.tokens:
         yield f"A row may have up to about {longest:,} tokens."
     more = more_runs(found)
-    if more:
+    if more > 0:
         yield f"There is room for {more:,} more such {'run' if more == 1 else 'runs'}."
     if not workload.samples:
         yield (
@@ -59,10 +59,10 @@ def longest_row(found: Estimate) -> int:
 
 
 def more_runs(found: Estimate) -> int:
-    """Number of further runs that fit."""
+    """Number of further runs that fit; negative if there are too many."""
     of_runs = ["adapters", "masters", "gradients", "moments"] + ([] if found.workload.lora_rank else ["weights"])
     each = sum(found.parts[name] for name in of_runs) // found.workload.runs
-    return max(0, (found.usable_bytes - found.needed_bytes) // max(1, each))
+    return (found.usable_bytes - found.needed_bytes) // max(1, each)
 
 
 def _changes(found: Estimate) -> Iterator[str]:
@@ -77,9 +77,9 @@ def _changes(found: Estimate) -> Iterator[str]:
 
 def _alternatives(found: Estimate) -> Iterator[tuple[str, Workload]]:
     words, workload = "", found.workload
-    if workload.runs > 1:
-        half = replace(workload, runs=workload.runs // 2)
-        yield f"half as many runs ({half.runs})", half
+    fewer = workload.runs + more_runs(found)
+    if fewer >= 1:
+        yield f"{fewer:,} {'run' if fewer == 1 else 'runs'} instead of {workload.runs:,}", replace(workload, runs=fewer)
     if not found.chosen:
         words, workload = "gradient_checkpointing=True (--checkpointing)", replace(workload, checkpointing=True)
         yield words, workload

@@ -52,6 +52,7 @@ class Workload:
     Attributes:
         model: Folder, ``config.json`` or hub name.
         lora_rank: Rank of the adapters; 0 trains all weights.
+        target_modules: Layers with an adapter, as in a run's settings; all linear ones if empty.
         tokens: Tokens of the longest row.
         rows: Rows of a batch.
         runs: Number of runs.
@@ -76,6 +77,7 @@ class Workload:
     quantize: Quantization | None = None
     references: tuple[str, ...] = ()
     image_tokens: int = 0
+    target_modules: tuple[str, ...] = ()
 
     @property
     def run_config(self) -> training_pb2.RunConfig:
@@ -84,6 +86,7 @@ class Workload:
             config.gradient_checkpointing = True
         if self.lora_rank:
             config.lora.rank = self.lora_rank
+            config.lora.target_modules.extend(self.target_modules)
         return config
 
 
@@ -95,6 +98,7 @@ class Estimate:
         workload: What was asked.
         device: Where.
         num_parameters: Of the model.
+        context_length: Of the model, in tokens.
         trained_parameters: Of each run.
         parts: Name -> bytes; the names are those of :data:`PARTS`.
         activations: With (True) and without (False) gradient checkpointing.
@@ -108,6 +112,7 @@ class Estimate:
     workload: Workload
     device: Device
     num_parameters: int
+    context_length: int
     trained_parameters: int
     parts: Mapping[str, int]
     activations: Mapping[bool, int]
@@ -197,6 +202,7 @@ def estimate(workload: Workload, device: Device, model: MetaModel | None = None)
         workload=workload,
         device=device,
         num_parameters=model.num_parameters,
+        context_length=model.context_length,
         trained_parameters=model.trained_parameters,
         parts=parts,
         activations={

@@ -5,7 +5,8 @@ Where all layers are alike, bytes are linear in their number, and models of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,6 @@ from gradwire_server.engine.model.numberless import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
 from gradwire_server.engine.model.quantization import Quantization
-from gradwire_server.engine.model.routers import Routers
 from gradwire_server.engine.scoring.memory import TokenBytes, measured_image_bytes, measured_token_bytes
 from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.sizing.meta_pool import MetaPool, layers_alike
@@ -52,7 +52,7 @@ class MetaModel:
         kind: The device that it is computed on.
 
     Raises:
-        OperationError: UNSUPPORTED if the model is not a causal LM of transformers, or for LoRA on one with experts.
+        OperationError: UNSUPPORTED if the model is not a causal LM of transformers.
     """
 
     def __init__(
@@ -67,11 +67,6 @@ class MetaModel:
         self._path, self._dtype, self._config, self._quantize = path, dtype, config, quantize
         pool = MetaPool({MODEL: path}, dtype)
         self.model: PreTrainedModel = pool.meta_model(MODEL)
-        if config.HasField("lora") and Routers.of(self.model) is not None:
-            raise OperationError(
-                training_pb2.ERROR_CODE_UNSUPPORTED,
-                "LoRA on a mixture of experts cannot be estimated: peft's adapters on experts need numbers",
-            )
         self._num_layers = pool.facts(MODEL).num_layers
         self.num_parameters = pool.facts(MODEL).num_parameters
         self.context_length = pool.facts(MODEL).context_length
@@ -106,13 +101,13 @@ class MetaModel:
 
     def token_bytes(self) -> TokenBytes:
         """Bytes per token of a forward and backward, as the engine measures them."""
-        with estimating(self._kind):
+        with _without_numbers(self._kind):
             found = [measured_token_bytes(policy) for policy in self._policies]
         return TokenBytes(*(self._extrapolated(list(sizes)) for sizes in zip(*found, strict=True)))
 
     def image_bytes(self, *, recompute: bool) -> float:
         """Bytes that the vision part takes for an image token, as the engine measures them."""
-        with estimating(self._kind):
+        with _without_numbers(self._kind):
             return measured_image_bytes(self._policies[0], recompute=recompute)
 
     @property
@@ -123,7 +118,10 @@ class MetaModel:
         self, rows: int, tokens: int, scores: set[str], budget: Budget, activations: Activations
     ) -> dict[str, float]:
         """Bytes of a micro-batch: ``activations``, ``logits`` and ``passing``; see :func:`.meta_step.step_bytes`."""
-        found = [step_bytes(policy, rows, tokens, scores, budget, activations, self._kind) for policy in self._policies]
+        with _without_numbers(self._kind):
+            found = [
+                step_bytes(policy, rows, tokens, scores, budget, activations, self._kind) for policy in self._policies
+            ]
         return {
             name: self._extrapolated([getattr(each, name) for each in found])
             for name in ("activations", "logits", "passing")
@@ -131,12 +129,14 @@ class MetaModel:
 
     @cached_property
     def _policies(self) -> list[Policy]:
-        policies = [
-            make_policy(
-                MetaPool({MODEL: self._path}, self._dtype, layers=layers, quantize=self._quantize), self._config, "run"
-            )
-            for layers in self._layers
-        ]
+        def pool(layers: int) -> MetaPool:
+            return MetaPool({MODEL: self._path}, self._dtype, layers=layers, quantize=self._quantize)
+
+        with (
+            _without_numbers(self._kind),
+            torch.device("meta"),
+        ):  # peft makes adapters on the default device, and those of experts are large
+            policies = [make_policy(pool(layers), self._config, "run") for layers in self._layers]
         for policy in policies:
             policy.gradient_checkpointing = False  # steps say what becomes of their activations
         return policies
@@ -149,3 +149,23 @@ class MetaModel:
         if len(sizes) == 1:
             return sizes[0]
         return sizes[0] + (sizes[1] - sizes[0]) / (SHORT[1] - SHORT[0]) * (self._num_layers - SHORT[0])
+
+
+@contextmanager
+def _without_numbers(kind: DeviceKind) -> Iterator[None]:
+    """Compute on meta tensors, as a device of this kind would.
+
+    Raises:
+        OperationError: UNSUPPORTED if a model's computation depends on numbers.
+    """
+    try:
+        with estimating(kind):
+            yield
+    except OperationError:
+        raise
+    except Exception as error:  # whatever a model's own code raises where it looks at numbers
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            "the memory of this model cannot be computed from its configuration, as its layers do not compute without"
+            f" weights: {str(error).partition(chr(10))[0] or type(error).__name__}",
+        ) from None

@@ -77,7 +77,7 @@ def shorten(config: PreTrainedConfig, layers: int) -> None:
     """Give a configuration fewer layers."""
     text = config.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # of some configurations it is computed from the number of layers
         text.layer_types = text.layer_types[:layers]
 
 

@@ -45,11 +45,17 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: Quantizat
 def key_value_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """Bytes of the keys and values of one token in all layers."""
     config = model.config.get_text_config()
+    if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):
+        # Latent attention (DeepSeek): keys and values of every head are kept, not what they are computed from.
+        of_head = int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        return int(config.num_hidden_layers * config.num_attention_heads) * of_head * dtype.itemsize
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return 2 * int(config.num_hidden_layers) * heads * size * dtype.itemsize
 
 
 def readable(count: float) -> str:
-    """A size for people: ``"1.5 GiB"`` or ``"12 MiB"``."""
-    return f"{count / GIB:,.1f} GiB" if abs(count) >= 100 * MIB else f"{count / MIB:,.1f} MiB"
+    """A size for people: ``"1.5 GiB"``, ``"12.0 MiB"`` or ``"3.1 KiB"``."""
+    if abs(count) >= 100 * MIB:
+        return f"{count / GIB:,.1f} GiB"
+    return f"{count / MIB:,.1f} MiB" if abs(count) >= MIB / 10 or not count else f"{count / 1024:,.1f} KiB"

@@ -139,7 +139,7 @@ def _counted(pool: ModelPool, name: str, target_modules: tuple[str, ...]) -> int
     model = pool.meta_model(name)
     settings = training_pb2.LoraSettings(rank=1, target_modules=target_modules)
     try:
-        with preserved_rng(), only_the_head_of_tied():
+        with preserved_rng(), only_the_head_of_tied(), torch.device("meta"):  # peft makes them on the default device
             adapted = get_peft_model(model, lora_config(model, settings), autocast_adapter_dtype=False)
     except ValueError:
         return 0

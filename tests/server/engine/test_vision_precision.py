@@ -1,0 +1,122 @@
+"""Rows with images in bfloat16, and against references that a run made itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gradwire_proto.codec import Column
+from gradwire_proto.v1 import training_pb2 as pb
+from support.engine import LocalEngine
+from support.vision import vision_model
+
+from tests.server.engine.test_vision import CAT, DOG, OFTEN, ROWS, SCORED, Plain, Row, accumulated, columns_of
+
+BETA = 0.5
+ROUNDED = 0.06
+"""Of a log-probability, absolute: some roundings to 8 bits of logits of a few units."""
+ALIKE = 0.99
+"""Cosine of a bfloat16 gradient and the exact one; that of two batches is near 0."""
+PAIRS = [
+    (Row("IMAGE shows a long prompt: a cat", [CAT]), Row("IMAGE shows a long prompt: a bus", [CAT])),
+    (Row("see IMAGE and say: good answer", [DOG]), Row("see IMAGE and say: poor answer", [DOG])),
+]
+SETTINGS = {"base_model": "m", "lora": {"rank": 4, "target_modules": ["all-linear", "vision"]}, "seed": 3}
+
+
+@pytest.fixture(scope="module", params=OFTEN)
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    return Plain(request.param, vision_model(tmp_path_factory.mktemp("vision") / request.param, request.param))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "mixed"])
+def test_bfloat16_gives_what_transformers_gives_but_for_rounding(plain: Plain, tmp_path: Path, dtype: Any) -> None:
+    engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype)
+    engine.create("run-a", base_model="m")
+    batch = columns_of(plain, ROWS)
+    call = pb.LossCall(loss_fn="causal_lm", outputs=["logprobs"])
+    found = engine.do("run-a", batch, forward_backward=call).columns["logprobs"].values
+    expected = torch.cat([plain.logprobs(row) for row in ROWS])
+    np.testing.assert_allclose(found, expected.detach().numpy(), atol=ROUNDED)
+    assert found.dtype == np.float32 and not np.allclose(found, expected.detach().numpy(), atol=1e-5)
+    assert np.array_equal(engine.logprobs("run-a", batch), found)
+    exact, rounded = plain.gradients(-expected.mean()), accumulated(engine, "run-a")
+    for part in ("vis", "lm_head"):  # the vision part, and the output head
+        names = [name for name in exact if part in name]
+        one, other = (torch.cat([each[name].flatten().double() for name in names]) for each in (exact, rounded))
+        assert float(torch.cosine_similarity(one, other, dim=0)) > ALIKE, part
+
+
+def of_pairs(plain: Plain) -> dict[str, Column]:
+    chosen, rejected = ([pair[side] for pair in PAIRS] for side in (0, 1))
+    return columns_of(plain, chosen, "chosen_") | columns_of(plain, rejected, "rejected_")
+
+
+def sums(engine: LocalEngine, plain: Plain, run_id: str) -> np.ndarray:
+    """``[2, pairs]`` log-probabilities of the chosen and the rejected answers, from ``forward``."""
+    rows = [pair[side] for side in (0, 1) for pair in PAIRS]
+    return engine.logprobs(run_id, columns_of(plain, rows)).reshape(2, len(PAIRS), SCORED).sum(-1, dtype=np.float64)
+
+
+def dpo(engine: LocalEngine, plain: Plain, reference: str, ok: bool = True) -> pb.OperationResult:
+    kwargs = json.dumps({"beta": BETA, "reference_model": reference})
+    call = pb.LossCall(loss_fn="dpo", loss_kwargs_json=kwargs)
+    do = engine.do if ok else engine.op
+    return do("run-a", of_pairs(plain), forward_backward=call).proto
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_references_that_a_run_made_score_the_images_as_the_run_did(plain: Plain, tmp_path: Path, dtype: Any) -> None:
+    """A checkpoint, a checkpoint of another run, and the moving average, each against the run's own earlier scores."""
+    engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype)
+    engine.create("run-a", **SETTINGS)
+    batch = columns_of(plain, ROWS)
+    engine.train("run-a", batch)
+    then = sums(engine, plain, "run-a")
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="then"))
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.0))  # the weights of now
+    engine.create("run-b", checkpoint="run-a/then", **SETTINGS)
+    engine.do("run-b", save_checkpoint=pb.SaveCheckpoint(name="alike"))
+    for _ in range(2):
+        engine.train("run-a", batch)
+    now = sums(engine, plain, "run-a")
+    assert np.abs(now - then).max() > 0.1
+    margin = BETA * ((now[0] - now[1]) - (then[0] - then[1]))
+    expected = np.log1p(np.exp(-margin)).mean()
+    for reference in ("run-a/then", "run-b/alike", "ema"):
+        assert dpo(engine, plain, reference).loss.loss == pytest.approx(expected, abs=1e-4), reference
+    assert dpo(engine, plain, "base").loss.loss != pytest.approx(expected, abs=1e-3)
+
+
+def test_the_average_moves_by_its_share(plain: Plain, tmp_path: Path) -> None:
+    engine = LocalEngine({"m": plain.path}, tmp_path)
+    engine.create("run-a", **SETTINGS)
+    batch = columns_of(plain, ROWS)
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=1.0))
+    start = {name: each.clone() for name, each in engine.context.runs["run-a"].policy.masters().items()}
+    engine.train("run-a", batch)
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.25))
+    run = engine.context.runs["run-a"]
+    assert run.ema is not None
+    for name, average in run.ema.masters().items():
+        torch.testing.assert_close(average, 0.25 * start[name] + 0.75 * run.policy.masters()[name])
+    assert any("vis" in name for name in start)
+    first = dpo(engine, plain, "ema").loss.loss
+    engine.do("run-a", update_reference=pb.UpdateReference(ema=0.0))
+    assert dpo(engine, plain, "ema").loss.loss == pytest.approx(np.log(2), abs=1e-5) != first
+
+
+def test_a_reference_with_another_model_is_refused_before_anything_is_computed(plain: Plain, tmp_path: Path) -> None:
+    other = vision_model(tmp_path / "other", plain.kind)
+    engine = LocalEngine({"m": plain.path, "other": other}, tmp_path / "state")
+    engine.create("run-a", **SETTINGS)
+    engine.create("run-b", **SETTINGS | {"base_model": "other"})
+    engine.do("run-b", save_checkpoint=pb.SaveCheckpoint(name="there"))
+    for reference in ("other", "run-b/there"):
+        error = dpo(engine, plain, reference, ok=False).error
+        assert (error.code, error.field) == (pb.ERROR_CODE_INVALID_ARGUMENT, "reference_model"), error
+        assert engine.context.runs["run-a"].accumulator.empty

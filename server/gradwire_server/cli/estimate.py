@@ -77,12 +77,9 @@ def estimate(
     for flag, given in (("--lora-rank", lora_rank), ("--target-module", target_module)):
         if full and given:
             _fail(f"--full trains all weights, and {flag} is of an adapter: leave one of them out")
-    for package in ("bitsandbytes", "gradwire_server"):
-        logging.getLogger(package).setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")  # of other packages, about their own future
     try:
         import torch
-        from transformers.utils.logging import CRITICAL, set_verbosity
 
         from gradwire_server.engine.errors import OperationError
         from gradwire_server.engine.sizing.advice import advice
@@ -90,7 +87,8 @@ def estimate(
         from gradwire_server.engine.sizing.estimate import estimate as compute
     except ModuleNotFoundError as missing:
         _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
-    set_verbosity(CRITICAL)
+    for package in ("transformers", "bitsandbytes", "gradwire_server"):  # which set levels of their own when imported
+        logging.getLogger(package).setLevel(logging.CRITICAL)
     where = _device(device)
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from gradwire_server.engine.sizing.parts import GIB, trained_bytes
 from support.mixtures import CONFIGS, mixture
 from support.tiny import tiny_model
 from support.vision import vision_model
-from transformers import Gemma3TextConfig
+from transformers import BertConfig, Gemma3TextConfig, MambaConfig
 
 LAYERS, HIDDEN = 5, 64
 
@@ -158,9 +160,30 @@ def test_the_advice_is_what_the_estimate_then_confirms(model: Path) -> None:
     assert longest > 64 and more > 0
     assert estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=1 + more).fits
     assert not estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=20 + 2 * more).fits
+    many = estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=10 * more)
+    fewer = re.fullmatch(r"It fits with (\d+) runs instead of [\d,]+: .*", advice(many)[1])
+    assert fewer is not None and 0.9 * more <= int(fewer[1]) <= 1.1 * more
+    assert estimated(model, Device("cuda", 2 * GIB), dtype=torch.bfloat16, runs=int(fewer[1])).fits
     small = Device("cuda", fits.needed_bytes)
     sentences = advice(estimated(model, small, dtype=torch.bfloat16, lora_rank=0, tokens=2048))
     assert sentences[0].startswith("It does not fit") and len(sentences) == 2
+
+
+def test_no_row_is_advised_that_is_longer_than_the_context(tmp_path: Path) -> None:
+    found = estimated(tiny_model(tmp_path / "short", context_length=128), tokens=32)
+    assert longest_row(found) > 128
+    assert "A row may have up to about 128 tokens." in advice(found)
+    assert not any("A row may" in each for each in advice(replace(found, workload=replace(found.workload, tokens=128))))
+
+
+def test_a_model_without_attention_is_estimated_and_one_that_sees_all_tokens_is_named(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6}
+    MambaConfig(**shape, state_size=8).save_pretrained(tmp_path / "mamba")
+    found = estimated(tmp_path / "mamba", lora_rank=0, samples=2)
+    assert found.parts["activations"] > 0 == found.parts["key_values"]
+    BertConfig(**shape, num_attention_heads=2, intermediate_size=64).save_pretrained(tmp_path / "bert")
+    with pytest.raises(OperationError, match="cannot be computed from its configuration"):
+        estimated(tmp_path / "bert", lora_rank=0)
 
 
 def test_a_long_row_fits_because_the_server_recomputes_it(model: Path) -> None:

@@ -75,7 +75,8 @@ def test_references_that_a_run_made_score_the_images_as_the_run_did(plain: Plain
     engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype)
     engine.create("run-a", **SETTINGS)
     batch = columns_of(plain, ROWS)
-    engine.train("run-a", batch)
+    for _ in range(4):
+        engine.train("run-a", batch, learning_rate=2e-2)
     then = sums(engine, plain, "run-a")
     engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="then"))
     engine.do("run-a", update_reference=pb.UpdateReference(ema=0.0))  # the weights of now
@@ -87,9 +88,11 @@ def test_references_that_a_run_made_score_the_images_as_the_run_did(plain: Plain
     assert np.abs(now - then).max() > 0.1
     margin = BETA * ((now[0] - now[1]) - (then[0] - then[1]))
     expected = np.log1p(np.exp(-margin)).mean()
+    # In bfloat16 the two sides of a pair, which share the computation of their prompt, are not rounded as alone.
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
     for reference in ("run-a/then", "run-b/alike", "ema"):
-        assert dpo(engine, plain, reference).loss.loss == pytest.approx(expected, abs=1e-4), reference
-    assert dpo(engine, plain, "base").loss.loss != pytest.approx(expected, abs=1e-3)
+        assert dpo(engine, plain, reference).loss.loss == pytest.approx(expected, abs=tolerance), reference
+    assert abs(dpo(engine, plain, "base").loss.loss - expected) > 2 * tolerance
 
 
 def test_the_average_moves_by_its_share(plain: Plain, tmp_path: Path) -> None:

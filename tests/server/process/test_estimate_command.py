@@ -56,6 +56,8 @@ def test_a_person_reads_a_table_and_what_to_do(model: Path) -> None:
         (("--model", "nobody/nothing-of-this-name"), "--model nobody/nothing-of-this-name: there is n"),
         (("--model", "/no/such/folder"), "--model /no/such/folder: there is no such folder"),
         (("--model", "{model}", "--full", "--quantize", "nf4"), "cannot be trained"),
+        (("--model", "{model}", "--full", "--lora-rank", "8"), "--lora-rank is of an adapter"),
+        (("--model", "{model}", "--target-module", "nothing"), "--target-module nothing: "),
         (("--model", "{model}", "--device", "large"), '--device large: give the memory of a GPU ("80 GiB")'),
         (("--model", "{model}", "--reference", "/no/such"), "--reference /no/such: there is no such folder"),
     ],

@@ -67,6 +67,12 @@ def more_runs(found: Estimate) -> int:
 
 def _changes(found: Estimate) -> Iterator[str]:
     """The first change that makes the workload fit, the smallest changes first."""
+    fewer = _with_fewer_runs(found)
+    if fewer is not None:
+        count = fewer.workload.runs
+        words = f"{count:,} {'run' if count == 1 else 'runs'} instead of {found.workload.runs:,}"
+        yield f"It fits with {words}: {readable(fewer.total_bytes)}."
+        return
     for words, workload in _alternatives(found):
         other = estimate(workload, found.device)
         if other.fits:
@@ -75,11 +81,21 @@ def _changes(found: Estimate) -> Iterator[str]:
     yield "No setting makes it fit: take a smaller model, shorter rows, fewer runs or a larger device."
 
 
+def _with_fewer_runs(found: Estimate) -> Estimate | None:
+    """As many runs as fit, or None if not even one does; with fewer runs the server takes larger micro-batches."""
+    other = found
+    for _ in range(3):
+        runs = other.workload.runs + more_runs(other)
+        if runs < 1:
+            return None
+        other = estimate(replace(found.workload, runs=runs), found.device)
+        if other.fits:
+            return other
+    return None
+
+
 def _alternatives(found: Estimate) -> Iterator[tuple[str, Workload]]:
     words, workload = "", found.workload
-    fewer = workload.runs + more_runs(found)
-    if fewer >= 1:
-        yield f"{fewer:,} {'run' if fewer == 1 else 'runs'} instead of {workload.runs:,}", replace(workload, runs=fewer)
     if not found.chosen:
         words, workload = "gradient_checkpointing=True (--checkpointing)", replace(workload, checkpointing=True)
         yield words, workload

@@ -43,12 +43,14 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantize: Quantizat
 
 
 def key_value_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Bytes of the keys and values of one token in all layers; 0 for a model without attention."""
     config = model.config.get_text_config()
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "v_head_dim", None):
         # Latent attention (DeepSeek): keys and values of every head are kept, not what they are computed from.
         of_head = int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
         return int(config.num_hidden_layers * config.num_attention_heads) * of_head * dtype.itemsize
+    if not getattr(config, "num_attention_heads", None):
+        return 0  # a recurrent state (Mamba) does not grow with the tokens
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return 2 * int(config.num_hidden_layers) * heads * size * dtype.itemsize

@@ -119,6 +119,17 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
+@torch.no_grad()
+def total_norms(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """:func:`total_norm` of each of several lists of tensors, with the same bits and by as few calls as possible."""
+    tensors = [tensor for group in groups for tensor in group]
+    plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    if not plain or not all(groups) or len({(tensor.device, tensor.dtype) for tensor in tensors}) != 1:
+        return [total_norm(group) for group in groups]
+    norms = iter(torch._foreach_norm(tensors))
+    return [torch.linalg.vector_norm(torch.stack([next(norms) for _ in group])) for group in groups]
+
+
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Addresses of the memory that this process permanently holds of these tensors."""
     return {storage_address(_local(tensor)) for tensor in tensors}

@@ -33,6 +33,8 @@ FEWEST_PLACES = 256
 that takes longer than what tiles cost, which is a softmax in several passes instead of torch's own."""
 MOST_PLACES = 2048
 """Places of a tile."""
+FROZEN_PLACES = 128
+"""Places at once where the forward pass computes the gradient too: few enough that their logits stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ def score_tokens(
         kept_elements: Number of logits that may additionally be kept for the backward pass.
     """
     differentiable = torch.is_grad_enabled()
+    operands = head.operands(hidden)
     kept = kept_elements if differentiable and head.softcap is None else 0
     places, vocabulary = chunk_elements // len(head.weight), len(head.weight)
     tiled = places < min(len(ids), FEWEST_PLACES)
-    if tiled:
+    if not tiled and not entropy and not mean_logprobs and _only_states_train(head, operands):
+        tiled, places = True, min(places, FROZEN_PLACES)
+    elif tiled:
         places = max(1, min(len(ids), MOST_PLACES, chunk_elements))
         vocabulary = chunk_elements // places
     request = ScoreRequest(
@@ -93,7 +98,19 @@ def score_tokens(
         max(vocabulary, 1),
     )  # fmt: skip
     compute = ScoreTiles if tiled else _ScoreTokens
-    return TokenScores(*compute.apply(request, ids, head.bias, *head.operands(hidden)))  # type: ignore[no-untyped-call]
+    return TokenScores(*compute.apply(request, ids, head.bias, *operands))  # type: ignore[no-untyped-call]
+
+
+def _only_states_train(head: OutputHead, operands: Sequence[Tensor]) -> bool:
+    """Whether, on a CPU, a gradient goes through the head and none into it, so that the forward pass can compute it."""
+    trained = [head.bias, *operands[1::2]]
+    return (
+        torch.is_grad_enabled()
+        and operands[0].requires_grad
+        and head.softcap is None
+        and not any(each is not None and each.requires_grad for each in trained)
+        and computes_as_cpu(operands[0].device)
+    )
 
 
 def token_logits(hidden: Tensor, head: OutputHead, *, temperature: float = 1.0) -> Tensor:

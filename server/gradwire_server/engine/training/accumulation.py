@@ -82,14 +82,16 @@ class GradientCollector:
 
     def norm(self) -> Tensor:
         """Norm of all gradients, 0-d. It may overflow; :meth:`finite` then tells whether the gradients are finite."""
-        return total_norm(self._gradients())  # in the parameters' order, as that of a step
+        return total_norm(self.gradients)
 
     def finite(self) -> bool:
         """Whether all gradients are finite; waits for the device."""
-        (largest,) = host.fetched([total_norm(self._gradients(), norm_type=float("inf"))])
+        (largest,) = host.fetched([total_norm(self.gradients, norm_type=float("inf"))])
         return bool(largest.isfinite())
 
-    def _gradients(self) -> list[Tensor]:
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all keys, in the parameters' order, as that of a step."""
         buffers = self.by_key.values()
         return [own[name] for own in buffers for name in self._parameters if name in own]
 

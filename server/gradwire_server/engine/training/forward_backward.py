@@ -140,8 +140,18 @@ class Training:
         count = next(term.count for term in evaluated.output.terms.values() if term.unit == unit)
         return routers.balance_gradient() * (self.policy.router_aux_loss_coef * count)
 
-    def end(self, collector: GradientCollector, num_microbatches: int, recomputed: bool = False) -> LossEvaluation:
+    def end(
+        self,
+        collector: GradientCollector,
+        num_microbatches: int,
+        recomputed: bool = False,
+        *,
+        norm: Tensor | None = None,
+    ) -> LossEvaluation:
         """Accumulate the gradient of all parts and report the loss.
+
+        Args:
+            norm: The collector's, where it is known already.
 
         Raises:
             OperationError: NON_FINITE, with the row at fault where one is found.
@@ -150,7 +160,7 @@ class Training:
         if self._routers is not None:
             sums.add_metrics(self._routers.metrics())
         wanted = {name: self._output_scores[name] for name in self._outputs}
-        norm = collector.norm()
+        norm = collector.norm() if norm is None else norm
         outputs = sums.settle([part.totals() for part in self._evaluated], norm, outputs=wanted)
         if not sums.finite:
             for part in self._evaluated:

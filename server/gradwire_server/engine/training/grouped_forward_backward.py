@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.model.adapter_products import Span
 from gradwire_server.engine.model.packing import Packing, arrange
+from gradwire_server.engine.model.placement import total_norms
 from gradwire_server.engine.model.policy import LoraPolicy
 from gradwire_server.engine.scoring.forward import Reading, assemble
 from gradwire_server.engine.scoring.score_types import VOCABULARY_SCORES
@@ -129,8 +130,9 @@ def forward_backward_together(
         ]
         _backward(collectors, passes)
     found: list[LossEvaluation | None] = []
-    for training, collector, whole in zip(trainings, collectors, evaluated, strict=True):
-        found.append(_unless_failed(partial(training.end, collector, 1)) if whole else None)
+    norms = total_norms([collector.gradients for collector in collectors])
+    for training, collector, norm, whole in zip(trainings, collectors, norms, evaluated, strict=True):
+        found.append(_unless_failed(partial(training.end, collector, 1, norm=norm)) if whole else None)
     return found
 
 

@@ -173,6 +173,23 @@ def test_frozen_head_gets_no_gradient_and_hidden_does() -> None:
     assert weight.grad is None
 
 
+def test_with_a_frozen_head_the_forward_computes_the_gradient_and_keeps_no_logits() -> None:
+    tokens, vocabulary = 300, 512
+    hidden = torch.randn(tokens, 4, dtype=torch.float64, requires_grad=True)
+    head = OutputHead(torch.randn(vocabulary, 4, dtype=torch.float64), scale=0.8)
+    ids, upstream = torch.randint(vocabulary, (tokens, 3)), torch.randn(tokens, 3, dtype=torch.float64)
+    with Largest() as forward:
+        scores = score_tokens(hidden, head, ids, temperature=0.7, correct=True, kept_elements=tokens * vocabulary)
+    assert forward.numel <= 128 * vocabulary
+    with Largest() as backward:
+        scores.logprobs.backward(upstream)
+    assert backward.numel <= tokens * 4
+    expected = plain(hidden, head, ids, 0.7)
+    torch.testing.assert_close(scores.logprobs, expected[0])
+    assert torch.equal(scores.correct, expected[4])
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(expected[0], hidden, upstream)[0])
+
+
 def test_no_tokens_give_no_scores_and_zero_gradients() -> None:
     hidden, weight, _, _ = tensors(bias=False)
     scores = score_tokens(hidden[:0], OutputHead(weight), torch.zeros(0, 1, dtype=torch.int64), entropy=True)

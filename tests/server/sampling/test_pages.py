@@ -16,6 +16,7 @@ from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.sampling import pages as paging
 from gradwire_server.engine.sampling.draw import draw
 from gradwire_server.engine.sampling.local import LocalSampler
+from gradwire_server.engine.sampling.page_lists import shared_lists
 from gradwire_server.engine.sampling.page_table import PageTable, page_digests
 from gradwire_server.engine.sampling.pages import Pages
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
@@ -199,6 +200,18 @@ def test_top_p_draws_what_a_full_sort_draws(top_p: float) -> None:
     expected = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     differ = tokens != order.gather(1, expected)[:, 0]
     assert differ.sum() <= 1  # where rounding decides
+
+
+@pytest.mark.parametrize(("lists", "firsts"), [([(2, 3), (2, 3), (4, 5)], [2, 4]), ([(2, 3), (5, 4)], [None])])
+def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...]], firsts: list[int | None]) -> None:
+    flat = torch.arange(6 * PAGE * 2 * 3).view(6 * PAGE, 2, 3)
+    classes = shared_lists(lists, fills=False).classes
+    assert [each.first for each in classes] == firsts
+    for each in classes:
+        taken = each.taken(flat)
+        expected = flat.view(6, PAGE, 2, 3)[each.table].flatten(1, 2).transpose(1, 2)
+        assert torch.equal(taken, expected) and taken.stride() == expected.stride()
+        assert (taken.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == (each.first is not None)
 
 
 def test_a_whole_distribution_is_inverted_exactly() -> None:

@@ -107,15 +107,26 @@ class PageLists:
         rows: ``[G, C]`` rows whose queries attend to each list; repeated to fill up.
         table: ``[G, N]`` pages.
         lengths: ``[G]`` tokens in each list; None if all pages are full.
+        first: First page, if the pages of all lists follow one another in the store, which are then not copied.
     """
 
     rows: Tensor
     table: Tensor
     lengths: Tensor | None = None
+    first: int | None = None
 
     def to(self, device: torch.device) -> PageLists:
         lengths = None if self.lengths is None else sent(self.lengths, device)
-        return PageLists(sent(self.rows, device), sent(self.table, device), lengths)
+        return PageLists(sent(self.rows, device), sent(self.table, device), lengths, self.first)
+
+    def taken(self, flat: Tensor) -> Tensor:
+        """``[T, K, D] -> [G, K, N * PAGE, D]``: keys or values of each list."""
+        pages = _pages(flat)
+        if self.first is None:
+            pages = pages.index_select(0, self.table.flatten())
+        else:
+            pages = pages[self.first : self.first + self.table.numel()]
+        return pages.view(len(self.table), -1, *flat.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +189,7 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
         groups, count = of_class.rows.shape
         q = query.index_select(0, of_class.rows.flatten()).view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
-        k, v = (
-            _pages(each).index_select(0, of_class.table.flatten()).view(groups, -1, *each.shape[1:]).transpose(1, 2)
-            for each in (keys, values)
-        )
+        k, v = of_class.taken(keys), of_class.taken(values)
         out, lse = _attention(q, k, v, None if mask is None else mask.to(q.dtype), scale)
         outputs.append(out.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads, -1))
         sums.append(lse.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads))

@@ -31,7 +31,11 @@ from gradwire_server.engine.scoring.planner import Budget
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.threads import suited_threads
 from gradwire_server.engine.training.forward_backward import Training
-from gradwire_server.engine.training.grouped_forward_backward import fits, forward_backward_together
+from gradwire_server.engine.training.grouped_forward_backward import (
+    can_join,
+    fits,
+    forward_backward_together,
+)
 from gradwire_server.engine.training.loss_report import LossEvaluation
 from gradwire_server.engine.training.optimizer import check_settings
 from gradwire_server.operation_kinds import training_call
@@ -228,7 +232,8 @@ def _call(request: Request) -> training_pb2.LossCall:
 
 
 def _fits(members: Sequence[_Member], most_tokens: int) -> bool:
-    return fits(
+    """Whether the last of these may join the others."""
+    return can_join(members[-1].training) and fits(
         [member.training for member in members],
         min(most_tokens, *(member.budget.microbatch_tokens for member in members)),
     )

@@ -49,9 +49,7 @@ def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
             order[of_list] = total + number * most[0] + np.arange(len(of_list))
         total += of_rows.size
         full = not fills and bool((lengths == most[1] * PAGE).all())
-        made.append(
-            PageLists(torch.from_numpy(of_rows), torch.from_numpy(table), None if full else torch.from_numpy(lengths))
-        )
+        made.append(_lists(of_rows, table, None if full else lengths, fills))
     order[order < 0] = total
     return RowLists(made, torch.from_numpy(order))
 
@@ -70,10 +68,21 @@ def own_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
         (rows,) = np.nonzero(sizes == size)
         parts.append(rows)
         own = np.ascontiguousarray(table[rows, : counts[rows].max()])
-        made.append(PageLists(torch.from_numpy(rows)[:, None], torch.from_numpy(own), torch.from_numpy(lengths[rows])))
+        made.append(_lists(rows[:, None], own, lengths[rows], fills))
     order = np.empty(len(table), np.int64)
     order[np.concatenate(parts)] = np.arange(len(table))
     return RowLists(made, torch.from_numpy(order))
+
+
+def _lists(rows: IntArray, table: IntArray, lengths: IntArray | None, fills: bool) -> PageLists:
+    first = int(table[0, 0])
+    in_a_row = not fills and np.array_equal(table.ravel(), np.arange(first, first + table.size))
+    return PageLists(
+        torch.from_numpy(rows),
+        torch.from_numpy(table),
+        None if lengths is None else torch.from_numpy(lengths),
+        first if in_a_row else None,
+    )
 
 
 def power_of_two(number: int) -> int:

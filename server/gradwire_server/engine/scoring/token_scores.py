@@ -10,8 +10,8 @@ float64 inputs) whatever the weights' dtype, in nats:
     collision (no gradient)          log sum_v p_v^2
 
 A chunk is some places with the whole vocabulary. A vocabulary so large that chunks would hold few places is computed in
-tiles instead (:mod:`.vocabulary_tiles`). The backward pass recomputes the logits if they are too many to keep, in tiles
-only those of the last tiles.
+tiles instead (:mod:`.vocabulary_tiles`), and so is, on a CPU, a head that is frozen, as with LoRA: its backward pass
+needs no logits. Else that recomputes them if they are too many to keep, in tiles only those of the last tiles.
 """
 
 from __future__ import annotations

@@ -78,15 +78,13 @@ def hidden_together(
     return list(found.split([len(own) for own in positions]))
 
 
-def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
-    """Whether each training is one micro-batch with scored tokens and all together compute at most ``most_tokens``.
+def can_join(training: Training) -> bool:
+    """Whether a training is one micro-batch with scored tokens; batches with images are computed alone."""
+    return len(training.micros) == 1 and training.batch.images is None and len(_reading(training).positions) > 0
 
-    Batches with images are computed alone.
-    """
-    if any(len(each.micros) != 1 or not len(_reading(each).positions) for each in trainings):
-        return False
-    if any(each.batch.images is not None for each in trainings):
-        return False
+
+def fits(trainings: Sequence[Training], most_tokens: int) -> bool:
+    """Whether trainings that satisfy :func:`can_join` compute at most ``most_tokens`` together."""
     micros = [training.micros[0] for training in trainings]
     if trainings[0].policy.packing(training=True) is not Packing.PADDED:
         return sum(micro.computed_tokens for micro in micros) <= most_tokens
@@ -100,7 +98,7 @@ def forward_backward_together(
     """Run :func:`.forward_backward.forward_backward` for several runs with a shared forward and backward of the trunk.
 
     Args:
-        trainings: Trainings that satisfy :func:`fits`, of policies that satisfy :func:`can_go_together`.
+        trainings: Trainings that satisfy :func:`can_join`, of policies that satisfy :func:`can_go_together`.
         run_rngs: For each run, makes the context in which its loss draws random numbers.
 
     Returns:

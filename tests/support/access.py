@@ -78,6 +78,7 @@ def bounds() -> str:
     for rpc in rpcs():
         kind = RPCS[rpc]
         number = "`key_streams`" if kind.of_key is None else str(kind.of_key)
+        number += f", {kind.beside_others} beside other keys" if kind.beside_others != kind.of_key else ""
         rows.append((f"`{rpc}`", number, "are refused" if kind.of_key is None else "wait unread", kind.bounds))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from enum import Enum
+from functools import partial
 
 from gradwire_proto.v1 import training_pb2 as pb
 
-from gradwire_server.access.turns import Turns
+from gradwire_server.access.turns import ActiveKeys, Turns
 from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 
@@ -35,10 +36,11 @@ class CallKind(Enum):
         of_key: Calls of one key at a time; further ones wait. None: ``key_streams`` of the limits, further ones are
             refused, since they may stay open for days.
         bounds: Further bounds, for people.
+        beside_others: Calls of one key at a time while several keys are active.
     """
 
     READ = (2, "answered from memory, in slices")
-    WRITE = (16, "waits for the disk; commits are shared by all keys")
+    WRITE = (16, "waits for the disk; commits are shared by all keys", 4)
     CONVERT = (2, "processes of bounded memory, where keys take turns; short requests have one of their own")
     CREATE = (4, "`key_runs`; the memory that the adapter and the head need; a turn at the engine")
     UPLOAD = (2, "`max_upload_bytes`, `key_upload_bytes`; a turn at the engine")
@@ -55,8 +57,8 @@ class CallKind(Enum):
     )  # fmt: skip
     HTTP = (None, "`max_http_body_bytes`, `max_json_body_bytes`, `key_call_bytes`; what its operations are bound by")
 
-    def __init__(self, of_key: int | None, bounds: str) -> None:
-        self.of_key, self.bounds = of_key, bounds
+    def __init__(self, of_key: int | None, bounds: str, beside_others: int | None = None) -> None:
+        self.of_key, self.bounds, self.beside_others = of_key, bounds, beside_others or of_key
 
 
 RPCS: dict[str, CallKind] = {
@@ -100,12 +102,18 @@ class Calls:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._turns = {kind: Turns(kind.of_key) for kind in CallKind if kind.of_key is not None}
+        self._active = ActiveKeys()
+        self._turns = {kind: Turns(partial(self._of_key, kind)) for kind in CallKind if kind.of_key is not None}
         self._bodies = Turns(BODIES)
         self._bytes = Turns(limits.key_call_bytes)
         self._slices = Turns(1)
         self._waiting: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
+
+    def _of_key(self, kind: CallKind) -> int:
+        places = kind.beside_others if self._active.several else kind.of_key
+        assert places is not None
+        return places
 
     @asynccontextmanager
     async def turn(self, key: str, kind: CallKind) -> AsyncIterator[None]:
@@ -114,6 +122,7 @@ class Calls:
         Raises:
             ServiceError: LIMIT_EXCEEDED if too many calls of the key wait, or too many streams are open.
         """
+        self._active.asked(key)
         if kind.of_key is None:
             with self._stream(key):
                 yield

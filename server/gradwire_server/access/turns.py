@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+
+SHARED_S = 60.0
+"""A key counts as active this many seconds after its last request."""
+
+
+class ActiveKeys:
+    """The keys that have asked for something lately.
+
+    Args:
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: dict[str, float] = {}
+
+    def asked(self, key: str) -> None:
+        """Note a request of a key."""
+        self._asked[key] = self._clock()
+
+    @property
+    def several(self) -> bool:
+        """Whether several keys are active."""
+        if len(self._asked) > 1:
+            since = self._clock() - SHARED_S
+            self._asked = {key: at for key, at in self._asked.items() if at >= since}
+        return len(self._asked) > 1
 
 
 class Turns:
@@ -15,12 +44,14 @@ class Turns:
     until its key holds nothing else.
 
     Args:
-        of_key: Places that one key may hold; its further turns wait, in the order in which they were asked for.
+        of_key: Places that one key may hold at this moment, or always; its further turns wait, in the order in which
+            they were asked for.
         total: Places that all keys together may hold; None: no limit.
     """
 
-    def __init__(self, of_key: int, total: int | None = None) -> None:
-        self._of_key, self._total = of_key, total
+    def __init__(self, of_key: int | Callable[[], int], total: int | None = None) -> None:
+        self._of_key = of_key if callable(of_key) else partial(int, of_key)
+        self._total = total
         self._held: Counter[str] = Counter()
         self._count = 0
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
@@ -79,7 +110,7 @@ class Turns:
     def _fits(self, key: str, places: int) -> bool:
         held = self._held.get(key, 0)
         of_all = self._total is None or not self._count or self._count + places <= self._total
-        return of_all and (not held or held + places <= self._of_key)
+        return of_all and (not held or held + places <= self._of_key())
 
     def _serve(self, key: str, places: int) -> None:
         self._held[key] += places

@@ -38,6 +38,7 @@ from gradwire_server.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+VERSION = version("gradwire")
 PROTOCOL = 1
 """Version of the protocol, reported to clients."""
 ENGINE_GRACE_S = 5.0
@@ -168,7 +169,7 @@ class Core(Startable):
     def info(self) -> pb.ServerInfo:
         """Version, device, status and limits of the server."""
         return pb.ServerInfo(
-            version=version("gradwire"),
+            version=VERSION,
             protocol=PROTOCOL,
             device=self.engine.hello.device,
             engine_ready=self.engine.is_ready,

@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from gradwire_server.access.turns import ActiveKeys
+
 T = TypeVar("T")
 
 AHEAD = 2
@@ -21,8 +23,6 @@ SMALL_AHEAD = 32
 """Requests that may be in the engine while they hold fewer than ``PIPE_TOKENS`` tokens in total."""
 PIPE_TOKENS = 4096
 """Tokens in the engine from which on only ``AHEAD`` requests are allowed."""
-SHARED_S = 60.0
-"""A key counts as active this many seconds after its last request."""
 
 
 class FairQueue(Generic[T]):
@@ -36,7 +36,7 @@ class FairQueue(Generic[T]):
     def __init__(
         self, wants_alone: Callable[[T], bool] = lambda item: False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._wants_alone, self._clock = wants_alone, clock
+        self._wants_alone, self._active = wants_alone, ActiveKeys(clock)
         self._waiting: dict[str, deque[T]] = {}
         self._items: set[T] = set()
         self._there: Counter[str] = Counter()
@@ -44,7 +44,6 @@ class FairQueue(Generic[T]):
         self._alone = False
         self._served: dict[str, int] = {}
         self._count = 0
-        self._asked: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -55,14 +54,11 @@ class FairQueue(Generic[T]):
     @property
     def shared(self) -> bool:
         """Whether several keys are active."""
-        if len(self._asked) > 1:
-            since = self._clock() - SHARED_S
-            self._asked = {owner: at for owner, at in self._asked.items() if at >= since}
-        return len(self._asked) > 1
+        return self._active.several
 
     def put(self, owner: str, item: T) -> None:
         """Add an item at the end of its owner's queue."""
-        self._asked[owner] = self._clock()
+        self._active.asked(owner)
         self._waiting.setdefault(owner, deque()).append(item)
         self._items.add(item)
 

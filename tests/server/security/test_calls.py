@@ -96,6 +96,31 @@ async def test_who_leaves_lets_those_pass_that_ask_for_less() -> None:
     assert (turns._held, turns._waiting, turns._served, turns._count) == ({}, {}, {}, 0)
 
 
+async def test_a_key_writes_less_at_a_time_while_another_is_active() -> None:
+    calls, ended = Calls(Limits()), asyncio.Event()
+
+    async def write() -> None:
+        async with calls.turn("a", CallKind.WRITE):
+            await ended.wait()
+
+    def executed() -> int:
+        return calls._turns[CallKind.WRITE]._held["a"]
+
+    alone = [asyncio.ensure_future(write()) for _ in range(20)]
+    await settled()
+    assert executed() == CallKind.WRITE.of_key == 16
+    ended.set()
+    await asyncio.gather(*alone)
+    ended.clear()
+    async with calls.turn("b", CallKind.READ):
+        pass
+    beside = [asyncio.ensure_future(write()) for _ in range(20)]
+    await settled()
+    assert executed() == CallKind.WRITE.beside_others == 4
+    ended.set()
+    await asyncio.wait_for(asyncio.gather(*beside), 60)
+
+
 async def test_bodies_wait_until_the_key_holds_few_bytes() -> None:
     calls = Calls(Limits(key_call_bytes=100))
 

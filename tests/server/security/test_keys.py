@@ -13,10 +13,11 @@ import gradwire
 import pytest
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
+from gradwire_server.access.turns import SHARED_S
 from gradwire_server.cli.app import app
 from gradwire_server.config import ServerConfig
 from gradwire_server.errors import ServiceError
-from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SHARED_S, SMALL_AHEAD, FairQueue
+from gradwire_server.scheduling.fairness import AHEAD, PIPE_TOKENS, SMALL_AHEAD, FairQueue
 from gradwire_server.server import Server
 from support.fake_engine import FakeEngine
 from support.front import Client, Start

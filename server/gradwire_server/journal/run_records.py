@@ -86,9 +86,14 @@ class RunRecords:
 
     async def _describe_again(self, record: RunRecord) -> None:
         """Write the file that describes a run, after those that are being written; not of a run deleted meanwhile."""
-        async with self._describing.setdefault(record.run_id, asyncio.Lock()):
-            if record.run_id in self._records:
-                await asyncio.to_thread(self._describe, record)
+
+        async def write() -> None:
+            async with self._describing.setdefault(record.run_id, asyncio.Lock()):
+                if record.run_id in self._records:
+                    await asyncio.to_thread(self._describe, record)
+
+        # To the end also if the caller leaves: a thread cannot be stopped, and the next one would write beside it.
+        await asyncio.shield(asyncio.create_task(write()))
 
     def get(self, run_id: str, caller: Caller, *, write: bool = False) -> RunRecord:
         """Return a run that a caller may read, or with ``write``, change.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -185,3 +186,37 @@ async def test_a_call_without_a_request_is_refused(start: Start) -> None:
         with pytest.raises(Exception, match="has no request") as caught:
             await call(iter(()))
         assert error_of(caught).code == pb.ERROR_CODE_INVALID_ARGUMENT
+
+
+async def test_a_share_that_its_caller_leaves_is_written_before_the_next(
+    keyed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with keyed() as door:
+        ada = await (await door.client("ada")).begin()
+        records, entered, gate, at_once = (
+            door.door.server.core.storage.records,
+            threading.Event(),
+            threading.Event(),
+            [],
+        )
+        write, writing = records._describe, threading.Lock()
+
+        def slow(record: Any) -> None:
+            at_once.append(not writing.acquire(blocking=False))
+            entered.set()
+            gate.wait(60)
+            write(record)
+            writing.release()
+
+        monkeypatch.setattr(records, "_describe", slow)
+        record = records.find(ada.run_id)
+        left = asyncio.ensure_future(records.share(record, "bob", False))
+        await until(entered.is_set)
+        left.cancel()
+        following = asyncio.ensure_future(records.share(record, "bob", True))
+        await until(lambda: "bob" not in record.readers)  # the next one's row is written
+        await settled()
+        gate.set()
+        await asyncio.gather(left, following, return_exceptions=True)
+        assert following.exception() is None and left.cancelled()
+        assert at_once == [False, False]

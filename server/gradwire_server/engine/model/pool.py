@@ -160,12 +160,13 @@ class ModelPool:
             )
         if quantize is not None:
             quantization.compute_dequantised(model)
-            quantization.release_unquantised(model)
         if model.dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.set_experts_implementation("eager")  # grouped products know no float64
         if offload:
             offload_layers(model, self.device)
         split_model = SplitModel(facts, model, self.placement, mixed=self._mixed and dtype is None)
+        if quantize is not None or split_model.routers is not None:  # transformers joins the weights of experts
+            quantization.release_file(model)
         if facts.takes_images:
             split_model.vision = Vision(model, facts.path, mixed=split_model.mixed)
         check_split(split_model)

@@ -73,11 +73,11 @@ def compute_dequantised(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def release_unquantised(model: nn.Module) -> None:
-    """Free the memory in which a model just quantised on a CPU was loaded.
+def release_file(model: nn.Module) -> None:
+    """Free the memory in which a model was loaded on a CPU, if its weights were quantised or joined meanwhile.
 
-    Weights that are not quantised are views of the mapped file, so that all of it would stay, which is as large as the
-    unquantised model. And the heap keeps what quantising took.
+    Weights that are as in the file are views of the mapped file, so that all of it would stay beside what was made of
+    it, which is as large as the model. And the heap keeps what that took.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cpu" and tensor.is_floating_point():

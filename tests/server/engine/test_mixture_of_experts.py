@@ -25,9 +25,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return mixture(tmp_path / "model", request.param)
 
 
-def make(model: Path, *targets: str, pool: ModelPool | None = None, run: str = "run-1") -> LoraPolicy:
+def make(model: Path, *targets: str, pool: ModelPool | None = None, run: str = "run-1", rank: int = 4) -> LoraPolicy:
     config = pb.RunConfig(base_model="m")
-    config.lora.rank = 4
+    config.lora.rank = rank
     config.lora.target_modules.extend(targets)
     policy = make_policy(pool or ModelPool({"m": str(model)}), config, run)
     assert isinstance(policy, LoraPolicy)
@@ -88,6 +88,15 @@ def test_experts_are_computed_with_the_factors_and_not_with_changed_weights(
     assert {"gate_up_proj", "down_proj"} <= set(changed)
     torch.testing.assert_close(states.double(), exact_states, atol=1e-5, rtol=1e-4)
     assert gradient.keys() == expected.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(gradient[name].double(), each, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_that_the_kernels_do_not_take_is_computed_in_another_way(model: Path, rank: int) -> None:
+    gradient, states = differentiated(make(model, rank=rank))
+    expected, exact = differentiated(make(model, rank=rank, pool=ModelPool({"m": str(model)}, dtype=torch.float64)))
+    torch.testing.assert_close(states.double(), exact, atol=1e-5, rtol=1e-4)
     for name, each in expected.items():
         torch.testing.assert_close(gradient[name].double(), each, atol=1e-6, rtol=1e-3)
 

@@ -128,7 +128,6 @@ def _grouped(experts: Any, *weights: Tensor) -> bool:
     if getattr(config, "_experts_implementation", None) != GROUPED or not hasattr(experts, "_apply_gate"):
         return False
     device, dtype = weights[0].device, weights[0].dtype
-    if computes_as_cpu(device):
-        return True
+    # The kernels, also those of a CPU, take rows and columns of whole 16 bytes only.
     aligned = all(size * each.itemsize % 16 == 0 for each in weights for size in each.shape[-2:])
-    return aligned and (device.type == "meta" or grouped_products_run(device, dtype))
+    return aligned and (device.type == "meta" or computes_as_cpu(device) or grouped_products_run(device, dtype))

@@ -22,7 +22,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradwire_server.engine.model.adapters import grouped_products_run
+from gradwire_server.engine.model.adapters import LoraPair, grouped_products_run
 from gradwire_server.engine.model.numberless import computes_as_cpu
 
 GROUPED = "grouped_mm"
@@ -59,8 +59,8 @@ def _with_adapter(layer: ParamWrapper, active_adapters: list[str]) -> Iterator[N
 def _adapted(layer: ParamWrapper, adapter: str, module: nn.Module, weight: Tensor) -> AdaptedWeight | Tensor | None:
     """What the module computes with instead of its weight; None for peft's way."""
     if weight.dim() == 2:
-        a, b = (side[adapter].weight for side in (layer.lora_A, layer.lora_B))
-        return AdaptedWeight(weight, b, a, layer.scaling[adapter]) if type(module) is nn.Linear else None
+        pair = LoraPair.of(layer, adapter)
+        return AdaptedWeight(weight, pair.b, pair.a, pair.scale) if type(module) is nn.Linear else None
     left, right, scale = layer.get_delta_factors(adapter)
     left, right = _with_rows(left), _with_rows(right)
     if _grouped(module, weight, left, right):
@@ -94,8 +94,8 @@ class AdaptedWeight:
 
     def transpose(self, first: int, second: int) -> AdaptedWeight:
         """Exchange the features in and out, the last two dimensions."""
-        sides = (each.transpose(first, second) for each in (self._weight, self._right, self._left))
-        return AdaptedWeight(*sides, self._scale)
+        weight, left, right = (each.transpose(first, second) for each in (self._weight, self._left, self._right))
+        return AdaptedWeight(weight, right, left, self._scale)
 
     @classmethod
     def __torch_function__(

@@ -24,7 +24,7 @@ def estimating(kind: DeviceKind) -> Iterator[None]:
     """Compute on the meta device what a device of this kind would, to count its memory."""
     token = _estimated.set(kind)
     try:
-        with _GroupedProducts():
+        with _GroupedProducts():  # type: ignore[no-untyped-call]
             yield
     finally:
         _estimated.reset(token)

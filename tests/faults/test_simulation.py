@@ -52,7 +52,7 @@ def all_right(seeds: range) -> None:
     operations = servers = commits = 0
     for seed in seeds:
         world = simulated(seed)
-        assert not world.defects, f"seed {seed}: {world.defects}"
+        assert not world.defects, "\n".join([f"seed {seed}: {world.defects}", *world.trace])
         operations, servers = operations + world.accepted, servers + world.servers
         commits += world.disk.commits
     print(f"{len(seeds)} seeds: {operations} operations, {servers} servers, {commits} commits, nothing lost or twice")

@@ -42,6 +42,10 @@ class Keyed:
         return partial(getattr(self._stub, name), metadata=self._metadata)
 
 
+WRITE_FAILED = "Internal error from Core"
+"""What grpc's client says if the server ends a call while a message is written, and the reason has not come yet."""
+
+
 async def outcome(stub: Any, rpc: str, *requests: Any) -> pb.Error | Any:
     """The first answer of an RPC, or the structured error: of the call, or of the acknowledgement."""
     call = getattr(stub, rpc)
@@ -60,6 +64,8 @@ async def outcome(stub: Any, rpc: str, *requests: Any) -> pb.Error | Any:
             return answer
         return await answered
     except grpc.RpcError as error:
+        if error.details() == WRITE_FAILED:
+            return await outcome(stub, rpc, *requests)
         return error_of(error)
 
 

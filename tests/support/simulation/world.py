@@ -190,8 +190,16 @@ class World:
                 await chaos
         except TimeoutError:
             self.defects.append(f"clients {sorted(self._programs)} wait for ever")
+            self._note_what_waits()
             return
         await self._judge(run.run_id)
+
+    def _note_what_waits(self) -> None:
+        """Note every unfinished task with the line at which it waits."""
+        for task in self.loop.tasks:
+            if not task.done():
+                lines = [f"{frame.f_code.co_qualname}:{frame.f_lineno}" for frame in task.get_stack()]
+                self.note(f"{task.get_name()} waits: {' < '.join(reversed(lines))}; for {task._fut_waiter!r}")  # type: ignore[attr-defined]
 
     async def _chaos(self, run_id: str) -> None:
         """Break things for a while, then let everything recover."""

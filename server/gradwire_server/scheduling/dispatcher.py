@@ -145,7 +145,11 @@ class Dispatcher:
             queue.back(operation)
             self.fair_queue.leave(record.owner, operation.tokens)
         if (pause := operation.not_before - time.monotonic()) > 0:
-            asyncio.get_running_loop().call_later(pause, self.wake, queue)
+            asyncio.get_running_loop().call_later(pause, self._send_again, queue, operation)
+        self.wake(queue)
+
+    def _send_again(self, queue: RunQueue, operation: QueuedOperation) -> None:
+        operation.not_before = 0.0  # a timer may run a nanosecond early, and nothing else wakes the queue
         self.wake(queue)
 
     async def _finish(

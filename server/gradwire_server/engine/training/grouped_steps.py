@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from gradwire_losses import host
 from gradwire_proto.v1 import training_pb2
-from torch import Tensor
-from torch.optim.adamw import adamw
 
 from gradwire_server.engine.failures import is_fatal
 from gradwire_server.engine.training.accumulation import GradientAccumulator
 from gradwire_server.engine.training.optimizer import Optimizer, Step, StepOutcome, Updated
+from gradwire_server.engine.training.update_rules import can_be_scaled, fused_adamw
 
 
 class RunStep(NamedTuple):
@@ -65,8 +64,7 @@ def _step_together(runs: Sequence[RunStep]) -> list[StepOutcome | Exception]:
         except Exception as error:  # as above
             found[number] = _unless_fatal(error)
             continue
-        fuses = step.factor not in (0.0, 1.0) and all(map(_plain, step.gradients.values()))
-        if fuses and set(rules.values()) == {"adamw"}:
+        if set(rules.values()) == {"adamw"} and can_be_scaled(step.gradients.values(), step.factor):
             fused += runs[number].optimizer.updated(step)
         else:
             alone[number] = rules
@@ -94,32 +92,10 @@ def _update(tensors: Sequence[Updated]) -> None:
         key = (group["lr"], group["betas"], group["eps"], group["weight_decay"], each.master.device)
         alike.setdefault(key, []).append(each)
     for members in alike.values():
-        group = members[0].group
-        beta1, beta2 = group["betas"]
         gradients = [each.gradient for each in members]
         # As a fused step does with its grad_scale, whose bits a product with the factor does not have.
         torch._foreach_div_(gradients, [1.0 / each.factor for each in members])
-        states = [each.state for each in members]
-        adamw(
-            [each.master for each in members],
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-def _plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.dtype == torch.float32
+        fused_adamw(members[0].group, [each.master for each in members], gradients, [each.state for each in members])
 
 
 def _unless_fatal(error: Exception) -> Exception:

@@ -121,8 +121,13 @@ def set_groups(groups: Sequence[dict[str, Any]], rule: UpdateRule, call: trainin
 
 def fuses(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor], factor: float) -> bool:
     """Whether :func:`fused_step` can take a step with these gradients."""
+    return bool(optimizer.defaults.get("fused")) and can_be_scaled(gradients, factor)
+
+
+def can_be_scaled(gradients: Iterable[Tensor], factor: float) -> bool:
+    """Whether a fused step can be given these gradients and their factor, which it multiplies them by."""
     plain = all(type(gradient) is Tensor and gradient.dtype == torch.float32 for gradient in gradients)
-    return plain and bool(optimizer.defaults.get("fused")) and factor not in (0.0, 1.0)
+    return plain and factor not in (0.0, 1.0)
 
 
 @torch.no_grad()
@@ -136,25 +141,41 @@ def fused_step(optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor]
         chosen = [(master, gradients[name]) for name, master in pairs if name in gradients]
         if not chosen:
             continue
-        states = [optimizer.state[master] for master, _ in chosen]
-        beta1, beta2 = group["betas"]
-        adamw(
+        fused_adamw(
+            group,
             [master for master, _ in chosen],
             [gradient for _, gradient in chosen],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=chosen[0][0].device),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            [optimizer.state[master] for master, _ in chosen],
+            torch.full((), 1.0 / factor, dtype=torch.float32, device=chosen[0][0].device),
         )
+
+
+def fused_adamw(
+    group: Mapping[str, Any],
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
+    grad_scale: Tensor | None = None,
+) -> None:
+    """Update masters by fused AdamW with a group's hyperparameters; ``grad_scale`` divides the gradients."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        masters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        grad_scale=grad_scale,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def is_head(name: str) -> bool:

@@ -28,7 +28,7 @@ class _Blocks(torch.autograd.Function):
         groups = query.shape[1] // key.shape[1]
         ctx.layout, ctx.scale = layout, scale
         if layout.whole is not None:
-            taken = _rows(query, layout.whole), *(_rows(_for_each(each, groups), layout.whole) for each in (key, value))
+            taken = _rows(query, layout.whole), *(_rows(repeated(each, groups), layout.whole) for each in (key, value))
             out, lse = _flash(*taken, 0.0, True, scale=scale)
             ctx.save_for_backward(query, key, value, out, lse)
             attended: Tensor = out.transpose(1, 2).flatten(0, 1)[None]
@@ -61,7 +61,7 @@ class _Blocks(torch.autograd.Function):
         layout: Layout = ctx.layout
         groups = query.shape[1] // key.shape[1]
         if layout.whole is not None:
-            taken = _rows(query, layout.whole), *(_rows(_for_each(each, groups), layout.whole) for each in (key, value))
+            taken = _rows(query, layout.whole), *(_rows(repeated(each, groups), layout.whole) for each in (key, value))
             of_rows = _flash_backward(
                 _rows(grad_out.transpose(1, 2), layout.whole), *taken, out, lse, 0.0, True, scale=ctx.scale
             )
@@ -102,9 +102,9 @@ def _heads(by_token: Tensor) -> Tensor:
     return by_token.transpose(0, 1)[None]
 
 
-def repeated(by_token: Tensor, groups: int) -> Tensor:
-    """Repeat each key or value head for the query heads that share it: ``[M, K, D] -> [M, K * groups, D]``."""
-    return by_token if groups == 1 else by_token.repeat_interleave(groups, dim=1)
+def repeated(shared: Tensor, groups: int) -> Tensor:
+    """Repeat each key or value head for the query heads that share it: ``[:, K, ...] -> [:, K * groups, ...]``."""
+    return shared if groups == 1 else shared.repeat_interleave(groups, dim=1)
 
 
 def _rows(heads: Tensor, whole: Bucket) -> Tensor:
@@ -112,13 +112,8 @@ def _rows(heads: Tensor, whole: Bucket) -> Tensor:
     return heads if whole.rows == 1 else heads[0].unflatten(1, (whole.rows, whole.width)).transpose(0, 1)
 
 
-def _for_each(heads: Tensor, groups: int) -> Tensor:
-    """Repeat each key or value head for the query heads that share it: ``[1, K, M, D] -> [1, K * groups, M, D]``."""
-    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
-
-
 def _of_shared(grad: Tensor, groups: int) -> Tensor:
-    """Gradient of the heads that :func:`_for_each` repeated: ``[K * groups, M, D] -> [K, M, D]``."""
+    """Gradient of the heads that :func:`repeated` repeated: ``[K * groups, M, D] -> [K, M, D]``."""
     return grad if groups == 1 else grad.unflatten(0, (-1, groups)).sum(dim=1)
 
 

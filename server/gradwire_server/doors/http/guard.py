@@ -146,7 +146,9 @@ async def _body(headers: _Headers, receive: Receive, limit: BodyLimit) -> bytes:
             parts.append(part)
             limit.check(size)
     except ServiceError as error:
-        beginning = b"".join(part[:BEGINNING_BYTES] for part in parts[:BEGINNING_BYTES])[:BEGINNING_BYTES]
+        beginning = b""
+        for part in parts:
+            beginning += part[: BEGINNING_BYTES - len(beginning)]
         parts.clear()
         if more and not headers.waits:
             beginning += await _discard(receive, BEGINNING_BYTES - len(beginning))

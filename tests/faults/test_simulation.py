@@ -6,6 +6,7 @@ A seed that fails is repeated with ``World(seed, folder).run()``; ``trace`` tell
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import tempfile
@@ -31,10 +32,11 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Thousands of simulated failures would fill the log."""
+    """Thousands of simulated failures would fill the log. What a simulation froze is given back to the collector."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
+    gc.unfreeze()
 
 
 def simulated(seed: int, writers: int | None = None) -> World:
@@ -86,6 +88,21 @@ def test_what_no_client_was_told_is_explained_by_what_was_sent() -> None:
     assert check(log, 3, 3, 0, ["step"]) == [], "operation 2 was the step, which ended the failure"
     log.refused.add(ident(ends))
     assert "operation 3 (step 4)" in check(log, 3, 3, 0, ["step"])[0], "the step was refused, so nothing ended it"
+
+
+def test_an_operation_that_began_before_a_full_disk_refused_it_takes_no_number() -> None:
+    """The engine began operation 2 of the older writer. On disk is the newer writer's, aborted by operation 1."""
+    fails, begun, aborted = fb("fail-1"), fb("-2"), fb("-3")
+    log = RunLog()
+    for seq, epoch, sent in ((1, 2, fails), (2, 1, begun), (2, 2, aborted)):
+        log.sent[seq][ident(sent)] = pb.OperationHeader(operation=sent, epoch=epoch)
+        log.epochs[ident(sent)].add(epoch)
+    log.executed = {1: ident(fails), 2: ident(begun)}
+    log.outcomes.update({1: {("InvalidBatchError", 0.0)}, 2: {("AbortedPredecessorError", 0.0)}})
+    assert check(log, 2, 2, 0, []) == []
+    assert check(log, 2, 2, 0, ["-2"]) != [], "what was begun must not stay in the run's state"
+    log.acknowledged[2].add(ident(begun))
+    assert check(log, 2, 2, 0, []) == ["an older writer submitted after a newer one"]
 
 
 def fb(loss_fn: str) -> pb.Operation:

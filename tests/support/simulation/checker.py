@@ -4,7 +4,7 @@ in order, with the result that it would have had there."""
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -30,16 +30,18 @@ class RunLog:
     """Everything observed of one run.
 
     Attributes:
-        sent: Headers that clients wrote, by number and operation.
+        sent: Headers that clients wrote, by number and operation; the last one, if a client sent it again.
+        epochs: The epochs with which a client sent an operation, by its name.
         acknowledged: Operations that a client was told are accepted, by number.
-        executed: The operation that an engine carried out last under a number. What it began before it was on disk, and
-            what was lost with that disk, may be followed by another.
+        executed: The operation that an engine carried out last under a number. An engine may begin what is not on disk
+            yet. If the disk then refuses it, or loses it, another operation takes the number, and need not be executed.
         outcomes: What futures said, by number.
         refused: Operations whose future said that they were not accepted.
         cancelling: Operations that a client asked to cancel.
     """
 
     sent: dict[int, dict[str, pb.OperationHeader]] = field(default_factory=lambda: defaultdict(dict))
+    epochs: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     acknowledged: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     executed: dict[int, str] = field(default_factory=dict)
     outcomes: dict[int, set[Outcome]] = field(default_factory=lambda: defaultdict(set))
@@ -62,43 +64,50 @@ def check(log: RunLog, accepted: int, applied: int, trimmed: int, history: list[
         wrong.append(f"{accepted} operations were accepted, {applied} have results")
     if beyond := [number for number in (*log.acknowledged, *log.executed, *log.outcomes) if number > accepted]:
         wrong.append(f"the server forgot operation {min(beyond)}: it has {accepted}")
-    content: dict[int, str] = {}
-    unknown: dict[int, list[str]] = {}
+    choices: dict[int, list[str]] = {}
     for number in range(1, accepted + 1):
         told, done = log.acknowledged[number], {log.executed[number]} if number in log.executed else set()
-        sent = set(log.sent[number])
-        known = told or done or (sent - log.refused if number > trimmed else sent) or sent
+        sent = done | set(log.sent[number])
+        choices[number] = sorted(told or (sent - log.refused if number > trimmed else sent) or sent)
+        choices[number].sort(key=lambda name: name not in done)
         if len(told) > 1:
             wrong.append(f"number {number} stands for several operations: {sorted(told)}")
-        elif len(known) > 1:
-            unknown[number] = sorted(known)
-        if not known:
+        if not choices[number]:
             wrong.append(f"nobody sent operation {number}")
-        content[number] = min(known, default="")
-    numbers: dict[str, int] = {}
-    for number, name in content.items():
-        if number in log.executed and numbers.setdefault(name, number) != number:
-            wrong.append(f"{name} was carried out as {numbers[name]} and as {number}")
-    if both := log.refused & {content[number] for number in content if number in log.executed and number > trimmed}:
-        wrong.append(f"refused, and carried out nevertheless: {sorted(both)}")
+            choices[number] = [""]
+    numbers = Counter(name for number, name in log.executed.items() if number <= accepted)
+    wrong += [f"{name} was carried out under several numbers" for name, count in numbers.items() if count > 1]
     possible = (
-        _differences(log, each, history, cancelled)
-        for each in _contents(content, unknown)
+        _differences(log, each, trimmed, history, cancelled)
+        for each in _contents(log, choices)
         for cancelled in _cancellations(log, each)
     )
     return wrong + _fewest(possible)
 
 
-def _contents(content: dict[int, str], unknown: dict[int, list[str]]) -> Iterator[dict[int, str]]:
-    """Return what the numbers may stand for: writers took the run from each other, and were killed before they knew
-    which of them had submitted an operation that was then aborted."""
-    for chosen in itertools.product(*unknown.values()):
-        yield content | dict(zip(unknown, chosen))
+def _contents(log: RunLog, choices: dict[int, list[str]]) -> Iterator[dict[int, str]]:
+    """Return what the numbers may stand for, the executed operations first.
+
+    Writers took the run from each other, and some were killed before they knew whose operation had been accepted. An
+    older writer submits nothing after a newer one: along the numbers, epochs do not fall.
+    """
+
+    def follow(number: int, epoch: int, content: dict[int, str]) -> Iterator[dict[int, str]]:
+        if number not in choices:
+            yield dict(content)
+            return
+        for name in choices[number]:
+            later = [each for each in log.epochs[name] if each >= epoch]
+            if later or not log.epochs[name]:
+                content[number] = name
+                yield from follow(number + 1, min(later, default=epoch), content)
+
+    return follow(1, 0, {})
 
 
 def _fewest(possible: Iterator[list[str]]) -> list[str]:
     """Return the shortest list of differences; the first empty one ends the search."""
-    fewest = next(possible)
+    fewest = next(possible, ["an older writer submitted after a newer one"])
     while fewest and (other := next(possible, None)) is not None:
         fewest = min(fewest, other, key=len)
     return fewest
@@ -113,8 +122,11 @@ def _cancellations(log: RunLog, content: dict[int, str]) -> Iterator[set[int]]:
             yield certain | set(chosen)
 
 
-def _differences(log: RunLog, content: dict[int, str], history: list[str], cancelled: set[int]) -> list[str]:
-    wrong = []
+def _differences(
+    log: RunLog, content: dict[int, str], trimmed: int, history: list[str], cancelled: set[int]
+) -> list[str]:
+    done = {name for number, name in content.items() if number > trimmed and log.executed.get(number) == name}
+    wrong = [f"refused, and carried out nevertheless: {name}" for name in sorted(log.refused & done)]
     expected, state = _sequential(log, content, cancelled)
     for number, outcomes in sorted(log.outcomes.items()):
         if differing := outcomes - {expected.get(number, ("nothing", 0.0))}:

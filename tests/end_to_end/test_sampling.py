@@ -67,6 +67,31 @@ async def test_errors_of_a_stream_are_raised_where_it_is_read(service: gradwire.
         await service.sampling_client("tiny").sample("a", top_logprobs=129)
 
 
+async def test_a_ruined_run_has_no_samples_until_it_goes_back(service: gradwire.ServiceClient) -> None:
+    run = await service.create_run("tiny", lora=4, seed=0)
+    rows = {"input_ids": [[1, 40, 41, 42]]}
+    kept = await run.save_checkpoint("kept")
+    before = (await run.sample("ab", max_tokens=4, seed=1)).samples[0][0]
+    await run.train_step(rows, "causal_lm", learning_rate=1e30)
+    for options in ({}, {"temperature": 0}, {"top_k": 5, "top_logprobs": 2, "stop": "x"}):
+        with pytest.raises(gradwire.NonFiniteError, match=r"after prompt 0 are not finite.* a checkpoint") as caught:
+            await run.sample("ab", max_tokens=200, **options)
+        assert caught.value.row == 0
+    seen = []
+    with pytest.raises(gradwire.NonFiniteError, match="not finite"):
+        async for token in service.sampling_client(run.run_id).stream("ab", max_tokens=200):
+            seen.append(token)
+    assert seen == []
+    await run.load_checkpoint(kept)
+    after = (await run.sample("ab", max_tokens=4, seed=1)).samples[0][0]
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (before.token_ids.tolist(), before.logprobs.tolist())
+
+
+async def test_a_text_that_is_no_list_is_named(service: gradwire.ServiceClient) -> None:
+    with pytest.raises(gradwire.InvalidArgumentError, match="texts must be a list of strings, not a int"):
+        await service.encode("tiny", 3)  # type: ignore[arg-type]
+
+
 async def test_a_reader_who_leaves_ends_the_generation(service: gradwire.ServiceClient) -> None:
     """A sample of the run's weights holds up its next operation until it ends."""
     run = await service.create_run("tiny", lora=2)

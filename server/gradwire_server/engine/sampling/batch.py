@@ -284,7 +284,10 @@ class Batch:
         for kind, of_kind in drawn:
             tokens[of_kind] = next(copies).numpy()
             by_token[of_kind] = kind.ends[tokens[of_kind]]
-            rows.logprobs[of_kind, count[of_kind]] = next(copies).float().numpy()
+            logprobs = next(copies).float().numpy()
+            rows.logprobs[of_kind, count[of_kind]] = logprobs
+            for row in of_kind[np.isnan(logprobs)].tolist():
+                rows.job[row].fail_non_finite(int(rows.row[row]))
             if kind.params.top_logprobs:
                 ids, values = next(copies).int().numpy(), next(copies).float().numpy()
                 tops.update(zip(of_kind.tolist(), zip(ids, values, strict=True), strict=True))

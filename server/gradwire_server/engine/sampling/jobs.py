@@ -103,8 +103,20 @@ class LocalJob:
             self._handed[row] if self._handed else None,
         )
 
+    def fail_non_finite(self, row: int) -> None:
+        """End the job because the model gives no distribution to draw a row's next token from."""
+        self.error = OperationError(
+            training_pb2.ERROR_CODE_NON_FINITE,
+            f"the model's logits after prompt {row // self.params.n} are not finite, so that there is nothing to sample"
+            " from: a step has probably ruined its weights; load a checkpoint from before it",
+            row=row // self.params.n,
+            rule="finite",
+        )
+
     def new_tokens(self) -> list[training_pb2.SampleDelta]:
         """See :class:`.sampler.Job`."""
+        if self.error is not None:
+            return []
         return [handed.take() for handed in self._handed if handed.waiting]
 
     def end(

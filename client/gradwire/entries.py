@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 from gradwire_proto.codec import Column, digest, encode
 from gradwire_proto.v1 import training_pb2 as pb
@@ -87,7 +88,7 @@ def check_timeout(timeout: float | None) -> None:
     Raises:
         InvalidArgumentError: It is not a number of seconds.
     """
-    if timeout is not None and not 0 < timeout < math.inf:
+    if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout < math.inf):
         raise InvalidArgumentError(
-            f"timeout is {timeout}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
+            f"timeout is {timeout!r}; it is a number of seconds, and None for no limit", field="timeout", rule="> 0"
         )

@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast, overload
 
-from gradwire.errors import AbortedPredecessorError, GradwireError, ServiceClosedError, WouldDeadlockError
+from gradwire.errors import (
+    AbortedPredecessorError,
+    GradwireError,
+    InvalidArgumentError,
+    ServiceClosedError,
+    WouldDeadlockError,
+)
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -238,7 +245,16 @@ async def gather(*futures: Future[Any]) -> tuple[Any, ...]:
 
     If some failed, raise the first cause among them once all have settled; further independent failures are
     listed in the exception's notes.
+
+    Raises:
+        InvalidArgumentError: An argument is no future.
     """
+    for place, future in enumerate(futures):
+        if not isawaitable(future):
+            several = "; give the futures of a list as gather(*futures)" if isinstance(future, Iterable) else ""
+            raise InvalidArgumentError(
+                f"gather takes futures, and argument {place} is a {type(future).__name__}{several}", field="futures"
+            )
     results, errors = [], []
     for future in futures:
         try:

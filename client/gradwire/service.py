@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -395,6 +395,8 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
 
 
 def _texts(texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise InvalidArgumentError("texts must be a list of strings", field="texts", rule="a list")
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise InvalidArgumentError(
+            f"texts must be a list of strings, not a {type(texts).__name__}", field="texts", rule="a list"
+        )
     return list(texts)

@@ -151,6 +151,18 @@ async def test_a_local_failure_that_was_raised_takes_nothing_with_it() -> None:
         assert isinstance(bad.exception(), gradwire.UnknownLossError)
 
 
+async def test_what_is_no_future_or_no_list_of_texts_is_named() -> None:
+    async with scripted_run(Script()) as (run, _):
+        futures = [run.forward_backward(BATCH, "row_loss"), run.optim_step()]
+        with pytest.raises(gradwire.InvalidArgumentError, match=r"argument 0 is a list; .*gather\(\*futures\)"):
+            await gradwire.gather(futures)  # type: ignore[arg-type]
+        with pytest.raises(gradwire.InvalidArgumentError, match=r"argument 2 is a int$"):
+            await gradwire.gather(*futures, 3)  # type: ignore[arg-type]
+        with pytest.raises(gradwire.InvalidArgumentError, match="timeout is '3'; it is a number of seconds"):
+            await run.optim_step(timeout="3")  # type: ignore[arg-type]
+        assert [type(each).__name__ for each in await gradwire.gather(*futures)] == ["LossResult", "OptimStepResult"]
+
+
 async def test_gather_raises_the_first_cause() -> None:
     async with scripted_run(Script(answer=fails_on(1))) as (run, _):
         first, step = run.forward_backward(BATCH, "row_loss"), run.optim_step()

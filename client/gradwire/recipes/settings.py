@@ -21,7 +21,17 @@ S = TypeVar("S", bound="Settings")
 
 
 LEAST = {
-    0: ("limit", "lora_rank", "learning_rate", "warmup", "weight_decay", "max_steps", "eval_every", "eval_problems"),
+    0: (
+        "limit",
+        "seed",
+        "lora_rank",
+        "learning_rate",
+        "warmup",
+        "weight_decay",
+        "max_steps",
+        "eval_every",
+        "eval_problems",
+    ),
     1: ("batch_size", "epochs", "max_tokens", "save_every", "answer_tokens", "group_size", "answers"),
 }
 """Smallest value of a number -> the settings."""

@@ -30,12 +30,13 @@ class Tokens:
     def __init__(self, service: Any, model: gradwire.ModelInfo, max_tokens: int) -> None:
         self._service, self._model, self._most = service, model, min(max_tokens, model.context_length)
         self._has_template: bool | None = None
+        self._warned: set[str] = set()
         self.cut = 0
 
     async def rows(self, conversations: Sequence[Conversation], train_on: str = "assistant") -> list[Any]:
         """Encode conversations into rows with ``input_ids`` and ``loss_mask``."""
         if not await self._chats():
-            return [self._short(row) for row in await self._plain([each.messages for each in conversations])]
+            return [self._short(row) for row in await self._plain([each.messages for each in conversations], train_on)]
         if not any(each.tools for each in conversations):
             messages = [each.messages for each in conversations]
             found = await self._service.render(messages, train_on=train_on, model=self._model.name)
@@ -71,7 +72,12 @@ class Tokens:
             found = [row["input_ids"] for row in rows]
         else:
             found = await self._service.encode(self._model.name, [plain_chat(each) for each in messages])
-        return [np.asarray(ids)[-max(1, self._most - room) :] for ids in found]
+        most = max(1, self._most - room)
+        if any(len(ids) > most for ids in found):
+            self._warn_once(
+                "prompts of more than %d tokens are cut at their beginning, to leave %d for an answer", most, room
+            )
+        return [np.asarray(ids)[-most:] for ids in found]
 
     async def _chats(self) -> bool:
         if self._has_template is None:
@@ -80,9 +86,11 @@ class Tokens:
                 logger.warning("%s has no chat template: conversations are written as plain text", self._model.name)
         return self._has_template
 
-    async def _plain(self, conversations: Sequence[Sequence[Any]]) -> list[Any]:
+    async def _plain(self, conversations: Sequence[Sequence[Any]], train_on: str) -> list[Any]:
         ends = self._model.eos_token_ids[:1]
         conversations = [_to_last_answer(each) for each in conversations]
+        if train_on == "assistant" and any(_answers(each) > 1 for each in conversations):
+            self._warn_once("without a chat template only the last answer of a conversation is trained on")
         befores = await self._service.encode(self._model.name, [plain_chat(each[:-1]) for each in conversations])
         answers = await self._service.encode(
             self._model.name, [str(each[-1]["content"]) for each in conversations], add_special_tokens=False
@@ -90,7 +98,7 @@ class Tokens:
         return [
             {
                 "input_ids": np.array([*before, *answer, *ends]),
-                "loss_mask": np.array([0] * len(before) + [1] * (len(answer) + len(ends))),
+                "loss_mask": np.array([int(train_on == "all")] * len(before) + [1] * (len(answer) + len(ends))),
             }
             for before, answer in zip(befores, answers)
         ]
@@ -99,9 +107,24 @@ class Tokens:
         if len(row["input_ids"]) <= self._most:
             return row
         self.cut += 1
-        if self.cut == 1:
-            logger.warning("rows of more than %d tokens are cut at their end", self._most)
-        return {name: value[: self._most] for name, value in row.items()}
+        self._warn_once("rows of more than %d tokens are cut at their end", self._most)
+        short = {name: value[: self._most] for name, value in row.items()}
+        if np.any(row["loss_mask"]) and not np.any(short["loss_mask"]):
+            self._warn_once(
+                "the cut leaves nothing to train on of some rows: their answers begin behind token %d; raise"
+                " max_tokens, or leave these rows out",
+                self._most,
+            )
+        return short
+
+    def _warn_once(self, message: str, *args: Any) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *args)
+
+
+def _answers(messages: Sequence[Any]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
 
 
 def _to_last_answer(messages: Sequence[Any]) -> Sequence[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,7 @@ from gradwire.whole_files import replace_json, whole_file
 T = TypeVar("T")
 Metrics = dict[str, float]
 DELETE_PATIENCE_S = 5.0
+logger = logging.getLogger("gradwire.recipes")
 
 
 class Training:
@@ -46,6 +49,7 @@ class Training:
         self._position: Mapping[str, int] | None = state.get("position")
         self._loggers: list[MetricLogger] = [JsonlLogger(self.folder / "metrics.jsonl"), *loggers_of(settings)]
         self.last: Metrics = {}
+        self._warned: set[str] = set()
 
     async def steps(
         self, batches: Batches[T], evaluate: Callable[[], Awaitable[Mapping[str, float]]] | None = None
@@ -95,6 +99,7 @@ class Training:
             decay="matrices",
         )
         loss, taken = await result, await stepped
+        self._pass_on(step, loss.warnings)
         self._write(
             {f"train/{name}": value for name, value in loss.metrics.items()}
             | {"train/grad_norm": taken.grad_norm, "train/learning_rate": taken.learning_rate}
@@ -102,6 +107,14 @@ class Training:
             step + 1,
         )
         self.last = {"loss": loss.loss}
+
+    def _pass_on(self, step: int, warnings: Sequence[str]) -> None:
+        """Log the server's warnings, each kind once: those that differ in their numbers are one kind."""
+        for warning in warnings:
+            kind = re.sub(r"\d+", "", warning)
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("step %d: %s", step + 1, warning)
 
     def _write(self, metrics: Metrics, step: int | None = None) -> None:
         for logger in self._loggers:

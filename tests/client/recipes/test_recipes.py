@@ -16,6 +16,7 @@ from gradwire.recipes import command, distill, dpo, grpo, ppo, reward, sft
 from gradwire.recipes.estimate import Estimate
 from support.chats import chat_model
 from support.server import Server
+from support.tiny import tiny_model
 
 PROGRAM = """
 import os, signal
@@ -45,8 +46,9 @@ COMMON: dict[str, Any] = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("recipes")
     model, teacher = chat_model(folder / "marked", "marked"), chat_model(folder / "teacher", "marked", seed=1)
-    flags = ("--model", f"marked={model}", "--model", f"teacher={teacher}", "--threads", "1")
-    running = Server(model, folder / "state", *flags).start()
+    plain = tiny_model(folder / "plain")
+    flags = ("--model", f"marked={model}", "--model", f"teacher={teacher}", "--model", f"plain={plain}")
+    running = Server(model, folder / "state", *flags, "--threads", "1").start()
     yield running
     running.end()
 
@@ -200,6 +202,7 @@ BAD: list[tuple[str, list[str], str]] = [
     ("model: x\nheld_out: 2\n", [], "line 2: held_out is 2.0; it must lie between 0 and 1"),
     ("model: x\nmodel: y\n", [], "line 2: model is set a second time"),
     ("model: x\nlimit: -1\n", [], "line 2: limit is -1; it must be at least 0"),
+    ("model: x\nseed: -1\n", [], "line 2: seed is -1; it must be at least 0"),
     ("model: x\nlearning_rate: .nan\n", [], "line 2: learning_rate is nan; it must be at least 0"),
     ("model: x\nfolder: ''\n", [], "line 2: folder is empty"),
     ("model: x\nloggers: [wandbb]\n", [], "line 2: loggers has 'wandbb'; there are tensorboard, wandb"),
@@ -263,6 +266,41 @@ def test_skipped_rows_are_said(
     command.main(["sft", str(file), "--dry-run"])
     said = capsys.readouterr()
     assert "gradwire train: 1 of 65 rows were skipped" in said.err and "line 65" in said.err and "steps" in said.out
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+async def test_a_model_without_a_template_is_trained_on_what_the_settings_say(
+    train_on: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = [{"role": role, "content": "ab"} for role in ("user", "assistant", "user", "assistant")]
+    (tmp_path / "talks.jsonl").write_text("\n".join(json.dumps({"messages": [*said, {**said[3], "content": ""}]})
+                                                   .replace("ab", 2 * letter) for letter in "abcdef"))  # fmt: skip
+    settings = sft.SFT(model="plain", address=server.address, data=str(tmp_path / "talks.jsonl"), train_on=train_on,
+                       folder=str(tmp_path / "run"), held_out=0.2, batch_size=2, max_steps=1)  # fmt: skip
+    await sft.train(settings)
+    (line,) = [line for line in metrics(tmp_path / "run") if "train/tokens" in line]
+    scored = line["train/tokens"] - 2 if train_on == "all" else 2 * len(["end"])  # a row's first token is never scored
+    assert line["train/num_tokens"] == scored
+    warned = [record.message for record in caplog.records if "only the last answer" in record.message]
+    assert len(warned) == (train_on == "assistant")
+
+
+async def test_rows_without_an_answer_after_the_cut_are_said(
+    server: Server, sums: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = COMMON | {"address": server.address, "data": sums["talks"], "max_steps": 2, "eval_every": 0}
+    await sft.train(sft.SFT(**common | {"max_tokens": 6}, folder=str(tmp_path / "sft")))
+    assert curve(tmp_path / "sft", "train/num_tokens") == [0.0, 0.0]
+    said = [record.message for record in caplog.records]
+    assert sum("answers begin behind token 6; raise max_tokens" in each for each in said) == 1, said
+    assert sum("step 1: no token of this batch was scored" in each for each in said) == 1, said
+    settings = distill.Distill(
+        **common | {"max_tokens": 20, "max_steps": 1}, folder=str(tmp_path / "own"), teacher="teacher",
+        answer_tokens=15, own_answers=1.0,
+    )  # fmt: skip
+    await distill.train(settings)
+    said = [record.message for record in caplog.records]
+    assert sum("prompts of more than 5 tokens are cut at their beginning, to leave 15" in each for each in said) == 1
 
 
 @pytest.mark.parametrize("recipe", command.RECIPES)

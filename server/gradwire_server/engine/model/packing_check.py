@@ -19,6 +19,9 @@ from gradwire_server.engine.model.split_model import SplitModel
 
 logger = logging.getLogger(__name__)
 
+TRIED_IDS = 512
+"""Token ids among which those are chosen that models are compared with."""
+
 
 def choose_packing(split_model: SplitModel) -> Packing:
     """Choose the correct form that computes the fewest tokens, and set the attention implementation it needs."""
@@ -48,7 +51,8 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
     beginning = torch.arange(common)
     branches = [(torch.arange(length) + 7 * (number + 1)) for number, length in enumerate(own)]
     parts = [torch.cat([beginning, branch]) for branch in branches] + [torch.arange(int(lengths[-1])) + 5]
-    input_ids = torch.cat(parts) % facts.vocab_size
+    usable = _usable_ids(split_model)
+    input_ids = usable[torch.cat(parts) % len(usable)]
     group_sizes = torch.tensor([len(own), 1])
     with attention.observing() as seen:
         expected = _states_and_gradient(split_model, Packing.PADDED, input_ids, lengths, group_sizes)
@@ -62,6 +66,18 @@ def _compare(split_model: SplitModel) -> tuple[Packing, str]:
     if not _alike(shared, expected, split_model.dtype):
         return Packing.PACKED, "states or gradients differ where a prefix is shared"
     return Packing.SHARED, ""
+
+
+@torch.no_grad()
+def _usable_ids(split_model: SplitModel) -> Tensor:
+    """Token ids whose embeddings are not much smaller than the others'.
+
+    That of a padding token is often zero. Alone in front of a sequence it stays zero from layer to layer, and each norm
+    multiplies the gradient in it by a thousand or so, until it is not finite however the sequences are arranged.
+    """
+    ids = torch.arange(min(split_model.facts.vocab_size, TRIED_IDS))
+    sizes = split_model.model.get_input_embeddings()(ids.to(split_model.device)).float().norm(dim=-1).cpu()
+    return ids[sizes >= sizes.quantile(0.9) / 2]
 
 
 def _states_and_gradient(

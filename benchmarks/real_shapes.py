@@ -26,7 +26,15 @@ from benchmarks.workload import Draw, Rows, num_tokens
 
 ROWS = {"sft": 6, "dpo": 3, "grpo": 1}
 """Rows of a batch for SFT, pairs for DPO, groups of four responses for GRPO."""
-SMOKE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+SMOKE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 512,
+}
 COMMON: dict[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
 
 
@@ -35,7 +43,7 @@ def smollm2(**settings: Any) -> Any:
     from transformers import LlamaConfig
 
     shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49_152}
-    heads = {"num_attention_heads": 9, "num_key_value_heads": 3} if not settings else {"num_attention_heads": 4}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
     return LlamaConfig(**COMMON | shape | heads | settings)
 
 
@@ -44,7 +52,7 @@ def qwen3(**settings: Any) -> Any:
     from transformers import Qwen3Config
 
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 151_936}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128 if not settings else 8}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     return Qwen3Config(**COMMON | shape | heads | settings)
 
 
@@ -53,7 +61,7 @@ def gemma3(**settings: Any) -> Any:
     from transformers import Gemma3TextConfig
 
     shape = {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "vocab_size": 262_144}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256 if not settings else 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
     window = {"sliding_window": 512, "query_pre_attn_scalar": 256}
     return Gemma3TextConfig(**COMMON | shape | heads | window | settings)
 

@@ -21,6 +21,7 @@ Span = tuple[int, int]
 """First character, and the one behind the last."""
 SAMPLED = "token_ids"
 """Key of an assistant's message: the tokens that were sampled for it, kept where its text is."""
+KNOWN_ROLES = ("system", "user", "assistant")
 
 
 class TemplateError(Exception):
@@ -98,6 +99,24 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in message.items() if value is not None and key != SAMPLED} for message in messages
     ]
+
+
+def left_out(chat: Chat, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> int | None:
+    """A message whose role the template does not know and leaves out without a word; None if there is none.
+
+    Of each role but system, user and assistant, which templates know, the last message with a content is tried.
+
+    Args:
+        messages: as :func:`plain` gives them.
+    """
+    last = {message["role"]: index for index, message in enumerate(messages) if message.get("content")}
+    for index in sorted(index for role, index in last.items() if role not in KNOWN_ROLES):
+        probe = f"probe{secrets.token_hex(8)}"
+        changed = [*messages[:index], _with_content(messages[index], probe), *messages[index + 1 :]]
+        written = chat.tried(changed, add_generation_prompt)
+        if written is not None and probe not in written:
+            return index
+    return None
 
 
 def find_turn(

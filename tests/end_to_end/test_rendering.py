@@ -154,11 +154,27 @@ async def test_errors_say_what_to_do(address: str) -> None:
             ([user] * 41, {"model": "qwen"}, LimitExceededError, "max_messages=N"),
             ([user], {"model": "qwen", "tools": [len]}, InvalidArgumentError, "a tool is its JSON schema"),
             ([{**user, "token_ids": [10**6]}], {"model": "qwen"}, InvalidArgumentError, "token_ids is a list of ids"),
+            (
+                [[user], [user, {"role": "model", "content": "yo"}]],
+                {"model": "qwen"},
+                InvalidArgumentError,
+                "conversation 1, message 1: .* does not know the role 'model' and leaves the message out",
+            ),
             (TALK, {"model": "qwen", "chat_template": "other"}, InvalidArgumentError, "no chat template 'other'"),
         ]
         for messages, options, kind, words in cases:
             with pytest.raises(kind, match=words):
                 await service.render(messages, **options)
+
+
+async def test_a_role_that_the_template_writes_is_no_mistake(address: str, tokenizers: dict[str, Any]) -> None:
+    talk = [{"role": "expert", "content": "hi"}, {"role": "expert", "content": None}, {"role": "gpt", "content": "yo"}]
+    async with gradwire.connect(address) as service:
+        row = await service.render(talk[::2], model="llama")
+        assert row["input_ids"].tolist() == tokenizers["llama"].apply_chat_template(talk[::2], return_dict=False)
+        assert not row["loss_mask"].any()  # no assistant has spoken
+        with pytest.raises(InvalidArgumentError, match=r"message 0: .* the role 'expert'"):
+            await service.render(talk, model="qwen")
 
 
 def as_sampled(tokenizer: Any, text: str, end: bool = True) -> Generation:

@@ -122,6 +122,13 @@ class Renderer:
             pieces = chat.cut(form, messages, add_generation_prompt=prompt)
             trained = self._trained(conversation, messages, request.train_on, place)
             written = chat.plain(messages)
+            if (unread := chat.left_out(form, written, add_generation_prompt=prompt)) is not None:
+                raise _invalid(
+                    f"conversation {place}, message {unread}: the chat template of {self._model!r} does not know the"
+                    f" role {messages[unread]['role']!r} and leaves the message out; roles are system, user, assistant"
+                    " and, where the template has them, tool and others",
+                    "messages", place,
+                )  # fmt: skip
             text = write(written, prompt) if trained else ""
             if trained and self._template.marks_generation(name) and _by_role(messages) == len(marked):
                 spans = [marked[_by_role(messages[:index])] for index in trained if _is_assistant(messages[index])]

@@ -28,6 +28,7 @@ _MAGIC = b"gwr2"
 _FIRST_HEADER = struct.Struct("<4sQ16s")
 _FIRST_MAGIC = b"gwr1"
 SEGMENT_BYTES = 64 << 20
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -88,6 +89,7 @@ class Segments:
         make_folder(folder)
         self._fd = -1
         self._size = 0
+        self._gathered, self._gathered_bytes = list[Buffer](), 0  # counted in ``_size`` already
         self._unsynced = self._due = False
         numbers = self.numbers()
         self._current = numbers[-1] if numbers else 0
@@ -99,7 +101,7 @@ class Segments:
     def append(
         self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0, *, due: bool = True
     ) -> Location:
-        """Write a record.
+        """Add a record; it is in the file from the next :meth:`sync` on. Its buffers must not change until then.
 
         Args:
             due: Whether the next :meth:`sync` makes it durable, and not only the first one after a record that is due.
@@ -112,26 +114,40 @@ class Segments:
             digest.update(buffer)
         location = Location(self._current, self._size)
         self._unsynced, self._due = True, self._due or due
-        try:
-            for buffer in (header[:4] + digest.digest() + header[20:] + description, *payload):
-                view = memoryview(buffer)
-                while view:
-                    view = view[os.write(self._fd, view) :]
+        for buffer in (header[:4] + digest.digest() + header[20:] + description, *payload):
+            if len(buffer):
+                self._gathered.append(buffer)
+                self._gathered_bytes += len(buffer)
                 self._size += len(buffer)
-        except OSError:
-            os.ftruncate(self._fd, location.offset)
-            self._size = location.offset
-            raise
         self._mirrored(lambda mirror: mirror.append(payload, description, commit, due=due), location)
         return location
 
     def sync(self) -> None:
-        """Make every record written so far durable, if one of them is due."""
+        """Write every record added so far, and make them durable if one of them is due."""
         if self._due:
             self._sync()
+        else:
+            self._write()
+            self._mirrored(lambda mirror: mirror._write())
+
+    def _write(self) -> None:
+        """Write the gathered records, by one system call; they stay gathered if that fails."""
+        left = [memoryview(buffer).cast("B") for buffer in self._gathered]
+        try:
+            while left:
+                count = os.writev(self._fd, left[:_IOV_MAX])
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
+        except OSError:
+            os.ftruncate(self._fd, self._size - self._gathered_bytes)
+            raise
+        self._gathered, self._gathered_bytes = [], 0
 
     def _sync(self) -> None:
         if self._unsynced:
+            self._write()
             os.fsync(self._fd)
             self._unsynced = self._due = False
             self._mirrored(lambda mirror: mirror._sync())
@@ -141,6 +157,7 @@ class Segments:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._unsynced, self._due = -1, False, False
+        self._gathered, self._gathered_bytes = [], 0
         self._mirrored(lambda mirror: mirror.abandon())
 
     def _mirrored(self, change: Callable[[Segments], Location | None], expected: Location | None = None) -> None:

@@ -21,7 +21,7 @@ from gradwire_server.checkpoint_files import DamagedCheckpoint, read_manifest, r
 from gradwire_server.durable_files import make_folder, sync, sync_tree
 from gradwire_server.journal.checkpoint_records import ORIGIN
 from gradwire_server.journal.run_files import RUN_FILE
-from gradwire_server.journal.schema import check_version, connect
+from gradwire_server.journal.schema import check_version, connect, newest_commit
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError
 
@@ -128,7 +128,7 @@ def _copy(state_dir: Path, partial: Path, say: Callable[[str], object]) -> Copie
     with closing(connect(state_dir / DATABASE)) as live, closing(connect(partial / DATABASE)) as database:
         check_version(live)
         live.backup(database)
-        [(commits,)] = database.execute("SELECT commits FROM state").fetchall()
+        commits = newest_commit(database)
         runs = [run_id for (run_id,) in database.execute("SELECT run_id FROM runs WHERE ready = 1")]
         listed = {f"{run_id}/{name}" for run_id, name in database.execute("SELECT run_id, name FROM checkpoints")}
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")

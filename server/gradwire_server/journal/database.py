@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +24,14 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal.mirror import MirroredConnection, copy_database
-from gradwire_server.journal.schema import connect, connect_as, migrate
+from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
+RAN_EVERY_S = 10.0
+"""How much of the time for which servers ran a crash may lose."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Database:
 
     Attributes:
         commit: Number of the present commit; set in the writer thread before each group.
+        noted: Whether a row that the present group changed has that number; set in the writer thread by who did that.
         on_commit: Called in the writer thread after each group with the number of writes, the duration in seconds, and
             whether the group was committed.
     """
@@ -64,12 +68,14 @@ class Database:
         self._mirror, self._on_mirror_lost = mirror, on_mirror_lost
         self._path, self._before_commit, self._on_failed_group = path, before_commit, on_failed_group
         self.on_commit: Callable[[int, float, bool], object] = lambda writes, seconds, committed: None
-        self.commit, self._began = 0, time.monotonic()
+        self._began, self.noted = time.monotonic(), False
         self._loop = asyncio.get_running_loop()
         connection = connect(self._path)
         migrate(connection)
         connection.execute("PRAGMA journal_mode = WAL")
         [(self._ran_before_s,)] = connection.execute("SELECT ran_s FROM state").fetchall()
+        self._noted_s = float(self._ran_before_s)
+        self.commit = newest_commit(connection)
         connection.close()
         if mirror is not None and not mirror.exists():
             copy_database(path, mirror)
@@ -121,6 +127,11 @@ class Database:
 
         return await self._loop.run_in_executor(self._reader, run)
 
+    def read_apart(self, query: Work[T]) -> T:
+        """Run a query that takes long in the calling thread; it sees the state that was committed when it started."""
+        with closing(connect(self._path)) as connection:
+            return query(connection)
+
     async def close(self) -> None:
         """Finish the requested writes, then stop the threads."""
         self._hand_over()
@@ -155,8 +166,7 @@ class Database:
         began = time.perf_counter()
         try:
             connection.execute("BEGIN IMMEDIATE")
-            update = "UPDATE state SET commits = commits + 1, ran_s = ? RETURNING commits"
-            [(self.commit,)] = connection.execute(update, (self.ran_s(),)).fetchall()
+            self.commit, self.noted, ran_s = self.commit + 1, False, self.ran_s()
             for item in items:
                 connection.execute("SAVEPOINT item")
                 try:
@@ -165,9 +175,13 @@ class Database:
                     connection.execute("ROLLBACK TO item")
                     outcomes.append((None, _storage_error(error)))
                 connection.execute("RELEASE item")
+            if not self.noted or ran_s >= self._noted_s + RAN_EVERY_S:
+                connection.execute("UPDATE state SET commits = ?, ran_s = ?", (self.commit, ran_s))
+                self._noted_s = ran_s
             self._before_commit()
             connection.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
+            self.commit -= 1
             connection.rollback()
             self._on_failed_group()
             self.on_commit(len(items), time.perf_counter() - began, False)

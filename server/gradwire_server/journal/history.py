@@ -4,13 +4,17 @@ A record holds a bounded number of points. When it is full, the operations of th
 every second one goes, and from then on only every second, fourth, eighth one is recorded. So the points of a kind are
 evenly spaced over the whole run, and a rare kind keeps all of its own.
 
-The functions take the database's connection: a point is written in the transaction that stores its operation's result.
+The functions take the database's connection. A point is written in the transaction that stores its operation's result,
+beside that (:func:`waiting`), and moved into the record later, together with others: at the latest when the result is
+released, or the record read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import time
+from collections.abc import Iterable
 
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -18,6 +22,7 @@ from gradwire_server.operation_kinds import loss_call, loss_result, step_result
 
 PAGE_POINTS = 512
 """Points read at a time."""
+_DIGEST_BYTES = 16
 
 TABLES = (
     """CREATE TABLE IF NOT EXISTS history (
@@ -109,25 +114,74 @@ def history_point(
     return point
 
 
-def add(connection: sqlite3.Connection, run_id: str, point: pb.HistoryPoint, max_points: int) -> None:
-    """Add a point to a run's record, unless it falls between those that are kept."""
-    row = connection.execute(
-        "SELECT seen, every FROM history_kinds WHERE run_id = ? AND operation = ?", (run_id, point.operation)
-    ).fetchone()
-    number, every = row or (0, 1)
-    kept = number % every == 0
-    if kept:
+def waiting(point: pb.HistoryPoint | None) -> bytes | None:
+    """A point as it waits beside its operation's result: with a digest."""
+    if point is None:
+        return None
+    content = point.SerializeToString()
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() + content
+
+
+def parse_waiting(raw: bytes) -> pb.HistoryPoint | None:
+    """A point that waits; None if its bytes are not what was written."""
+    content = raw[_DIGEST_BYTES:]
+    if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != raw[:_DIGEST_BYTES]:
+        return None
+    return pb.HistoryPoint.FromString(content)
+
+
+def settle(connection: sqlite3.Connection, run_id: str, up_to_seq: int, max_points: int | None) -> None:
+    """Move the points that wait beside results up to a number into the run's record.
+
+    Args:
+        max_points: As for :func:`add`.
+    """
+    values = (run_id, up_to_seq)
+    query = "SELECT point FROM results WHERE run_id = ? AND seq <= ? AND point IS NOT NULL ORDER BY seq"
+    found = [parse_waiting(raw) for (raw,) in connection.execute(query, values).fetchall()]
+    if found:
+        add(connection, run_id, (point for point in found if point is not None), max_points)
+        query = "UPDATE results SET point = NULL WHERE run_id = ? AND seq <= ? AND point IS NOT NULL"
+        connection.execute(query, values)
+
+
+def any_waiting(connection: sqlite3.Connection, run_id: str) -> bool:
+    """Whether points of a run wait for their place in its record."""
+    query = "SELECT 1 FROM results WHERE run_id = ? AND point IS NOT NULL LIMIT 1"
+    return connection.execute(query, (run_id,)).fetchone() is not None
+
+
+def add(connection: sqlite3.Connection, run_id: str, points: Iterable[pb.HistoryPoint], max_points: int | None) -> None:
+    """Add points to a run's record, except those that fall between points that are kept.
+
+    Args:
+        max_points: Points that the record may hold; None to leave thinning it to a later call.
+    """
+    query = "SELECT operation, seen, every FROM history_kinds WHERE run_id = ?"
+    kinds = {operation: (seen, every) for operation, seen, every in connection.execute(query, (run_id,)).fetchall()}
+    query = "SELECT coalesce(max(position), 0) FROM history WHERE run_id = ?"
+    [(position,)] = connection.execute(query, (run_id,)).fetchall()
+    changed: dict[str, list[int]] = {}
+    for point in points:
+        number, every = kinds.get(point.operation, (0, 1))
+        kinds[point.operation] = number + 1, every
+        counts = changed.setdefault(point.operation, [0, 0])
+        counts[0] += 1
+        if number % every == 0:
+            counts[1] += 1
+            position += 1
+            connection.execute(
+                "INSERT INTO history (run_id, position, made_by, seq, operation, number, point, digest)"
+                " VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, digest(?3, ?4, ?5, ?6, ?7))",
+                (run_id, position, point.run_id, point.seq, point.operation, number, point.SerializeToString()),
+            )
+    for operation, (seen, kept) in changed.items():
         connection.execute(
-            "INSERT INTO history (run_id, position, made_by, seq, operation, number, point, digest)"
-            " VALUES (?1, (SELECT coalesce(max(position), 0) + 1 FROM history WHERE run_id = ?1),"
-            " ?2, ?3, ?4, ?5, ?6, digest(?2, ?3, ?4, ?5, ?6))",
-            (run_id, point.run_id, point.seq, point.operation, number, point.SerializeToString()),
+            "INSERT INTO history_kinds VALUES (?1, ?2, ?3, ?4, 1)"
+            " ON CONFLICT DO UPDATE SET seen = seen + ?3, kept = kept + ?4",
+            (run_id, operation, seen, kept),
         )
-    connection.execute(
-        "INSERT INTO history_kinds VALUES (?, ?, 1, 1, 1) ON CONFLICT DO UPDATE SET seen = seen + 1, kept = kept + ?",
-        (run_id, point.operation, int(kept)),
-    )
-    if kept:
+    if changed and max_points is not None:
         _thin(connection, run_id, max_points)
 
 
@@ -148,6 +202,7 @@ def _thin(connection: sqlite3.Connection, run_id: str, max_points: int) -> None:
 
 def copy(connection: sqlite3.Connection, source: str, up_to_seq: int, run_id: str) -> None:
     """Begin a fork's record with its source's, up to the source's operation ``up_to_seq``."""
+    settle(connection, source, up_to_seq, None)
     connection.execute(
         "INSERT INTO history (run_id, position, made_by, seq, operation, number, point, digest)"
         " SELECT ?, position, made_by, seq, operation, number, point, digest FROM history"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
@@ -99,8 +100,10 @@ class Journal:
         """
 
         def work(connection: sqlite3.Connection) -> Location | None:
-            row = (header.seq, header.run_id, header.seq - 1)
-            moved = connection.execute("UPDATE runs SET accepted_seq = ? WHERE run_id = ? AND accepted_seq = ?", row)
+            row = (header.seq, self.store.commit, header.run_id, header.seq - 1)
+            moved = connection.execute(
+                "UPDATE runs SET accepted_seq = ?, commits = ? WHERE run_id = ? AND accepted_seq = ?", row
+            )
             if moved.rowcount != 1:
                 raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
             location = None
@@ -121,6 +124,7 @@ class Journal:
             for name in uses(header.operation):
                 path = name if "/" in name else f"{header.run_id}/{name}"
                 connection.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", (path, header.run_id, header.seq))
+            self.store.noted = True
             crash_point("operation.before_commit")
             return _location(*place)
 
@@ -235,13 +239,11 @@ class Journal:
             header = result.SerializeToString()
             place = _columns(location, payload) if any(map(len, payload)) else (None, None)
             digest = row_digest(run_id, result.seq, header, *place)
-            stored = connection.execute(
-                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (run_id, result.seq, header, self.store.ran_s(), *place, digest),
+            connection.execute(
+                "INSERT OR IGNORE INTO results (run_id, seq, header, stored_at, segment, offset, digest, point)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (run_id, result.seq, header, self.store.ran_s(), *place, digest, history.waiting(point)),
             )
-            if point is not None and stored.rowcount:
-                history.add(connection, run_id, point, self._history_points)
             changes: dict[str, object] = {
                 "status": result.status,
                 "outcome": outcome_of(result, payload) if repeatable else None,
@@ -270,18 +272,19 @@ class Journal:
                     "step = ?, failure_seq = ?, failure = ?, ",
                     (marks.step, marks.failure_seq, marks.failure),
                 )
-            connection.execute(
-                f"UPDATE runs SET {change}applied_seq = coalesce("
+            noted = connection.execute(
+                f"UPDATE runs SET {change}commits = ?, applied_seq = coalesce("
                 "(SELECT min(seq) - 1 FROM operations WHERE run_id = runs.run_id AND seq > runs.applied_seq"
                 " AND status = 0), accepted_seq)"
                 " WHERE run_id = ?",
-                (*values, run_id),
+                (*values, self.store.commit, run_id),
             )
             if checkpoint is not None:
                 connection.execute(
                     "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?)",
                     (run_id, checkpoint.name, checkpoint.SerializeToString()),
                 )
+            self.store.noted = self.store.noted or noted.rowcount == 1
             crash_point("result.before_commit")
 
         return self.store.write(work)
@@ -312,6 +315,7 @@ class Journal:
         """Delete results up to a number; the rows of their operations stay. Joins a later write."""
 
         def work(connection: sqlite3.Connection) -> None:
+            history.settle(connection, run_id, up_to_seq, self._history_points)
             connection.execute("DELETE FROM results WHERE run_id = ? AND seq <= ?", (run_id, up_to_seq))
             connection.execute(
                 "UPDATE runs SET released_seq = max(released_seq, ?) WHERE run_id = ?", (up_to_seq, run_id)
@@ -321,6 +325,9 @@ class Journal:
 
     async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
         """Yield the points of a run's record in order; each list holds at least one."""
+        if await self.store.read(partial(history.any_waiting, run_id=run_id)):
+            settle = partial(history.settle, run_id=run_id, up_to_seq=sys.maxsize, max_points=self._history_points)
+            await self.store.write(settle)
         after, last = 0, -1
         while after != last:
             last = after

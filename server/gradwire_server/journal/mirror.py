@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire_server.durable_files import make_folder, replacing_file, sync_tree
-from gradwire_server.journal.schema import OPERATION, RESULT, RUN, VERSION, connect, migrate, version_of
+from gradwire_server.journal.schema import OPERATION, RESULT, RUN, VERSION, connect, migrate, newest_commit, version_of
 from gradwire_server.journal.segments import CorruptRecord, Segments
 from gradwire_server.journal.state_folder import DATABASE, SEGMENTS, StateFolderError
 
@@ -115,12 +115,12 @@ def _health(database: Path) -> _Health | None:
             if version_of(connection) < VERSION:
                 migrate(connection)
             [(verdict,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
-            [(commits, folder)] = connection.execute("SELECT commits, folder FROM state").fetchall()
+            [(folder,)] = connection.execute("SELECT folder FROM state").fetchall()
             damaged = 0
             for table, digest in (("runs", RUN), ("operations", OPERATION), ("results", RESULT)):
                 query = f"SELECT count(*) FROM {table} WHERE digest IS NOT {digest}"
                 damaged += connection.execute(query).fetchone()[0]
-            return _Health(verdict == "ok", commits, -damaged, folder)
+            return _Health(verdict == "ok", newest_commit(connection), -damaged, folder)
     except (sqlite3.DatabaseError, UnicodeDecodeError, ValueError):  # sqlite3 can fail to decode its own message
         return _Health(False, 0, 0, "")
 

@@ -268,8 +268,8 @@ def _enter_salvaged(
     say: Callable[[str], object],
 ) -> None:
     """Enter what a run measured and what it was computed with; say what of that is lost."""
-    for point in sorted(points, key=lambda point: (point.run_id == run_id, point.seq if point.run_id == run_id else 0)):
-        history.add(connection, run_id, point, HISTORY_POINTS)
+    points = sorted(points, key=lambda point: (point.run_id == run_id, point.seq if point.run_id == run_id else 0))
+    history.add(connection, run_id, points, HISTORY_POINTS)
     for seq, at, facts, note in salvaged.facts:
         if seq <= last:
             query = "INSERT INTO computed_with (run_id, seq, at, facts, note) VALUES (?, ?, ?, ?, ?)"

@@ -54,17 +54,26 @@ class Retention:
         return dict(rows)
 
     async def collect(self) -> None:
-        """Delete the segments to which no row refers."""
+        """Delete the segments to which no row refers.
 
-        def work(connection: sqlite3.Connection) -> set[int]:
-            query = (
-                "SELECT EXISTS (SELECT 1 FROM operations WHERE segment = ?1)"
-                " OR EXISTS (SELECT 1 FROM results WHERE segment = ?1)"
-                " OR EXISTS (SELECT 1 FROM operations WHERE outcome_segment = ?1)"
-            )
+        What a row of a closed segment says was committed before the segment is known to be closed, and no row refers
+        to it later that did not before.
+        """
+
+        def end(connection: sqlite3.Connection) -> set[int]:
             self._segments.end_file(COLLECTED_BYTES)
-            closed = self._segments.closed()
-            return {number for number in closed if not connection.execute(query, (number,)).fetchone()[0]}
+            return self._segments.closed()
 
-        superfluous = await self._store.write(work)  # once committed, no deleted row can come back after a crash
-        await asyncio.to_thread(self._segments.forget, superfluous)
+        if closed := await self._store.write(end):
+            # Only what is on disk is read, so that no deleted row can come back after a crash.
+            kept = await asyncio.to_thread(self._store.read_apart, _referred_to)
+            await asyncio.to_thread(self._segments.forget, closed - kept)
+
+
+def _referred_to(connection: sqlite3.Connection) -> set[int]:
+    """The segments to which rows refer; reads every row, because an index would cost each operation a page."""
+    query = (
+        "SELECT segment FROM operations UNION SELECT outcome_segment FROM operations WHERE outcome_segment IS NOT NULL"
+        " UNION SELECT segment FROM results WHERE segment IS NOT NULL"
+    )
+    return {number for (number,) in connection.execute(query) if number is not None}

@@ -242,6 +242,7 @@ class RunRecords:
             for table in ("operations", "results", "uses", "readers", "checkpoints", "computed_with", "runs"):
                 connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (record.run_id,))
             history.delete(connection, record.run_id)
+            self._store.noted = False  # the row that had the commit's number may be gone
 
         await self._store.write(work)
         await asyncio.to_thread(shutil.rmtree, self._folder / record.run_id, ignore_errors=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 from gradwire_proto.v1 import training_pb2 as pb
 
+from gradwire_server.journal.history import parse_waiting
 from gradwire_server.journal.schema import connect
 
 Facts = tuple[int, float, str, str]
@@ -42,7 +43,7 @@ def salvage(database: Path) -> dict[str, Salvaged]:
             part = database.with_name(database.name + suffix)
             if part.exists():
                 shutil.copy(part, Path(folder) / part.name)
-        for read in (_read_facts, _read_points):
+        for read in (_read_facts, _read_points, _read_waiting_points):
             # What was read up to an error is kept; what is missing is said of each run.
             with suppress(sqlite3.DatabaseError), closing(connect(Path(folder) / database.name)) as connection:
                 read(connection, found)
@@ -74,6 +75,14 @@ def _read_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> 
             found.setdefault(str(run_id), Salvaged()).points.append(pb.HistoryPoint.FromString(point))
         except DecodeError:
             continue
+
+
+def _read_waiting_points(connection: sqlite3.Connection, found: dict[str, Salvaged]) -> None:
+    """Read the points that had not been moved into a run's record yet; earlier versions have none."""
+    for run_id, raw in connection.execute("SELECT run_id, point FROM results WHERE point IS NOT NULL ORDER BY seq"):
+        point = parse_waiting(raw) if isinstance(raw, bytes) else None
+        if point is not None:
+            found.setdefault(str(run_id), Salvaged()).points.append(point)
 
 
 def _has(connection: sqlite3.Connection, table: str) -> bool:

@@ -178,7 +178,17 @@ _FIFTH = (
 )
 """Version 5: a short operation and its result change a third of the pages."""
 
-MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH)
+_SIXTH = (
+    # Each table and each index that a commit changes is a page more in the log.
+    "DROP INDEX operations_by_segment",
+    # The commit that changed the row last; ``state`` has that of a commit that changed no run.
+    "ALTER TABLE runs ADD COLUMN commits INTEGER NOT NULL DEFAULT 0",
+    # A point waits beside its result for its place in the run's record.
+    "ALTER TABLE results ADD COLUMN point BLOB",
+)
+"""Version 6: a short operation and its result change half of these pages."""
+
+MIGRATIONS = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH)
 VERSION = len(MIGRATIONS)
 
 
@@ -189,6 +199,14 @@ class NewerDatabase(Exception):
 def version_of(connection: sqlite3.Connection) -> int:
     """The version of a database; 0 for an empty one, and for one from before versions were counted."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def newest_commit(connection: sqlite3.Connection) -> int:
+    """The number of a database's newest commit; its version must be 2 or later."""
+    query = "SELECT commits FROM state"
+    if version_of(connection) >= 6:
+        query += " UNION ALL SELECT max(commits) FROM runs"
+    return max(commits or 0 for (commits,) in connection.execute(query))
 
 
 C = TypeVar("C", bound=sqlite3.Connection)

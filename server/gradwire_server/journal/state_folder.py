@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from gradwire_server.journal.run_files import described_runs
-from gradwire_server.journal.schema import NewerDatabase, check_version, connect, version_of
+from gradwire_server.journal.schema import NewerDatabase, check_version, connect, newest_commit, version_of
 from gradwire_server.journal.segments import Segments
 
 DATABASE = "gradwire.db"
@@ -86,7 +86,7 @@ def check(state_dir: Path) -> None:
             ) from error
         if version_of(connection) < 2:  # nothing beside it tells of its age
             return
-        [(commits,)] = connection.execute("SELECT commits FROM state").fetchall()
+        commits = newest_commit(connection)
         known = {run_id for (run_id,) in connection.execute("SELECT run_id FROM runs")}
     newest = segments.last_commit()
     if newest > commits + 1:  # the last one may have been torn by a crash

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import sqlite3
+import statistics
+import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.errors import ServiceError
 from gradwire_server.journal import journal as journal_module
+from gradwire_server.journal import state_folder
 from gradwire_server.journal.entries import RunMarks, identity
 from gradwire_server.journal.journal import Journal
 from gradwire_server.journal.retention import COLLECTED_BYTES
 from gradwire_server.journal.run_files import RUN_FILE, read_description
 from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import new_record
+from gradwire_server.journal.schema import newest_commit
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
 
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
@@ -132,8 +136,44 @@ async def test_waiting_writes_share_one_commit(tmp_path: Path, synced: list[str]
 
 def commits(folder: Path) -> int:
     with closing(sqlite3.connect(folder / "gradwire.db")) as database:
-        [(count,)] = database.execute("SELECT commits FROM state").fetchall()
-    return int(count)
+        return newest_commit(database)
+
+
+async def test_an_operation_that_is_stored_with_its_result_changes_few_pages(tmp_path: Path) -> None:
+    """Those of its row, its result's and its run's; and of the tables around them where a page is full."""
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+    log, pages, payload = tmp_path / "gradwire.db-wal", list[int](), b"123456789"
+    with closing(sqlite3.connect(tmp_path / "gradwire.db")) as database:
+        [(page_bytes,)] = database.execute("PRAGMA page_size").fetchall()
+    for seq in range(1, 61):
+        before = log.stat().st_size
+        header, result = operation(run_id, seq, size=9), pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED)
+        appended = journal.append(header, identity(header), 1.0, [payload], within_s=60.0)
+        point = pb.HistoryPoint(run_id=run_id, seq=seq, operation="forward_backward")
+        await journal.put_result(run_id, result, [], MARKS, point=point, with_operation=True)
+        await appended
+        pages.append((log.stat().st_size - before) // (page_bytes + 24))
+    assert statistics.median(pages) == 3 and statistics.mean(pages) < 5
+    points = [point async for page in journal.history(run_id) for point in page]
+    assert [point.seq for point in points] == list(range(1, 61))
+    await journal.close()
+
+
+async def test_the_number_of_the_newest_commit_outlives_the_run_that_had_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    runs = RunRecords(journal.store, tmp_path, 10)
+    record = new_record("", pb.RunConfig(base_model="tiny"), "", b"")
+    runs.reserve(record)
+    await runs.finish(record, 1, 0, {})
+    for seq in range(1, 6):
+        await append(journal, operation(record.run_id, seq))
+    busy = journal.store.write(lambda connection: time.sleep(0.2))  # what is asked for meanwhile shares a commit
+    await asyncio.sleep(0.01)
+    await asyncio.gather(busy, append(journal, operation(record.run_id, 6)), runs.delete(record))
+    assert commits(tmp_path) == journal.segments.last_commit()
+    await journal.close()
+    state_folder.check(tmp_path)
 
 
 async def test_a_run_is_created_in_one_commit_and_then_described(tmp_path: Path) -> None:

@@ -115,9 +115,12 @@ async def test_a_damaged_point_is_left_out(start: Start, tmp_path: Path) -> None
     async with start() as door:
         client = await (await door.client()).begin()
         await steps(client, 2)
+        assert [point.seq for point in await record(client)] == [1, 2, 3, 4]
+        await steps(client, 2, 5)
     with sqlite3.connect(tmp_path / "gradwire.db") as database:
         database.execute("UPDATE history SET point = x'ffff' WHERE seq = 2")
+        database.execute("UPDATE results SET point = x'ffff' WHERE seq = 7")
     database.close()
     async with start() as door:
         points = await record(await door.client(), client.run_id)
-        assert [point.seq for point in points] == [1, 3, 4]
+        assert [point.seq for point in points] == [1, 3, 4, 5, 6, 8]

@@ -30,6 +30,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(stderr=True, soft_wrap=True)
 
 PARENT_CHECK_S = 0.5
+SWITCH_S = 0.0005
+"""Seconds for which a thread of the front may keep the interpreter while the event loop wants it. With Python's own
+5 ms, a small call waits several times as long beside threads that write the journal and files for others."""
 SETTINGS_AT_FAULT = (pb.ERROR_CODE_INVALID_ARGUMENT, pb.ERROR_CODE_UNSUPPORTED, pb.ERROR_CODE_UNKNOWN_MODEL)
 
 
@@ -72,6 +75,7 @@ def serve(
         console.print(f"gradwire: {sentence}", markup=False)
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
+    sys.setswitchinterval(SWITCH_S)
     parent = parent_pid or (os.getppid() if die_with_parent else None)
     own_key = sys.stdin.readline().strip() if key_on_stdin else ""
     # Children are replaced by other programs at once. With gRPC's handlers of forks they can die before that.

@@ -98,6 +98,19 @@ async def test_a_run_outlives_its_engine_and_its_server(tiny_model_path: Path, t
     assert found == expected
 
 
+def test_threads_of_the_front_hand_the_interpreter_over_soon(tmp_path: Path) -> None:
+    """A thread that computes for one key keeps the calls of another waiting for no longer than this each time."""
+    code = (
+        "import sys; from gradwire_server.cli import app, serve\n"
+        "async def told(*arguments): return print(sys.getswitchinterval()) or 0\n"
+        "serve._serve = told; app.app()"
+    )
+    words = ["serve", "--address", "127.0.0.1:0", "--model", f"tiny={tmp_path}", "--state-dir", str(tmp_path / "state")]
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert (done.returncode, float(done.stdout)) == (0, 0.0005), done.stderr
+
+
 def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
     missing = subprocess.run(command(tmp_path / "nothing", tmp_path), capture_output=True, text=True, timeout=120)
     assert missing.returncode == 2 and "gradwire:" in missing.stderr and "nothing" in missing.stderr

@@ -40,7 +40,7 @@ IDLE_S = 10.0
 PATIENCE_S = 180.0
 """Seconds that a request may take before its process is ended; rendering gives up by itself long before."""
 NICENESS = 5
-"""Of processes for long requests: the front's own work goes first."""
+"""Of processes for long requests: the front, the engine and short requests go first."""
 ATTEMPTS = 2
 THREADS = 4
 """Threads of one process at most; each has memory of its own."""

@@ -11,6 +11,8 @@ import ctypes
 import os
 import resource
 import sys
+import time
+from pathlib import Path
 from typing import BinaryIO
 
 from gradwire_server.errors import ServiceError
@@ -28,6 +30,8 @@ from gradwire_server.tokenizing.tokenizers import Tokenizers
 
 LARGE = 1 << 16
 """After a request or an answer of more bytes, freed memory is given back to the system."""
+AUTOGROUP = Path("/proc/self/autogroup")
+ATTEMPTS = 10
 
 
 def serve(settings: ProcessSettings, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -62,11 +66,29 @@ def _trim() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def _yield_processors(niceness: int) -> None:
+    """Lower the priority of this process and, where the kernel gives each session a share of its own, of its session.
+
+    There (``kernel.sched_autogroup_enabled``), niceness alone counts only among the processes of one session.
+    """
+    os.nice(niceness)
+    for _ in range(ATTEMPTS):
+        try:
+            AUTOGROUP.write_text(str(niceness))
+        except BlockingIOError:  # the kernel takes one such change in 0.1 s
+            time.sleep(0.1)
+        except OSError:  # no such groups
+            return
+        else:
+            return
+
+
 def main() -> None:
     settings = ProcessSettings.model_validate_json(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (settings.memory_bytes, settings.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the allocator of `tokenizers` aborts when memory runs out
-    os.nice(settings.niceness)
+    if settings.niceness:
+        _yield_processors(settings.niceness)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints goes to the log
     with contextlib.suppress(BrokenPipeError):  # the front has ended

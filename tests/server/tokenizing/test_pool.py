@@ -15,7 +15,7 @@ from gradwire_server.config import Limits
 from gradwire_server.errors import ServiceError
 from gradwire_server.tokenizing import pool as pool_module
 from gradwire_server.tokenizing.frames import ProcessSettings
-from gradwire_server.tokenizing.pool import SHORT_BYTES, TokenizerPool
+from gradwire_server.tokenizing.pool import NICENESS, SHORT_BYTES, TokenizerPool
 from support.scripted import until
 
 LONG = "word " * 100_000
@@ -48,6 +48,14 @@ async def encode(pool: TokenizerPool, owner: str, *texts: str) -> list[list[int]
     return [list(sequence.ids) for sequence in response.sequences]
 
 
+def session_niceness(pid: int) -> int | None:
+    """Niceness of a process's session where the kernel shares the processors between sessions; else None."""
+    try:
+        return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+    except (OSError, IndexError):
+        return None
+
+
 def processes(pool: TokenizerPool) -> set[Any]:
     return {each._process for lane in (pool._short, pool._long) for each in lane._all}
 
@@ -72,6 +80,17 @@ async def test_a_short_request_does_not_wait_for_long_ones(make: Make) -> None:
     assert not all(each.done() for each in flood)
     assert len({bytes(answer) for answer in await asyncio.gather(*flood)}) == 1
     assert len(processes(pool)) == 2  # one key has one at a time
+
+
+async def test_processes_for_long_requests_leave_the_processors_to_others(make: Make) -> None:
+    pool = make()
+    await encode(pool, "ada", LONG)
+    await encode(pool, "ada", "word")
+    (long,), (short,) = pool._long._all, pool._short._all
+    found = {each: os.getpriority(os.PRIO_PROCESS, each._process.pid) for each in (long, short)}
+    assert found == {long: NICENESS, short: found[short]} and found[short] < NICENESS
+    if (group := session_niceness(long._process.pid)) is not None:
+        assert group == NICENESS
 
 
 async def test_keys_take_turns_at_long_requests(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ submitted it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ from gradwire_server.scheduling.admission import Admission
 from gradwire_server.scheduling.auto_checkpoint import AutoCheckpoint, in_use
 from gradwire_server.scheduling.dispatcher import Dispatcher
 from gradwire_server.scheduling.executor import Executor
+from gradwire_server.scheduling.fairness import PIPE_TOKENS
 from gradwire_server.scheduling.operation import PayloadMemory
 from gradwire_server.scheduling.results import Results
 from gradwire_server.scheduling.run_queue import RunQueue
@@ -104,6 +106,7 @@ class Scheduler:
             tracing or Tracing(),
         )
         self._collecting: asyncio.Task[None] | None = None
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def start(self, records: Sequence[RunRecord]) -> None:
         """Load the runs of the state folder with their queued operations, and start to process them.
@@ -176,12 +179,12 @@ class Scheduler:
             return await self._executor.ask(request, doing)
 
     @asynccontextmanager
-    async def _turn(self, owner: str) -> AsyncIterator[None]:
-        await self.dispatcher.enter(owner)
+    async def _turn(self, owner: str, tokens: int = PIPE_TOKENS) -> AsyncIterator[None]:
+        await self.dispatcher.enter(owner, tokens)
         try:
             yield
         finally:
-            self.dispatcher.leave(owner)
+            self.dispatcher.leave(owner, tokens)
 
     async def delete(self, record: RunRecord) -> None:
         """Delete a run with its operations, results and files.
@@ -202,7 +205,15 @@ class Scheduler:
         queue.empty()
         await self._runs.delete(record)
         self._metrics.forget(record.run_id)
-        await self._executor.drop(record.run_id)
+        dropping = asyncio.create_task(self._drop(record))
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+
+    async def _drop(self, record: RunRecord) -> None:
+        """Remove a deleted run from the engine when it is its owner's turn, which its deletion does not wait for."""
+        with contextlib.suppress(ServiceError):  # the server stops, and the engine with it
+            async with self._turn(record.owner, tokens=0):
+                await self._executor.drop(record.run_id)
 
     async def open(self, record: RunRecord, takeover: bool, writer: str) -> int:
         """Make a writer the run's only one; return its epoch.

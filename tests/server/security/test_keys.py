@@ -11,6 +11,7 @@ from typing import Any
 
 import gradwire
 import pytest
+from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 from gradwire_server.access.keys import LOOK_AGAIN_S, KeyFile, Keys, Quota
 from gradwire_server.access.turns import SHARED_S
@@ -318,6 +319,32 @@ async def test_a_flood_from_one_key_costs_another_one_operation_at_most(keyed: A
         for run in flood:
             await run.results(10)
         await asyncio.gather(*sampling)
+
+
+async def test_many_deleted_runs_cost_another_key_one_removal_at_most(
+    keyed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deletions answer at once, and the engine removes the runs when it is their owner's turn."""
+    async with keyed() as door:
+        runs = [await (await door.client("ada")).begin() for _ in range(6)]
+        bob: Client = await (await door.client("bob")).begin()
+        engine, executed = door.engine, list[str]()
+
+        async def work(request: engine_pb2.EngineRequest) -> None:
+            executed.append(request.operation.run_id or request.WhichOneof("kind") or "")
+            await engine.gate.wait()
+
+        monkeypatch.setattr(engine, "work", work)
+        engine.gate.clear()
+        for run in runs:
+            await run.stub.DeleteRun(pb.DeleteRunRequest(run_id=run.run_id))
+        await until(lambda: executed == ["drop_run"])
+        await bob.fb(1)
+        engine.gate.set()
+        await bob.results(1)
+        assert executed.index(bob.run_id) == 1, executed
+        await until(lambda: set(engine.runs) == {bob.run_id})
+        assert executed.count("drop_run") == len(runs)
 
 
 async def test_who_waits_for_a_turn_is_told_that_the_server_stops(keyed: Any) -> None:

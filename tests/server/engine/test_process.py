@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -100,6 +101,27 @@ def test_replies_come_in_order_and_a_broken_payload_fails_its_operation_only(sta
     assert [(result.seq, result.error.code, result.error.field) for result in failed] == [
         (20, pb.ERROR_CODE_INVALID_BATCH, "input_ids")
     ]
+
+
+def test_operations_do_not_wait_while_a_checkpoint_is_read_back(started: list[EngineProcess], tmp_path: Path) -> None:
+    engine = started[0]
+    engine.create("run-a", lora=4)
+    engine.do("run-a", save_checkpoint=pb.SaveCheckpoint(name="slow"))
+    manifest = next(tmp_path.rglob("slow/manifest.json"))
+    content = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)  # the disk does not answer
+    verify = engine_pb2.EngineVerifyCheckpoint(checkpoint="run-a/slow")
+    for number in (1001, 1002):
+        engine.link.send(engine_pb2.EngineRequest(id=number, verify_checkpoint=verify))
+    engine.do("run-a", zero_grad=pb.ZeroGrad())
+    engine.create("run-b", lora=4)
+    for number in (1001, 1002):
+        manifest.write_bytes(content)
+        reply, _ = engine.receive()
+        assert (reply.id, reply.result.checkpoint.path) == (number, "run-a/slow")
+    manifest.unlink()
+    assert engine.request(verify_checkpoint=verify)[0].error.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT
 
 
 def test_a_model_that_cannot_be_used_is_reported_and_not_retried(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The engine's process: ``python -m gradwire_server.engine.process --fd N --marks N --settings JSON``.
 
-One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies. The
-process ends when it is told to, and at once when its parent does: a stale engine must not go on writing.
+One thread reads requests ahead and decodes their payloads; this one carries them out (:mod:`.loop`) and replies, and
+another one reads saved checkpoints back (:mod:`.read_back`). The process ends when it is told to, and at once when its
+parent does: a stale engine must not go on writing.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from gradwire_server.engine.operations.samples_in_progress import SamplesInProgr
 from gradwire_server.engine.process.engine import Engine
 from gradwire_server.engine.process.heartbeat import Heartbeat
 from gradwire_server.engine.process.loop import Loop
+from gradwire_server.engine.process.read_back import ReadBack
 from gradwire_server.engine.process.settings_check import check_settings
 from gradwire_server.engine.state.residency import Residency
 from gradwire_server.engine_link.crash_marks import CrashMarks
@@ -89,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.enable()
     try:
         link.send(hello)
-        threading.Thread(target=_read_ahead, args=(link, requests, residency), name="reader", daemon=True).start()
+        reading = (link, requests, residency, ReadBack(context.store, link.send))
+        threading.Thread(target=_read_ahead, args=reading, name="reader", daemon=True).start()
         heartbeat = Heartbeat(engine, link.send)
         heartbeat.start()
         if grouped:
@@ -131,13 +134,16 @@ def _start(settings: EngineSettings, tracing: Tracing) -> Engine:
     )
 
 
-def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency) -> None:
+def _read_ahead(link: EngineLink, requests: queue.Queue[Request], residency: Residency, read_back: ReadBack) -> None:
     while True:
         try:
             message, payload = link.receive(engine_pb2.EngineRequest)
         except LinkClosed:
             # Also where the parent died before prctl was called. What is being computed is nobody's any more.
             os._exit(0)
+        if message.HasField("verify_checkpoint"):
+            read_back.submit(message)
+            continue
         columns: Columns = {}
         error = None
         if message.HasField("operation"):

@@ -1,0 +1,44 @@
+"""Reading saved checkpoints back, beside the request loop.
+
+It takes as long as the disk does and touches no run, so operations do not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from gradwire_proto.v1 import engine_pb2, training_pb2
+
+from gradwire_server.engine.failures import to_error
+from gradwire_server.engine.state.checkpoints import CheckpointStore
+from gradwire_server.engine_link.frames import LinkClosed
+
+
+class ReadBack:
+    """Thread that verifies checkpoints, one after the other.
+
+    Args:
+        store: The checkpoints.
+        send: Called with each reply, in the thread.
+    """
+
+    def __init__(self, store: CheckpointStore, send: Callable[[engine_pb2.EngineReply], None]) -> None:
+        self._store, self._send = store, send
+        self._thread = ThreadPoolExecutor(1, "read-back")
+
+    def submit(self, request: engine_pb2.EngineRequest) -> None:
+        """Verify a checkpoint after those that wait, and reply."""
+        self._thread.submit(self._answer, request)
+
+    def _answer(self, request: engine_pb2.EngineRequest) -> None:
+        try:
+            manifest = self._store.verify(request.verify_checkpoint.checkpoint)
+            result = training_pb2.OperationResult(checkpoint=manifest.to_proto())
+            reply = engine_pb2.EngineReply(id=request.id, result=result)
+        except Exception as error:  # the boundary: the thread goes on and the caller receives the error
+            reply = engine_pb2.EngineReply(id=request.id, error=to_error(error, "request verify_checkpoint"))
+        try:
+            self._send(reply)
+        except LinkClosed:
+            return  # the reader ends the process

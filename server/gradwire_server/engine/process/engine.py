@@ -1,4 +1,4 @@
-"""The engine: the models, runs and references of one process, and the answers to all requests except samples."""
+"""The engine: the models, runs and references of one process, and the answers to most requests."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from gradwire_server.engine.sampling.choice import make_sampler
 from gradwire_server.engine.sampling.sampler import Sampler
 from gradwire_server.engine.scoring.memory import Memory, machine_memory
 from gradwire_server.engine.scoring.planner import Budget
+from gradwire_server.engine.state.adapter_shapes import AdapterShapes
 from gradwire_server.engine.state.checkpoints import CheckpointStore
 from gradwire_server.engine.state.engine_run import EngineRun
 from gradwire_server.engine.state.references import References
@@ -44,9 +45,10 @@ SPILLED = "spilled"
 
 
 class Engine:
-    """Answer one ordered stream of requests, except samples.
+    """Answer one ordered stream of requests, except samples and the verification of checkpoints.
 
-    Samples go to :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`.
+    Samples go to :class:`gradwire_server.engine.operations.samples_in_progress.SamplesInProgress`, checkpoints to
+    :class:`.read_back.ReadBack`.
 
     Args:
         models: Model name -> folder or hub name; :meth:`hello` reads and reports their facts.
@@ -110,11 +112,11 @@ class Engine:
         )
         self._models = list(models)
         self._groups = GroupedRuns(self.context)
+        self._adapter_shapes = AdapterShapes(pool)
         self._handlers: Mapping[str, Callable[[Request, Budget], Answer]] = {
             "create_run": self._create_run,
             "drop_run": self._drop_run,
             "operation": self._operation,
-            "verify_checkpoint": self._verify_checkpoint,
             "check_upload": self._check_upload,
             "import_upload": self._import_upload,
             "shutdown": lambda request, budget: plain_answer(empty=training_pb2.Empty()),
@@ -238,12 +240,10 @@ class Engine:
             run.close()
             self.context.references.keep_model(run.config.base_model)
 
-    def _verify_checkpoint(self, request: Request, budget: Budget) -> Answer:
-        manifest = self.context.store.verify(request.message.verify_checkpoint.checkpoint)
-        return plain_answer(result=training_pb2.OperationResult(checkpoint=manifest.to_proto()))
-
     def _check_upload(self, request: Request, budget: Budget) -> Answer:
-        return plain_answer(upload=check_upload(self.context.pool, request.message.check_upload.request))
+        return plain_answer(
+            upload=check_upload(self.context.pool, self._adapter_shapes, request.message.check_upload.request)
+        )
 
     def _import_upload(self, request: Request, budget: Budget) -> Answer:
         upload = request.message.import_upload.upload

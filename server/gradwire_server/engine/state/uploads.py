@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from gradwire_proto.v1 import training_pb2 as pb
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.generators import preserved_rng
-from gradwire_server.engine.model.lora_settings import lora_config, only_the_head_of_tied
 from gradwire_server.engine.model.placement import whole
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.vision import auto_class, takes_images
+from gradwire_server.engine.state.adapter_shapes import AdapterShapes, Shapes
 from gradwire_server.engine.state.checkpoints import write_checkpoint
 from gradwire_server.engine.state.exports import PREFIX
 from gradwire_server.engine.state.folders import replacing
@@ -46,11 +46,12 @@ NOT_COMPUTED = {
 }  # fmt: skip
 """Settings of a model that do not change its logits."""
 
-Shapes = dict[str, tuple[int, ...]]
 
-
-def check_upload(pool: ModelPool, request: pb.BeginUploadRequest) -> pb.Upload:
+def check_upload(pool: ModelPool, shapes: AdapterShapes, request: pb.BeginUploadRequest) -> pb.Upload:
     """Check the descriptions of files against the base model; returns an upload with its settings of LoRA.
+
+    Args:
+        shapes: Those of adapters on the pool's models.
 
     Raises:
         OperationError: INVALID_ARGUMENT or UNSUPPORTED, saying what does not fit.
@@ -62,7 +63,7 @@ def check_upload(pool: ModelPool, request: pb.BeginUploadRequest) -> pb.Upload:
             given |= {name: tuple(entry["shape"]) for name, entry in _tensors(file).items()}
     if request.kind == ADAPTER:
         settings = _lora_settings(configs.get(ADAPTER_CONFIG, {}), given)
-        _check_adapter(pool, request.base_model, settings, given)
+        _check_adapter(shapes, request.base_model, settings, given)
         return pb.Upload(lora=settings)
     _check_model(pool, request.base_model, configs.get(MODEL_CONFIG, {}), given)
     return pb.Upload()
@@ -129,12 +130,11 @@ def _lora_settings(given: Mapping[str, Any], tensors: Iterable[str]) -> pb.LoraS
     return pb.LoraSettings(rank=rank, alpha=alpha * scale, dropout=dropout, target_modules=modules)
 
 
-def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensors: Shapes) -> None:
+def _check_adapter(shapes: AdapterShapes, base: str, settings: pb.LoraSettings, tensors: Shapes) -> None:
     strange = [name for name in tensors if not name.startswith(PREFIX)]
     if strange:
         raise invalid(f"the adapter's tensor {strange[0]!r} is not named as peft names them: {PREFIX}...", "path")
-    model = pool.meta_model(base)
-    modules = {name for name, _ in model.named_modules()}
+    modules = shapes.modules(base)
     given = {name.removeprefix(PREFIX): shape for name, shape in tensors.items() if not name.endswith(BASE_WEIGHT)}
     lacking = sorted({module for name in tensors if (module := _module(name)) not in modules})
     if lacking:
@@ -144,18 +144,8 @@ def _check_adapter(pool: ModelPool, base: str, settings: pb.LoraSettings, tensor
             raise invalid(
                 f"{ADAPTER_CONFIG}: the base model {base!r} has no module {target!r}, a target of the adapter", "path"
             )
-    try:
-        with preserved_rng(), only_the_head_of_tied(), torch.device("meta"):
-            PeftModel(model, lora_config(model, settings), adapter_name="upload", autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise invalid(f"the adapter does not fit the base model {base!r}: {error}", "path") from error
-    expected = {
-        name.replace(".upload", ""): tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if "upload" in name.split(".")
-    }
     where = ", ".join(settings.target_modules) or "every linear layer"
-    _compare(expected, given, f"an adapter of rank {settings.rank} on {where} of {base!r}")
+    _compare(shapes.of(base, settings), given, f"an adapter of rank {settings.rank} on {where} of {base!r}")
 
 
 def _adapter_tensors(pool: ModelPool, files: Path, upload: pb.Upload) -> dict[str, Tensor]:

@@ -48,11 +48,12 @@ class StoredFile:
         """
         try:
             size = file.stat().st_size
-        except FileNotFoundError:
+            if size != self.size:
+                raise DamagedCheckpoint(f"{file.name} has {size} bytes and had {self.size} when it was saved")
+            same = StoredFile.of(file) == self
+        except FileNotFoundError:  # also of a checkpoint that is deleted at this moment
             raise DamagedCheckpoint(f"{file.name} is missing") from None
-        if size != self.size:
-            raise DamagedCheckpoint(f"{file.name} has {size} bytes and had {self.size} when it was saved")
-        if StoredFile.of(file) != self:
+        if not same:
             raise DamagedCheckpoint(f"{file.name} has changed since it was saved: its checksum does not match")
 
 

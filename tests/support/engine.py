@@ -117,23 +117,27 @@ class LocalEngine(Driver):
     """An engine in this process.
 
     Attributes:
-        engine: what answers everything but samples.
+        engine: what answers everything but samples and the verification of checkpoints.
         context: its parts.
     """
 
     def __init__(self, models: Mapping[str, Path], state_dir: Path, **settings: Any) -> None:
         from gradwire_server.engine.operations.samples_in_progress import SamplesInProgress
         from gradwire_server.engine.process.engine import Engine
+        from gradwire_server.engine.process.read_back import ReadBack
 
         super().__init__()
         load_builtin_losses()
         self.engine = Engine({name: str(path) for name, path in models.items()}, state_dir, device="cpu", **settings)
         self.context = self.engine.context
         self._samples = SamplesInProgress(self.context)
+        self._read_back = ReadBack(self.context.store, lambda reply: None)
 
     def exchange(self, request: engine_pb2.EngineRequest, columns: Columns) -> tuple[engine_pb2.EngineReply, bytes]:
         from gradwire_server.engine.operations.request import Request
 
+        if request.HasField("verify_checkpoint"):
+            return self._read_back.answer(request), b""
         asked = Request(request, columns, None)
         answer = self._sampled(asked) if asked.samples else self._executed(asked)
         return answer.reply, b"".join(answer.buffers)

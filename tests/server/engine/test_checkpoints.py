@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gradwire_proto.v1 import engine_pb2
 from gradwire_proto.v1 import training_pb2 as pb
+from gradwire_server.checkpoint_files import StoredFile
 from gradwire_server.engine.state import checkpoints
 from support.engine import LocalEngine, token_rows
 
@@ -23,6 +25,22 @@ def engine(tiny_model_path: Path, tmp_path: Path) -> LocalEngine:
 
 def verify(engine: LocalEngine, path: str) -> engine_pb2.EngineReply:
     return engine.request(verify_checkpoint=engine_pb2.EngineVerifyCheckpoint(checkpoint=path))[0]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_back_is_missing(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.create("run-a", lora=2)
+    saved = engine.do("run-a", save_checkpoint=pb.SaveCheckpoint()).proto.checkpoint
+    read = StoredFile.of
+
+    def deleted(file: Path) -> StoredFile:
+        shutil.rmtree(file.parent)
+        return read(file)
+
+    monkeypatch.setattr(StoredFile, "of", deleted)
+    error = verify(engine, saved.path).error
+    assert error.code == pb.ERROR_CODE_CHECKPOINT_CORRUPT and "is missing" in error.message
 
 
 def test_every_flipped_or_torn_byte_is_noticed(engine: LocalEngine, tmp_path: Path, seed: int) -> None:

@@ -5,6 +5,7 @@ It takes as long as the disk does and touches no run, so operations do not wait 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,16 +30,17 @@ class ReadBack:
 
     def submit(self, request: engine_pb2.EngineRequest) -> None:
         """Verify a checkpoint after those that wait, and reply."""
-        self._thread.submit(self._answer, request)
+        self._thread.submit(self._reply, request)
 
-    def _answer(self, request: engine_pb2.EngineRequest) -> None:
+    def answer(self, request: engine_pb2.EngineRequest) -> engine_pb2.EngineReply:
+        """Verify a checkpoint at once; an error becomes the answer."""
         try:
             manifest = self._store.verify(request.verify_checkpoint.checkpoint)
             result = training_pb2.OperationResult(checkpoint=manifest.to_proto())
-            reply = engine_pb2.EngineReply(id=request.id, result=result)
+            return engine_pb2.EngineReply(id=request.id, result=result)
         except Exception as error:  # the boundary: the thread goes on and the caller receives the error
-            reply = engine_pb2.EngineReply(id=request.id, error=to_error(error, "request verify_checkpoint"))
-        try:
-            self._send(reply)
-        except LinkClosed:
-            return  # the reader ends the process
+            return engine_pb2.EngineReply(id=request.id, error=to_error(error, "request verify_checkpoint"))
+
+    def _reply(self, request: engine_pb2.EngineRequest) -> None:
+        with contextlib.suppress(LinkClosed):  # the thread that reads the link ends the process
+            self._send(self.answer(request))

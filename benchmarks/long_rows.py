@@ -46,7 +46,7 @@ class Way:
 WAYS = (
     Way("keep"),
     Way("recompute", gradient_checkpointing=True),
-    Way("recompute+chunk", server_args=("--activation-budget-gib", "0.0625"), most_mib=770),
+    Way("recompute+chunk", server_args=("--activation-budget-gib", "0.0625"), most_mib=557),
 )
 
 

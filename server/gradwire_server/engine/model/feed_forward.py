@@ -22,7 +22,11 @@ from gradwire_server.engine.generators import preserved_rng
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 4096
-"""Tokens of a chunk."""
+"""Fewest tokens of a chunk."""
+CHUNK_BYTES = 4 << 20
+"""Fewest bytes of a chunk's hidden states. Smaller tensors come from the heap of the C library, which grew by a hundred
+MiB and more with the chunks of a narrow model: it hardly reuses aligned blocks (``ENVIRONMENT`` in
+:mod:`gradwire_server.engine_client.process`)."""
 
 
 class FeedForward:
@@ -56,10 +60,11 @@ class _InChunks(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         whole = super().forward
-        if not self.feed_forward.chunked or args or kwargs or hidden.shape[-2] <= CHUNK_TOKENS:
+        tokens = max(CHUNK_TOKENS, CHUNK_BYTES // (hidden.shape[-1] * hidden.itemsize))
+        if not self.feed_forward.chunked or args or kwargs or hidden.shape[-2] <= tokens:
             computed: Tensor = whole(hidden, *args, **kwargs)
             return computed
-        chunks = hidden.split(CHUNK_TOKENS, dim=-2)
+        chunks = hidden.split(tokens, dim=-2)
         return torch.cat([checkpoint(whole, chunk, use_reentrant=False) for chunk in chunks], dim=-2)
 
 

@@ -34,6 +34,15 @@ MISTAKES = {
         "--model tiny --device cuad",
         "--device cuad: there is no such device; give cpu, cuda, cuda:N or cuda:all",
     ),
+    "no GPU of several": (
+        "--model tiny --device cuda:all",
+        "--device cuda:all: torch * finds no CUDA device here; `gradwire doctor` looks for the reason, and --device cpu"
+        " trains without one",
+    ),
+    "device of another kind": (
+        "--model tiny --device mps",
+        "--device mps: there is no such device; give cpu, cuda, cuda:N or cuda:all",
+    ),
     "losses missing": (
         "--model tiny --losses none.py",
         "--losses {here}/none.py cannot be read: No such file or directory",
@@ -110,9 +119,13 @@ def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield folder
 
 
+SLOW = ("device misspelt", "device of another kind")
+"""As "no GPU", the engine says them."""
+
+
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(each, marks=pytest.mark.slow) if each == "device misspelt" else each for each in MISTAKES]
-)  # as "no GPU", the engine says it
+    "mistake", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in MISTAKES]
+)
 def test_a_mistake_costs_one_sentence(mistake: str, here: Path) -> None:
     arguments, sentence = MISTAKES[mistake]
     with socket.create_server(("127.0.0.1", 0)) as listening:

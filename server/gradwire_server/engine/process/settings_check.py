@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,13 +34,14 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def _check_device(name: str) -> None:
-    try:
+    device: torch.device | None = None
+    with suppress(RuntimeError):
         device = torch.device("cuda" if name == ALL_GPUS else name)
-    except RuntimeError:
+    if device is None or (device.type != "cuda" and name != "cpu"):  # torch knows more kinds, the engine does not
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
             f"--device {name}: there is no such device; give cpu, cuda, cuda:N or cuda:all",
-        ) from None
+        )
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         found = "no CUDA device" if count == 0 else f"{count} CUDA devices, numbered from 0"

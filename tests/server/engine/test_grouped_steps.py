@@ -9,6 +9,7 @@ import torch
 from gradwire_proto.v1.training_pb2 import OptimStep
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.state.engine_run import EngineRun
+from gradwire_server.engine.training import grouped_steps
 from gradwire_server.engine.training.grouped_steps import RunStep, step_together
 from gradwire_server.engine.training.optimizer import Optimizer, StepOutcome
 
@@ -66,6 +67,29 @@ def test_bits_and_outcomes_are_those_of_each_alone(sides: list[list[EngineRun]])
             ours, others = state(mine), state(theirs)
             assert ours.keys() == others.keys()
             assert all(torch.equal(tensor, others[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_runs_with_the_same_hyperparameters_share_a_call_with_the_bits_of_each_alone(
+    make_run: Any, monkeypatch: pytest.MonkeyPatch, clips: bool
+) -> None:
+    """Also where one factor is that of all gradients, as of rows of one length that are not clipped."""
+    alone, together = ([make_run(lora={"rank": 1 + seed}, seed=seed) for seed in range(3)] for _ in range(2))
+    settings = OptimStep(learning_rate=1e-2, **(COMMON | {"max_grad_norm": 1.0 if clips else 0.0}))
+    calls: list[Any] = []
+    fused = grouped_steps.fused_adamw
+    monkeypatch.setattr(grouped_steps, "fused_adamw", lambda *given: calls.append(given) or fused(*given))
+    for turn in range(2):
+        for runs in (alone, together):
+            for seed, run in enumerate(runs):
+                accumulate(run, 10 * turn + seed, 5.0)
+        expected = [run.optimizer.step(run.accumulator, settings) for run in alone]
+        found = step_together([RunStep(run.optimizer, run.accumulator, settings) for run in together])
+        assert found == expected
+        assert len(calls) == turn + 1
+    for mine, theirs in zip(together, alone, strict=True):
+        ours, others = state(mine), state(theirs)
+        assert all(torch.equal(tensor, others[name]) for name, tensor in ours.items())
 
 
 def test_moments_are_looked_for_once_in_a_step(sides: list[list[EngineRun]], monkeypatch: pytest.MonkeyPatch) -> None:

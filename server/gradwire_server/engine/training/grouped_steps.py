@@ -84,18 +84,23 @@ def _step_together(runs: Sequence[RunStep]) -> list[StepOutcome | Exception]:
 
 
 @torch.no_grad()
-def _update(tensors: Sequence[Updated]) -> None:
+def _update(runs: Sequence[Updated]) -> None:
     """Update by fused AdamW: one call for all tensors with the same hyperparameters and device."""
     alike: dict[tuple[object, ...], list[Updated]] = {}
-    for each in tensors:
+    for each in runs:
         group = each.group
-        key = (group["lr"], group["betas"], group["eps"], group["weight_decay"], each.master.device)
+        key = (group["lr"], group["betas"], group["eps"], group["weight_decay"], each.masters[0].device)
         alike.setdefault(key, []).append(each)
     for members in alike.values():
-        gradients = [each.gradient for each in members]
-        # As a fused step does with its grad_scale, whose bits a product with the factor does not have.
-        torch._foreach_div_(gradients, [1.0 / each.factor for each in members])
-        fused_adamw(members[0].group, [each.master for each in members], gradients, [each.state for each in members])
+        masters = [master for each in members for master in each.masters]
+        gradients = [gradient for each in members for gradient in each.gradients]
+        states = [state for each in members for state in each.states]
+        factor = members[0].factor
+        if any(each.factor != factor for each in members):
+            # The bits of a fused step with each one's own factor, which a product with the factor would not have.
+            torch._foreach_div_(gradients, [1.0 / each.factor for each in members for _ in each.gradients])
+            factor = 1.0
+        fused_adamw(members[0].group, masters, gradients, states, factor)
 
 
 def _unless_fatal(error: Exception) -> Exception:

@@ -51,12 +51,12 @@ class StepOutcome:
 
 
 class Updated(NamedTuple):
-    """A master to be updated: its gradient and the gradient's factor, its moments, and its hyperparameters."""
+    """Masters of one run to be updated: their gradients, the gradients' factor, their moments and hyperparameters."""
 
-    master: Tensor
-    gradient: Tensor
+    masters: list[Tensor]
+    gradients: list[Tensor]
     factor: float
-    state: Mapping[str, Tensor]
+    states: list[Mapping[str, Tensor]]
     group: Mapping[str, Any]
 
 
@@ -213,11 +213,14 @@ class Optimizer:
         """What :meth:`update` would change by fused AdamW, for an update of several runs at once."""
         optimizer = self._of("adamw")
         set_groups(optimizer.param_groups, RULES["adamw"], step.settings)
-        groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
         found = []
-        for name, gradient in step.gradients.items():
-            master = self._masters[name]
-            found.append(Updated(master, gradient, step.factor, optimizer.state[master], groups[id(master)]))
+        for group in optimizer.param_groups:
+            pairs = zip(group["names"], group["params"], strict=True)
+            chosen = [(master, step.gradients[name]) for name, master in pairs if name in step.gradients]
+            if chosen:
+                masters, gradients = map(list, zip(*chosen, strict=True))
+                states = [optimizer.state[master] for master in masters]
+                found.append(Updated(masters, gradients, step.factor, states, group))
         return found
 
     def end(self) -> None:

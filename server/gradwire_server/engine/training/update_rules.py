@@ -132,10 +132,7 @@ def can_be_scaled(gradients: Iterable[Tensor], factor: float) -> bool:
 
 @torch.no_grad()
 def fused_step(optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], factor: float) -> None:
-    """Take the step of fused AdamW with gradients by name, times a factor, by fewer calls than the optimizer's own.
-
-    The step divides each gradient by ``grad_scale`` while it has it at hand, which saves a pass over all of them.
-    """
+    """Take the step of fused AdamW with gradients by name, times a factor, by fewer calls than the optimizer's own."""
     for group in optimizer.param_groups:
         pairs = zip(group["names"], group["params"], strict=True)
         chosen = [(master, gradients[name]) for name, master in pairs if name in gradients]
@@ -146,7 +143,7 @@ def fused_step(optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor]
             [master for master, _ in chosen],
             [gradient for _, gradient in chosen],
             [optimizer.state[master] for master, _ in chosen],
-            torch.full((), 1.0 / factor, dtype=torch.float32, device=chosen[0][0].device),
+            factor,
         )
 
 
@@ -155,10 +152,16 @@ def fused_adamw(
     masters: list[Tensor],
     gradients: list[Tensor],
     states: Sequence[Mapping[str, Tensor]],
-    grad_scale: Tensor | None = None,
+    factor: float,
 ) -> None:
-    """Update masters by fused AdamW with a group's hyperparameters; ``grad_scale`` divides the gradients."""
+    """Update masters by fused AdamW with a group's hyperparameters and gradients times a factor.
+
+    The step divides each gradient by ``grad_scale`` while it has it at hand, which saves a pass over all of them.
+    """
     beta1, beta2 = group["betas"]
+    grad_scale = None
+    if factor != 1.0:
+        grad_scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=masters[0].device)
     adamw(
         masters,
         gradients,

@@ -44,11 +44,96 @@ def test_bfloat16_gives_what_transformers_gives_but_for_rounding(plain: Plain, t
     np.testing.assert_allclose(found, expected.detach().numpy(), atol=ROUNDED)
     assert found.dtype == np.float32 and not np.allclose(found, expected.detach().numpy(), atol=1e-5)
     assert np.array_equal(engine.logprobs("run-a", batch), found)
-    exact, rounded = plain.gradients(-expected.mean()), accumulated(engine, "run-a")
-    for part in ("vis", "lm_head"):  # the vision part, and the output head
+    assert_alike(plain, engine, -expected.mean(), ("vis", "lm_head"))  # the vision part, and the output head
+
+
+def set_head(engine: LocalEngine, run_id: str) -> torch.Tensor:
+    """Give a run's head weights of the size that trained ones have, and return them in float64."""
+    head = engine.context.runs[run_id].policy.head
+    assert head is not None
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(head.weight.shape, generator=generator) / head.weight.shape[1] ** 0.5
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    return weight[0].double()
+
+
+def hidden(plain: Plain, row: Row) -> torch.Tensor:
+    """``[W, H]`` final states of a row's tokens."""
+    return plain.model.model(**plain.inputs(row), use_cache=False).last_hidden_state[0]
+
+
+def assert_alike(plain: Plain, engine: LocalEngine, loss: torch.Tensor, parts: tuple[str, ...]) -> None:
+    exact, rounded = plain.gradients(loss), accumulated(engine, "run-a")
+    for part in parts:
         names = [name for name in exact if part in name]
         one, other = (torch.cat([each[name].flatten().double() for name in names]) for each in (exact, rounded))
         assert float(torch.cosine_similarity(one, other, dim=0)) > ALIKE, part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "mixed"])
+@pytest.mark.parametrize("microbatch_tokens", [None, 1], ids=["together", "row by row"])
+def test_values_of_bfloat16_are_exact_but_for_rounding(
+    plain: Plain, tmp_path: Path, dtype: Any, microbatch_tokens: int | None
+) -> None:
+    engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype, microbatch_tokens=microbatch_tokens)
+    engine.create("run-a", base_model="m", head="value")
+    weight = set_head(engine, "run-a")
+    batch = columns_of(plain, ROWS)
+    expected = torch.cat([hidden(plain, row)[-SCORED - 1 : -1] @ weight for row in ROWS]).detach().numpy()
+    result = engine.do("run-a", batch, forward=pb.LossCall(outputs=["values"]))
+    found = result.columns["values"].values
+    assert result.proto.loss.num_microbatches == (1 if microbatch_tokens is None else len(ROWS))
+    np.testing.assert_allclose(found, expected, atol=ROUNDED)
+    assert found.dtype == np.float32 and not np.allclose(found, expected, atol=1e-5)
+    without = columns_of(plain, [Row(row.text, [DOG for _ in row.images]) for row in ROWS])
+    other = engine.do("run-a", without, forward=pb.LossCall(outputs=["values"])).columns["values"].values
+    assert np.abs(other - found)[SCORED : 2 * SCORED].max() > 2 * ROUNDED  # the second row has another picture
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "mixed"])
+def test_rewards_of_bfloat16_and_their_gradients_are_exact_but_for_rounding(
+    plain: Plain, tmp_path: Path, dtype: Any
+) -> None:
+    """Of sequences, of each token, and of pairs in a loss that streams, a pair at a time."""
+    engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype, microbatch_tokens=1)
+    engine.create("run-a", base_model="m", head="reward")
+    weight = set_head(engine, "run-a")
+    states = [hidden(plain, row) for row in ROWS]
+    expected = (
+        torch.stack([each[-1] @ weight for each in states]),
+        torch.cat([each[-SCORED:] @ weight for each in states]),
+    )
+    outputs = ["rewards", "token_rewards"]
+    found = engine.do("run-a", columns_of(plain, ROWS), forward=pb.LossCall(outputs=outputs)).columns
+    for name, exact in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(found[name].values, exact.detach().numpy(), atol=ROUNDED)
+    pairs = {name: column for name, column in of_pairs(plain).items() if not name.endswith("loss_mask")}
+    loss = engine.do("run-a", pairs, forward_backward=pb.LossCall(loss_fn="reward_modeling")).proto.loss
+    margins = torch.stack(
+        [(hidden(plain, chosen)[-1] - hidden(plain, rejected)[-1]) @ weight for chosen, rejected in PAIRS]
+    )
+    exact = -torch.nn.functional.logsigmoid(margins).mean()
+    assert loss.num_microbatches == len(PAIRS)
+    assert loss.loss == pytest.approx(float(exact.detach()), abs=ROUNDED)
+    assert_alike(plain, engine, exact, ("vis", "mlp"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "mixed"])
+def test_a_loss_that_streams_in_bfloat16_is_exact_but_for_rounding(plain: Plain, tmp_path: Path, dtype: Any) -> None:
+    """Row by row, in ``forward`` and in ``forward_backward``."""
+    engine = LocalEngine({"m": plain.path}, tmp_path, dtype=dtype, microbatch_tokens=1)
+    engine.create("run-a", base_model="m")
+    batch, call = columns_of(plain, ROWS), pb.LossCall(loss_fn="causal_lm", outputs=["logprobs", "entropy"])
+    read = engine.do("run-a", batch, forward=call)
+    trained = engine.do("run-a", batch, forward_backward=call)
+    expected = torch.cat([plain.logprobs(row) for row in ROWS])
+    assert read.proto.loss.num_microbatches == trained.proto.loss.num_microbatches == len(ROWS)
+    for result in (read, trained):
+        assert result.proto.loss.loss == pytest.approx(float(-expected.detach().mean()), abs=ROUNDED)
+        np.testing.assert_allclose(result.columns["logprobs"].values, expected.detach().numpy(), atol=ROUNDED)
+    np.testing.assert_allclose(read.columns["entropy"].values, trained.columns["entropy"].values, atol=ROUNDED)
+    assert_alike(plain, engine, -expected.mean(), ("vis", "lm_head"))
 
 
 def of_pairs(plain: Plain) -> dict[str, Column]:

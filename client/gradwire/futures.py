@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from inspect import isawaitable
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
 from gradwire.errors import (
     AbortedPredecessorError,
@@ -93,6 +93,16 @@ class Future(Generic[T]):
             return False
         ask()
         return True
+
+    if not TYPE_CHECKING:  # for a type checker a future has no other attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"a future of {self.__dict__.get('_label', 'an operation')} has no {name!r}; its result may: await it"
+                " first, or call its .result()",
+                name=name,
+                obj=self,
+            )
 
     def __repr__(self) -> str:
         if not self._inner.done():

@@ -360,6 +360,7 @@ class ServiceClient:
         Submitted operations still reach the server. A result that has not arrived is lost to this process: its
         future raises ServiceClosedError.
         """
+        self._transport.check_loop()
         closed = ServiceClosedError("the service was closed before the result came")
         links, self._links = self._links, []
         await asyncio.gather(*(link.close(closed) for link in links))

@@ -23,7 +23,14 @@ if TYPE_CHECKING:  # the stub files have this class; the generated module has on
     from gradwire_proto.v1.training_pb2_grpc import TrainingServiceAsyncStub
 
 from gradwire import errors
-from gradwire.errors import ConnectionLostError, GradwireError, InvalidArgumentError, ServiceClosedError
+from gradwire.errors import (
+    ConnectionLostError,
+    GradwireError,
+    InvalidArgumentError,
+    InvalidRequestError,
+    ServiceClosedError,
+)
+from gradwire.futures import running_loop
 
 CHUNK_BYTES = 1 << 20
 TOGETHER_BYTES = 256 << 10
@@ -104,6 +111,8 @@ class Transport:
         check_alive: Called before each new attempt; raises if another attempt is pointless.
     """
 
+    _loop: asyncio.AbstractEventLoop | None = None
+
     def __init__(
         self,
         address: str,
@@ -140,6 +149,7 @@ class Transport:
         # The stub's constructor is generated once for both kinds of channel.
         self._stub: TrainingServiceAsyncStub = TrainingServiceStub(self._channel)
         self._closed = False
+        self._loop = running_loop()
 
     async def close(self) -> None:
         self._closed = True
@@ -175,6 +185,7 @@ class Transport:
     async def _once(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, R], request: Q, timeout_s: float | None) -> R:
         if self._closed:
             raise ServiceClosedError("the service is closed")
+        self.check_loop()
         call = method(request, timeout=timeout_s, metadata=self._metadata)
 
         async def outcome() -> R:
@@ -197,6 +208,24 @@ class Transport:
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc(error, self.address) from None
 
+    def check_loop(self) -> None:
+        """Check that the calls are made where the channel lives.
+
+        Raises:
+            InvalidRequestError: Another event loop runs.
+        """
+        if self._loop is None or self._loop is running_loop():
+            return
+        if self._loop.is_closed():
+            raise InvalidRequestError(
+                "the event loop that the service was opened on has ended: open and use it inside one asyncio.run(), or"
+                " use gradwire.sync"
+            )
+        raise InvalidRequestError(
+            "the service was opened on another event loop: call it there, open one for this loop, or use gradwire.sync;"
+            " only futures of operations can be awaited on any loop"
+        )
+
     def submit(self) -> SubmitStream:
         """Open a stream of operations and their acknowledgements."""
         return SubmitStream(self._stub.Submit(metadata=self._metadata), self.address)
@@ -208,6 +237,7 @@ class Transport:
 
     async def sample(self, request: pb.SampleRequest) -> tuple[pb.OperationResult, bytes]:
         """Sample outside any run's queue."""
+        self.check_loop()
         async with contextlib.aclosing(
             _results(self._stub.Sample(request, metadata=self._metadata), self.address)
         ) as results:
@@ -217,10 +247,12 @@ class Transport:
 
     def stream_sample(self, request: pb.SampleRequest) -> AsyncGenerator[pb.SampleFrame]:
         """Yield new tokens of samples outside any run's queue, and last the result."""
+        self.check_loop()
         return _frames(self._stub.StreamSample(request, metadata=self._metadata), self.address)
 
     async def history(self, run_id: str) -> list[pb.HistoryPoint]:
         """The points of a run's record in order; asked for again from the first while the server is away."""
+        self.check_loop()
         request, backoff = pb.GetHistoryRequest(run_id=run_id), Backoff(self.patience_s)
         while True:
             points: list[pb.HistoryPoint] = []
@@ -236,6 +268,7 @@ class Transport:
 
     def download(self, request: pb.DownloadRequest) -> AsyncGenerator[pb.DownloadFrame]:
         """Yield the frames of a checkpoint's or export's files, in order."""
+        self.check_loop()
         return _frames(self._stub.Download(request, metadata=self._metadata), self.address)
 
 

@@ -163,6 +163,14 @@ async def test_what_is_no_future_or_no_list_of_texts_is_named() -> None:
         assert [type(each).__name__ for each in await gradwire.gather(*futures)] == ["LossResult", "OptimStepResult"]
 
 
+async def test_a_forgotten_await_is_said() -> None:
+    async with scripted_run(Script()) as (run, _):
+        future = run.forward_backward(BATCH, "row_loss")
+        with pytest.raises(AttributeError, match="has no 'loss'; its result may: await it first, or call"):
+            print(future.loss)  # type: ignore[attr-defined]
+        assert not hasattr(future, "metrics") and (await future).loss == 1
+
+
 async def test_gather_raises_the_first_cause() -> None:
     async with scripted_run(Script(answer=fails_on(1))) as (run, _):
         first, step = run.forward_backward(BATCH, "row_loss"), run.optim_step()

@@ -15,6 +15,7 @@ import pytest
 from gradwire.transport import Backoff
 from gradwire_proto.v1 import training_pb2 as pb
 from support.scripted import Fails, Script, ScriptedService, plain, scripted_run, scripted_server, until
+from support.server import Server
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -58,6 +59,34 @@ async def test_closing_during_a_call() -> None:
         await service.close()
         with pytest.raises(gradwire.ServiceClosedError):
             await call
+
+
+async def test_a_call_from_another_event_loop_is_one_sentence() -> None:
+    def elsewhere(call: Any) -> Any:
+        async def wait() -> Any:
+            return await call()
+
+        return asyncio.run(wait())
+
+    async with scripted_run(Script()) as (run, service):
+        future = run.forward_backward({"input_ids": [[1, 2]]}, "row_loss")
+        for call in (service.list_models, service.server_info, run.info, run.history, service.close):
+            with pytest.raises(gradwire.InvalidRequestError, match="opened on another event loop: call it there"):
+                await asyncio.to_thread(elsewhere, call)
+        assert (await asyncio.to_thread(elsewhere, lambda: future)).loss == 1  # a future is for every loop
+        assert await service.list_losses()
+
+
+def test_a_service_of_an_ended_event_loop_is_one_sentence(server: Server) -> None:
+    async def opened() -> Any:
+        return await gradwire.connect(server.address)
+
+    async def used(service: Any) -> None:
+        await service.list_models()
+
+    service = asyncio.run(opened())
+    with pytest.raises(gradwire.InvalidRequestError, match=r"has ended: open and use it inside one asyncio\.run"):
+        asyncio.run(used(service))
 
 
 async def test_the_error_of_a_call_that_was_cancelled_twice_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,13 @@ def test_a_folder_of_version_1_goes_on(tiny_model_path: Path, tmp_path: Path, be
         assert database.execute("PRAGMA user_version").fetchone()[0] >= 2
 
 
+def test_a_folder_that_is_no_state_folder_is_not_made_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = gradwire_command("repair", "--state-dir", tmp_path)
+    assert said.returncode == 1 and "is not the state folder of a server: it has no gradwire.db, runs or" in said.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_folder_of_version_1_without_its_database_keeps_its_checkpoints(
     tiny_model_path: Path, tmp_path: Path, begin: Begin
 ) -> None:

@@ -33,10 +33,16 @@ def check(config: ServerConfig) -> None:
         *_models(config),
         *_port("--address", config.address),
         *_port("--http", config.http),
+        *_mirror(config),
     ]
     sentences = sentences or [*_folder("--state-dir", config.state_dir), *_folder("--mirror", config.mirror)]
     if sentences:
         raise SettingsError(*sentences)
+
+
+def _mirror(config: ServerConfig) -> Iterator[str]:
+    if config.mirror is not None and config.mirror.resolve() == config.state_dir.resolve():
+        yield f"--mirror {config.mirror} is the state folder itself: give another folder, best on another disk"
 
 
 def _folder(flag: str, folder: Path | None) -> Iterator[str]:

@@ -27,7 +27,7 @@ from gradwire_server.journal.run_files import read_description, write_descriptio
 from gradwire_server.journal.salvage import Salvaged, salvage
 from gradwire_server.journal.schema import connect, migrate, row_digest
 from gradwire_server.journal.segments import CorruptRecord, Record, Segments
-from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, locked
+from gradwire_server.journal.state_folder import DATABASE, RUNS, SEGMENTS, StateFolderError, locked
 from gradwire_server.operation_kinds import kind_of
 
 EPOCHS = 1 << 20
@@ -100,8 +100,12 @@ def repair(state_dir: Path, owner: str = "", say: Callable[[str], object] = bool
         say: Called with a sentence for each thing that could not be used.
 
     Raises:
-        StateFolderError: A server runs on the folder.
+        StateFolderError: A server runs on the folder, or there is nothing of one in it.
     """
+    if not any((state_dir / name).exists() for name in (DATABASE, RUNS, SEGMENTS)):
+        raise StateFolderError(
+            f"{state_dir} is not the state folder of a server: it has no {DATABASE}, {RUNS} or {SEGMENTS}"
+        )
     with locked(state_dir):
         log = _read_log(Segments(state_dir / SEGMENTS))
         for sentence in log.cut:

@@ -16,7 +16,7 @@ from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.sampling import pages as paging
 from gradwire_server.engine.sampling.draw import draw
 from gradwire_server.engine.sampling.local import LocalSampler
-from gradwire_server.engine.sampling.page_lists import shared_lists
+from gradwire_server.engine.sampling.page_lists import APART_ROWS, OwnLists, shared_lists
 from gradwire_server.engine.sampling.page_table import PageTable, page_digests
 from gradwire_server.engine.sampling.pages import Pages
 from gradwire_server.engine.sampling.sampler import Samples, SamplingParams
@@ -53,6 +53,25 @@ def test_samples_of_any_prompt_are_scored_as_a_fresh_forward_scores_them(
         for sample in of_prompt:
             expected = full_logprobs(policy, prompt, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_many_rows_that_join_and_leave_are_scored_as_a_fresh_forward_scores_them(
+    policy: Policy, full_logprobs: FullLogprobs, rng: np.random.Generator
+) -> None:
+    sampler, jobs = LocalSampler(), []
+    for number, tokens in enumerate([2 * PAGE, 3 * PAGE + 5, PAGE // 2]):
+        prompts = [prompt_of(rng, length) for length in (5 + number, PAGE, 2 * PAGE + 3)]
+        params = SamplingParams(max_tokens=tokens, seed=number, n=APART_ROWS // 2, ignore_eos=True)
+        jobs.append((prompts, sampler.begin(policy, prompts, params)))
+        for _ in range(5):
+            sampler.step()
+    while sampler.turn():
+        sampler.step()
+    for prompts, job in jobs:
+        for prompt, of_prompt in zip(prompts, job.samples().by_prompt(), strict=True):
+            for sample in of_prompt:
+                expected = full_logprobs(policy, prompt, sample.token_ids)
+                torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
 
 
 def test_a_group_takes_the_memory_of_one_prompt_and_its_answers(policy: Policy, rng: np.random.Generator) -> None:
@@ -212,6 +231,32 @@ def test_pages_that_follow_one_another_are_not_copied(lists: list[tuple[int, ...
         expected = flat.view(6, PAGE, 2, 3)[each.table].flatten(1, 2).transpose(1, 2)
         assert torch.equal(taken, expected) and taken.stride() == expected.stride()
         assert (taken.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()) == (each.first is not None)
+
+
+def test_own_pages_of_rows_that_grow_together_are_not_copied() -> None:
+    rows = np.arange(APART_ROWS)
+    table = np.stack([3 + rows, 3 + APART_ROWS + rows], axis=1)
+    parts = OwnLists(fills=False).lists(table, np.full(APART_ROWS, PAGE + 2))
+    assert [lists.classes[0].first for lists in parts] == [3 + APART_ROWS, 3]
+    assert all(lists.order is None for lists in parts)
+
+
+def test_few_pages_between_those_of_the_rows_are_read_and_many_are_not() -> None:
+    count = 2 * APART_ROWS
+    for step, copied in ((1, False), (2, True)):
+        rows = np.arange(count)
+        pages = 1 + step * rows[::-1]
+        table = np.stack([pages, pages.max() + 1 + rows], axis=1)
+        ends, full = OwnLists(fills=False).lists(table, np.where(rows == 7, 3, PAGE + 1))  # row 7 has no full page
+        assert (full.classes[0].first is None) == copied
+        for lists, column in ((full, table[:, 0]), (ends, np.where(rows == 7, table[:, 0], table[:, 1]))):
+            (of_class,) = lists.classes
+            order = rows if lists.order is None else lists.order.numpy()
+            for row in rows:
+                if lists is full and row == 7:
+                    assert order[row] == len(of_class.table)
+                else:
+                    assert of_class.rows[order[row], 0] == row and of_class.table[order[row], 0] == column[row]
 
 
 def test_a_whole_distribution_is_inverted_exactly() -> None:

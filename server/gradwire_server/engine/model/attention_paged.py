@@ -4,8 +4,9 @@ Legend: ``T`` tokens that the store has room for, ``R`` rows (samples), ``H`` he
 ``D`` head size. A class of page lists has ``G`` lists of ``N`` pages, each list with the queries of ``C`` rows.
 
 A token attends to the pages that its row shares with others, where the queries of all those rows are one matrix
-product (Juravsky et al. 2024, arXiv:2402.05099), and to its row's own pages. The two results combine by their
-log-sum-exps. Lists of similar size form a class, which is one call, so the number of calls does not grow with the rows.
+product (Juravsky et al. 2024, arXiv:2402.05099), and to its row's own pages, all at once or a page of every row at a
+time. The results combine by their log-sum-exps. Lists of similar size form a class, which is one call, so the number of
+calls does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -136,17 +137,19 @@ class RowLists:
     Attributes:
         classes: The classes.
         order: ``[R]`` each row's place among the ``G * C`` of all classes; the place after the last for a row in none.
+            None for one class that holds the rows in their order.
     """
 
     classes: Sequence[PageLists]
-    order: Tensor
-    _sent: dict[torch.device, tuple[list[PageLists], Tensor, list[Tensor | None]]] = field(default_factory=dict)
+    order: Tensor | None
+    _sent: dict[torch.device, tuple[list[PageLists], Tensor | None, list[Tensor | None]]] = field(default_factory=dict)
 
-    def on(self, device: torch.device) -> tuple[list[PageLists], Tensor, list[Tensor | None]]:
+    def on(self, device: torch.device) -> tuple[list[PageLists], Tensor | None, list[Tensor | None]]:
         """Classes and order on a device, copied once, and the masks of the classes, ``[G, 1, 1, N * PAGE]``."""
         if device not in self._sent:
             classes = [each.to(device) for each in self.classes]
-            self._sent[device] = classes, sent(self.order, device), [_mask(each) for each in classes]
+            order = None if self.order is None else sent(self.order, device)
+            self._sent[device] = classes, order, [_mask(each) for each in classes]
         return self._sent[device]
 
 
@@ -158,13 +161,13 @@ class PagedDecode:
         store: The store.
         places: ``[R]`` place of each row's token.
         shared: Pages that rows share.
-        own: Pages of each row alone, the new token's among them.
+        own: Pages of each row alone, in parts; the first part has some of every row's.
     """
 
     store: PageStore
     places: Tensor
     shared: RowLists
-    own: RowLists
+    own: Sequence[RowLists]
     _sent: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -173,11 +176,16 @@ class PagedDecode:
         if device not in self._sent:
             self._sent[device] = sent(self.places, device)
         keys, values = self.store.write(layer, self._sent[device], key, value)
-        own, own_lse = _over(self.own, query, keys, values, scale)
-        if not self.shared.classes:
-            return own
-        shared, shared_lse = _over(self.shared, query, keys, values, scale)
-        return torch.lerp(own, shared, torch.sigmoid(shared_lse - own_lse)[..., None].to(own.dtype))
+        first, *others = self.own
+        if self.shared.classes:
+            others.append(self.shared)
+        attended, lse = _over(first, query, keys, values, scale)
+        for number, lists in enumerate(others, start=1):
+            more, more_lse = _over(lists, query, keys, values, scale)
+            attended = torch.lerp(attended, more, torch.sigmoid(more_lse - lse)[..., None].to(attended.dtype))
+            if number < len(others):
+                lse = torch.logaddexp(lse, more_lse)
+        return attended
 
 
 def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -187,12 +195,15 @@ def _over(lists: RowLists, query: Tensor, keys: Tensor, values: Tensor, scale: f
     outputs, sums = [], []
     for of_class, mask in zip(classes, masks, strict=True):
         groups, count = of_class.rows.shape
-        q = query.index_select(0, of_class.rows.flatten()).view(groups, count, -1, shared_by, query.shape[2])
+        q = query if order is None else query.index_select(0, of_class.rows.flatten())
+        q = q.view(groups, count, -1, shared_by, query.shape[2])
         q = q.transpose(1, 2).flatten(2, 3)  # [G, K, C * H / K, D]
         k, v = of_class.taken(keys), of_class.taken(values)
         out, lse = _attention(q, k, v, None if mask is None else mask.to(q.dtype), scale)
         outputs.append(out.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads, -1))
         sums.append(lse.unflatten(2, (count, shared_by)).transpose(1, 2).reshape(groups * count, heads))
+    if order is None:
+        return outputs[0], sums[0]
     outputs.append(outputs[0].new_zeros(1, *outputs[0].shape[1:]))
     sums.append(sums[0].new_full((1, heads), -torch.inf))
     return torch.cat(outputs).index_select(0, order), torch.cat(sums).index_select(0, order)

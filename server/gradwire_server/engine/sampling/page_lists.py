@@ -16,6 +16,11 @@ from gradwire_server.engine.model.attention_paged import PAGE, PageLists, RowLis
 from gradwire_server.engine.sampling.key_values import IntArray
 from gradwire_server.engine.sampling.page_table import SCRATCH
 
+APART_ROWS = 16
+"""Fewest rows whose own pages are computed one page of each at a time; for fewer, more calls cost more than copies."""
+MOST_READ = 1.5
+"""Pages that may be read for each one that is needed, before the needed ones are copied."""
+
 
 def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
     """The lists of shared pages, each with its rows, in classes of similar numbers of rows and pages.
@@ -51,11 +56,63 @@ def shared_lists(shared: Sequence[tuple[int, ...]], fills: bool) -> RowLists:
         full = not fills and bool((lengths == most[1] * PAGE).all())
         made.append(_lists(of_rows, table, None if full else lengths, fills))
     order[order < 0] = total
-    return RowLists(made, torch.from_numpy(order))
+    in_order = len(made) == 1 and np.array_equal(made[0].rows.numpy().ravel(), np.arange(len(shared)))
+    return RowLists(made, None if in_order and not fills else torch.from_numpy(order))
 
 
-def own_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
-    """The lists of the rows' own pages ``[R, N]`` with ``[R]`` tokens, in classes of similar numbers of pages."""
+class OwnLists:
+    """The lists of the rows' own pages, in the parts of :class:`.attention_paged.PagedDecode`.
+
+    On a CPU, several rows are computed a page of each at a time. Rows that began together have taken their pages
+    together, so the pages of such a part follow one another in the store and are not copied; and what is copied of
+    others is still in a cache when it is read. A part of full pages stays as it is until one more is full.
+
+    Args:
+        fills: Whether to fill up to powers of two; then all pages of a row are one list.
+    """
+
+    def __init__(self, fills: bool) -> None:
+        self._fills = fills
+        self._full: list[RowLists] = []
+        self._full_pages: tuple[tuple[int, ...], bytes] = (), b""
+
+    def lists(self, table: IntArray, lengths: IntArray) -> list[RowLists]:
+        """The lists of pages ``[R, N]`` with ``[R]`` tokens."""
+        if self._fills or len(table) < APART_ROWS:
+            return [_whole_lists(table, lengths, self._fills)]
+        rows, last = np.arange(len(table)), (lengths - 1) // PAGE
+        ends = _a_page_each(table[rows, last], rows, len(rows), lengths - last * PAGE)
+        pages = np.where(np.arange(table.shape[1]) < last[:, None], table, SCRATCH)
+        if (key := (pages.shape, pages.tobytes())) != self._full_pages:
+            self._full, self._full_pages = [], key
+            for column in pages.T[: last.max()]:
+                (having,) = np.nonzero(column != SCRATCH)
+                self._full.append(_a_page_each(column[having], having, len(rows)))
+        return [ends, *self._full]
+
+
+def _a_page_each(pages: IntArray, rows: IntArray, count: int, lengths: IntArray | None = None) -> RowLists:
+    """Lists of one page each, given the page of some of ``count`` rows, and its ``lengths`` tokens; None if full."""
+    first, span = int(pages.min()), int(np.ptp(pages)) + 1
+    places = np.arange(len(pages))
+    if span <= MOST_READ * len(pages):
+        # Pages between them are computed for nothing, by the query of row 0.
+        places = pages - first
+        pages, of_pages = np.arange(first, first + span), np.zeros(span, np.int64)
+        of_pages[places] = rows
+        rows = of_pages
+        if lengths is not None:
+            of_lists = np.ones(span, np.int64)
+            of_lists[places] = lengths
+            lengths = of_lists
+    order = np.full(count, len(pages), np.int64)
+    order[rows[places]] = places
+    lists = _lists(rows[:, None], pages[:, None], lengths, False)
+    return RowLists([lists], None if np.array_equal(rows, np.arange(count)) else torch.from_numpy(order))
+
+
+def _whole_lists(table: IntArray, lengths: IntArray, fills: bool) -> RowLists:
+    """The lists of all own pages of each row, in classes of similar numbers of pages."""
     counts = -(-lengths // PAGE)
     if fills:
         width = power_of_two(table.shape[1])

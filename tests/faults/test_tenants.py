@@ -26,10 +26,12 @@ from support.server import Server
 
 KEYS = {"ada": "user", "bob": "user", "root": "admin"}
 ALLOWED = 3.0
-"""Latency of a small call beside the flood, as a multiple of that without it."""
-NOTICEABLE_S = 1.0
-"""What a call may take in any case: where other work keeps the processors busy, a call of ten milliseconds now and then
-takes half a second, with and without the flood. The printed figures say more on a machine without other work."""
+"""Latency of a small call beside the flood, as a multiple of that without it, or beside a flood of another server."""
+NOTICEABLE_S = 0.3
+"""What a call may take in any case. Of a dozen calls of some milliseconds, one takes that where other work keeps the
+processors busy; the printed figures say more on a machine without other work."""
+COMPUTED = ("zero_grad", "sample")
+"""Calls that the engine executes. They may wait for one request of the flooding key, which is not interrupted."""
 
 
 class Program:
@@ -68,6 +70,7 @@ class Flooded:
 
     def __init__(self, model: Path, folder: Path) -> None:
         state = folder / "state"
+        self.steps_s: list[float] = []
         self.keys = {name: KeyFile(state).create(name, "admin" if name == "root" else "user") for name in KEYS}
         limit = f"max_payload_bytes={64 << 20}"
         self.server = Server(model, state, "--threads", "1", "--limit", limit).start()
@@ -87,6 +90,7 @@ class Flooded:
         """End the flood; its calls since the start that were answered, and those that were refused, by RPC."""
         self._flood.say("pause")
         counts = json.loads(await self._flood.hear())
+        self.steps_s = counts["steps_s"]
         return Counter(counts["answered"]), Counter(counts["refused"])
 
     async def every_rpc(self) -> tuple[Counter[str], Counter[str]]:
@@ -171,15 +175,23 @@ class Latency:
         alone: Beside a program that only computes.
         machine: Beside a flood of another server on this machine: what the processors have to do is the same.
         beside: Beside a flood of this server.
+        begun: That of the longest operation which it may find begun.
     """
 
     alone: float
     machine: float
     beside: float
+    begun: float
+
+    @property
+    def late(self) -> bool:
+        """Whether the flood of this server cost more than it may."""
+        return self.beside > max(ALLOWED * max(self.alone, self.machine) + self.begun, NOTICEABLE_S)
 
     def __str__(self) -> str:
         factors = f"{self.machine / self.alone:4.1f} and {self.beside / self.alone:4.1f} times"
-        return f"{self.alone * 1e3:6.1f} {self.machine * 1e3:6.1f} {self.beside * 1e3:6.1f} ms: {factors}"
+        begun = f", an operation {self.begun * 1e3:.1f} ms" if self.begun else ""
+        return f"{self.alone * 1e3:6.1f} {self.machine * 1e3:6.1f} {self.beside * 1e3:6.1f} ms: {factors}{begun}"
 
 
 async def compare(flooded: Flooded, other: Flooded, rounds: int, times: int) -> dict[str, Latency]:
@@ -217,7 +229,8 @@ async def compare(flooded: Flooded, other: Flooded, rounds: int, times: int) -> 
                 rows[name].append((alone[name], machine[name], both[name]))
     finally:
         bob.close()
-    found = {name: Latency(*np.median(row, axis=0)) for name, row in rows.items()}
+    begun = float(np.percentile(flooded.steps_s, 99))
+    found = {name: Latency(*np.median(row, axis=0), begun * (name in COMPUTED)) for name, row in rows.items()}
     for name, latency in found.items():
         print(f"{name:18} {latency}")
     return found
@@ -235,7 +248,7 @@ async def test_a_flood_of_every_rpc_costs_another_tenant_little(
 ) -> None:
     before = flooded.memory()
     found = await compare(flooded, another, rounds, times)
-    late = {name: str(each) for name, each in found.items() if each.beside > max(ALLOWED * each.alone, NOTICEABLE_S)}
+    late = {name: str(each) for name, each in found.items() if each.late}
     assert late == {}
     answered, refused = await flooded.every_rpc()
     print(f"front {before:.0f} MiB before, {flooded.memory():.0f} MiB after; answered {answered}, refused {refused}")

@@ -2,7 +2,8 @@
 
 ``python flood.py ADDRESS MODEL READER`` with the key in GRADWIRE_API_KEY; READER is the name of another key, and files
 go to the working folder. It reads lines: ``go`` begins the flood, ``pause`` ends it and prints as JSON how many calls
-of each RPC were answered since the start, and how many were refused how.
+of each RPC were answered since the start, how many were refused how, and the seconds of the engine that each training
+step took.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ class Caller:
     Args:
         adapter: An adapter's folder, of which the caller uploads copies.
         kept: A run with the checkpoint ``kept``.
+
+    Attributes:
+        steps_s: Seconds of the engine that each training step took.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Caller:
         self._number, self._names = number, itertools.count()
         self._service, self._transport, self._model, self._reader = service, transport, model, reader
         self._adapter, self._kept = adapter, kept
+        self.steps_s: list[float] = []
 
     async def start(self) -> None:
         """Create the runs and adapters."""
@@ -137,7 +142,8 @@ class Caller:
         await self._service.delete_run(made.run_id)
 
     async def _train(self) -> None:
-        await self._trained.train_step({"input_ids": ROWS}, "causal_lm")
+        stepped = await self._trained.train_step({"input_ids": ROWS}, "causal_lm")
+        self.steps_s.append(stepped.timings.engine_s)
 
     async def _operation(self, run: _Run) -> None:
         await run.submit()
@@ -259,7 +265,8 @@ async def main(address: str, model: str, reader: str) -> None:
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if not isinstance(ended, asyncio.CancelledError):
                     refused[f"{type(ended).__name__}: {ended}"[:300]] += 1
-            print(json.dumps({"answered": answered, "refused": refused}), flush=True)
+            steps_s = [seconds for caller in callers for seconds in caller.steps_s]
+            print(json.dumps({"answered": answered, "refused": refused, "steps_s": steps_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+import sys
 import time
 from collections.abc import Iterable
 
@@ -136,19 +137,17 @@ def settle(connection: sqlite3.Connection, run_id: str, up_to_seq: int, max_poin
     Args:
         max_points: As for :func:`add`.
     """
-    values = (run_id, up_to_seq)
+    if points := all_waiting(connection, run_id, up_to_seq):
+        add(connection, run_id, points, max_points)
+    query = "UPDATE results SET point = NULL WHERE run_id = ? AND seq <= ? AND point IS NOT NULL"
+    connection.execute(query, (run_id, up_to_seq))
+
+
+def all_waiting(connection: sqlite3.Connection, run_id: str, up_to_seq: int = sys.maxsize) -> list[pb.HistoryPoint]:
+    """The points of a run that wait for their place in its record, but for damaged ones."""
     query = "SELECT point FROM results WHERE run_id = ? AND seq <= ? AND point IS NOT NULL ORDER BY seq"
-    found = [parse_waiting(raw) for (raw,) in connection.execute(query, values).fetchall()]
-    if found:
-        add(connection, run_id, (point for point in found if point is not None), max_points)
-        query = "UPDATE results SET point = NULL WHERE run_id = ? AND seq <= ? AND point IS NOT NULL"
-        connection.execute(query, values)
-
-
-def any_waiting(connection: sqlite3.Connection, run_id: str) -> bool:
-    """Whether points of a run wait for their place in its record."""
-    query = "SELECT 1 FROM results WHERE run_id = ? AND point IS NOT NULL LIMIT 1"
-    return connection.execute(query, (run_id,)).fetchone() is not None
+    found = [parse_waiting(raw) for (raw,) in connection.execute(query, (run_id, up_to_seq)).fetchall()]
+    return [point for point in found if point is not None]
 
 
 def add(connection: sqlite3.Connection, run_id: str, points: Iterable[pb.HistoryPoint], max_points: int | None) -> None:

@@ -23,6 +23,7 @@ from gradwire_proto.v1 import journal_pb2
 from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire_server.crash_points import crash_point
+from gradwire_server.errors import ServiceError
 from gradwire_server.journal import history
 from gradwire_server.journal.checkpoint_records import uses
 from gradwire_server.journal.database import Database
@@ -341,16 +342,27 @@ class Journal:
         return self.store.write(work, within_s=LATER_S)
 
     async def history(self, run_id: str) -> AsyncIterator[list[pb.HistoryPoint]]:
-        """Yield the points of a run's record in order; each list holds at least one."""
-        if await self.store.read(partial(history.any_waiting, run_id=run_id)):
+        """Yield the points of a run's record in order; each list holds at least one.
+
+        Where the disk is full, the newest points may be more than the record will keep of them.
+        """
+        waiting = await self.store.read(partial(history.all_waiting, run_id=run_id))
+        if waiting:
             settle = partial(history.settle, run_id=run_id, up_to_seq=sys.maxsize, max_points=self._history_points)
-            await self.store.write(settle)
+            try:
+                await self.store.write(settle)
+                waiting = []
+            except ServiceError as error:
+                if error.code != pb.ERROR_CODE_STORAGE_FULL:
+                    raise
         after, last = 0, -1
         while after != last:
             last = after
             points, after = await self.store.read(partial(history.page, run_id=run_id, after=last))
             if points:
                 yield points
+        if waiting:
+            yield waiting
 
     def rewind(self, run_id: str, to_seq: int, step: int) -> asyncio.Future[None]:
         """Delete every operation and result after ``to_seq``, and fence the present writer with a new epoch."""

@@ -11,6 +11,7 @@ import statistics
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gradwire_proto.v1 import journal_pb2
@@ -411,6 +412,41 @@ async def test_a_full_disk_refuses_and_service_resumes_when_there_is_room(
     await append(journal, operation(run_id, 1, size=3), b"abc")
     [entry] = await journal.entries(run_id, 0, 10)
     assert entry.location is not None and await journal.payload(entry.location) == b"abc"
+    await journal.close()
+
+
+async def test_what_a_run_measured_can_be_read_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    run_id = await new_run(journal, tmp_path)
+
+    async def measure(seq: int) -> None:
+        await append(journal, operation(run_id, seq))
+        point = pb.HistoryPoint(run_id=run_id, seq=seq, operation="forward_backward")
+        await journal.put_result(
+            run_id, pb.OperationResult(seq=seq, status=pb.STATUS_SUCCEEDED), [], MARKS, point=point
+        )
+
+    async def measured() -> list[int]:
+        return [point.seq async for page in journal.history(run_id) for point in page]
+
+    await measure(1)
+    assert await measured() == [1]
+    await measure(2)
+    real = journal.store.write
+
+    def full(work: Any, **options: Any) -> asyncio.Future[Any]:
+        def no_room(connection: sqlite3.Connection) -> None:
+            work(connection)
+            raise sqlite3.OperationalError("database or disk is full")
+
+        return real(no_room, **options)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(journal.store, "write", full)
+        assert await measured() == [1, 2]
+    assert await measured() == [1, 2]
     await journal.close()
 
 

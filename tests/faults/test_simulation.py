@@ -32,11 +32,12 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Thousands of simulated failures would fill the log. What a simulation froze is given back to the collector."""
+    """Thousands of simulated failures would fill the log, and each simulation collects its garbage, so no other."""
     logging.disable(logging.CRITICAL)
+    gc.freeze()
     yield
-    logging.disable(logging.NOTSET)
     gc.unfreeze()
+    logging.disable(logging.NOTSET)
 
 
 def simulated(seed: int, writers: int | None = None) -> World:

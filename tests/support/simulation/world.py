@@ -96,10 +96,9 @@ class SimulatedServer:
 def _without_collector() -> Iterator[None]:
     """Keep the garbage collector from finalizing abandoned generators and coroutines at a moment that no seed decides.
 
-    What an earlier simulation left is collected first. What is alive is frozen, so that this is quick for thousands.
+    What an earlier simulation left is collected first.
     """
     gc.collect()
-    gc.freeze()
     gc.disable()
     try:
         yield

@@ -343,6 +343,41 @@ async def test_a_disk_that_fails_loses_nothing_that_was_acknowledged(
     print(f"{failures} failures of {failure}: 40 operations acknowledged, carried out and found again")
 
 
+async def test_a_full_disk_is_logged_when_it_begins_once_a_minute_and_when_it_ends(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gradwire_server.scheduling.results.STORE_AGAIN_S", 0.005)
+    monkeypatch.setattr("gradwire_server.scheduling.results.REMIND_S", 0.5)
+    real, tried = Journal.put_result, 0
+
+    def full(self: Journal, *args: Any, with_operation: bool = False, **kwargs: Any) -> asyncio.Future[None]:
+        nonlocal tried
+        tried += 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_exception(ServiceError(pb.ERROR_CODE_STORAGE_FULL, "the disk is full (injected)"))
+        return future
+
+    def told(level: str) -> list[str]:
+        return [
+            line.getMessage() for line in caplog.records if line.levelname == level and "stored" in line.getMessage()
+        ]
+
+    async with start() as door:
+        client = await (await door.client()).begin()
+        monkeypatch.setattr(Journal, "put_result", full)
+        for seq in range(1, 4):
+            await client.fb(seq, f"op-{seq}")
+        while len(told("ERROR")) < 3:  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0.01)
+        assert tried > 30 and not told("WARNING")
+        monkeypatch.setattr(Journal, "put_result", real)
+        assert [result.seq for result, _ in await client.results(3)] == [1, 2, 3]
+    first, *reminders = told("ERROR")
+    assert first.startswith(f"the result of operation 1 of {client.run_id} is not stored yet")
+    assert {line.split(" results")[0] for line in reminders} == {"3"}
+    assert told("WARNING") == ["the results that waited for the disk are stored"]
+
+
 async def recovered(door: Door, client: Client, history: list[str]) -> None:
     again = await (await door.client()).open(client.run_id)
     await again.fb(len(history) + 1, "last")

@@ -29,6 +29,39 @@ from gradwire_server.scheduling.states import OperationState
 log = logging.getLogger(__name__)
 
 STORE_AGAIN_S = 1.0
+REMIND_S = 60.0
+
+
+class _Waiting:
+    """Results that could not be stored and are tried again; logged when that begins, once a minute, and when it ends.
+
+    A full disk fails every result once a second, and a line for each would fill the disk that the log is on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._told_s = 0.0
+
+    def failed(self, stored: asyncio.Future[None], seq: int, run_id: str, error: BaseException) -> None:
+        now_s = stored.get_loop().time()
+        begins = not self._waiting
+        self._waiting.add(stored)
+        if begins:
+            log.error(
+                "the result of operation %d of %s is not stored yet, and is tried again every %g s: %s",
+                seq, run_id, STORE_AGAIN_S, error,
+            )  # fmt: skip
+        elif now_s < self._told_s + REMIND_S:
+            return
+        else:
+            log.error("%d results are not stored yet, and are tried again: %s", len(self._waiting), error)
+        self._told_s = now_s
+
+    def ended(self, stored: asyncio.Future[None]) -> None:
+        if stored in self._waiting:
+            self._waiting.remove(stored)
+            if not self._waiting:
+                log.warning("the results that waited for the disk are stored")
 
 
 class Results:
@@ -39,6 +72,7 @@ class Results:
     ) -> None:
         self._journal, self._auto_checkpoint, self._memory, self._metrics = journal, auto_checkpoint, memory, metrics
         self._storing: set[asyncio.Future[None]] = set()
+        self._waiting = _Waiting()
 
     def finish(
         self, queue: RunQueue, operation: QueuedOperation, result: pb.OperationResult, payload: Buffer = b""
@@ -69,7 +103,7 @@ class Results:
         def durable(put: asyncio.Future[None]) -> None:
             error = put.exception()
             if error is not None:  # retry, so that no result is lost while the disk is full
-                log.error("the result of operation %d of %s is not stored yet: %s", operation.seq, run_id, error)
+                self._waiting.failed(stored, operation.seq, run_id, error)
                 loop.call_later(STORE_AGAIN_S, store)
                 return
             crash_point("result.after_commit")
@@ -82,6 +116,7 @@ class Results:
 
         def end() -> None:
             self._storing.discard(stored)
+            self._waiting.ended(stored)
             stored.set_result(None)
 
         store()

@@ -137,15 +137,15 @@ def test_wrong_methods_and_paths_are_answered_as_json(api: httpx.Client) -> None
 def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
     submit(api, "settings", scores(10))
     for settings, word in (
-        ({"batchSize": 4, "miniBatchSize": 8}, "mini_batch_size"),
-        ({"maxSteps": 0}, "max_steps"),
-        ({"learningRate": -1.0}, "learning_rate"),
+        ({"batchSize": 4, "miniBatchSize": 8}, "miniBatchSize"),
+        ({"maxSteps": 0}, "maxSteps"),
+        ({"learningRate": -1.0}, "learningRate"),
         ({"device": "cuda"}, "device"),
         ({"maxStep": 5}, "maxStep"),
-        ({"maxNewTokens": 256}, "max_new_tokens is 256, but the context of tiny is 256"),
+        ({"maxNewTokens": 256}, "maxNewTokens is 256, but the context of tiny is 256"),
         ({"rewardModel": "reuse"}, "none to reuse"),
         ({"baseModel": "gpt9"}, "gpt9"),
-        ({"rewardModelConfig": {"numEpochs": 0}}, "rewardModelConfig: num_epochs is 0"),
+        ({"rewardModelConfig": {"numEpochs": 0}}, "rewardModelConfig: numEpochs is 0"),
         ({"rewardModelConfig": {"epochs": 2}}, "epochs"),
     ):
         answer = api.post("/train_policy/settings", json={"dryRun": True} | settings)
@@ -153,6 +153,29 @@ def test_settings_that_cannot_be_are_refused_by_name(api: httpx.Client) -> None:
         assert word in answer.json()["detail"]
     assert api.post("/train_policy/settings", json={"startFrom": "v99"}).status_code == 404
     assert api.post("/train_policy/settings", json={"maxNewTokens": 400}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"maxSteps": -1}, "maxSteps"),
+        ({"max_steps": -1}, "max_steps"),
+        ({"learningRate": 0}, "learningRate"),
+        ({"device": "cuda"}, "device"),
+        ({"mixedPrecision": "bf16"}, "mixedPrecision"),
+        ({"baseModel": "gpt9"}, "baseModel"),
+        ({"rewardModel": "reuse"}, "rewardModel"),
+        ({"rewardModelConfig": {"loraR": 0}}, "rewardModelConfig.loraR"),
+        ({"maxNewTokens": 400}, "maxNewTokens"),
+    ],
+)
+def test_a_wrong_setting_is_named_as_it_was_sent(api: httpx.Client, settings: dict[str, object], field: str) -> None:
+    submit(api, "spelled", scores(10))
+    answer = api.post("/train_policy/spelled", json={"dryRun": True} | settings)
+    assert answer.status_code == 422, answer.text
+    [error] = answer.json()["errors"]
+    assert error["field"] == field and error["message"] == answer.json()["detail"]
+    assert field.rpartition(".")[2] in error["message"]
 
 
 @pytest.fixture(scope="module")

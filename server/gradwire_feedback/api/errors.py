@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import gradwire
@@ -11,6 +13,8 @@ import sqlalchemy as sa
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from gradwire.rlhf import RewardModelConfig, TrainingConfig
+from pydantic.alias_generators import to_camel
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,6 +25,10 @@ from gradwire_feedback.store.problems import ProblemError
 log = logging.getLogger(__name__)
 
 SHOWN_ERRORS = 20
+SETTINGS = {"reward_model", "reward_model_config"} | {
+    each.name for kind in (TrainingConfig, RewardModelConfig) for each in fields(kind)
+}
+SETTING = re.compile(rf"\b({'|'.join(sorted((name for name in SETTINGS if '_' in name), key=len, reverse=True))})\b")
 TOO_LARGE = f"the body is larger than {LIMITS.body_bytes >> 20} MiB: send it in parts"
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -56,6 +64,26 @@ def fields_of(errors: Sequence[Any], place: str = "") -> list[ErrorField]:
     return found
 
 
+async def as_sent(request: Request, text: str) -> str:
+    """Spell the settings' names in a text as the request does: in camelCase, or in snake_case where it has that."""
+    try:
+        body = await request.json()
+    except (ValueError, RuntimeError):  # no JSON, or read as a stream
+        body = None
+    own = body if isinstance(body, dict) else {}
+    rewards = own.get("rewardModelConfig", own.get("reward_model_config"))
+    sent = {*own, *(rewards if isinstance(rewards, dict) else ())}
+    return SETTING.sub(lambda found: found[0] if found[0] in sent else to_camel(found[0]), text)
+
+
+async def problem_of(request: Request, status: int, error: Exception, field: str) -> JSONResponse:
+    """Answer with an error, and with its field where that is a setting."""
+    if not SETTINGS.issuperset(field.split(".")):
+        return problem(status, str(error))
+    detail = await as_sent(request, str(error))
+    return problem(status, detail, [ErrorField(field=await as_sent(request, field), message=detail)])
+
+
 def sentence(errors: Sequence[ErrorField]) -> str:
     return "; ".join(f"{each.field}: {each.message}" for each in errors)
 
@@ -76,8 +104,8 @@ def install(app: FastAPI) -> None:
     """Install handlers so that the application answers every error in this form."""
 
     @app.exception_handler(ProblemError)
-    async def refused(_request: Request, error: ProblemError) -> JSONResponse:
-        return problem(error.status, str(error))
+    async def refused(request: Request, error: ProblemError) -> JSONResponse:
+        return await problem_of(request, error.status, error, error.field)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -85,8 +113,8 @@ def install(app: FastAPI) -> None:
         return problem(422, sentence(errors), errors)
 
     @app.exception_handler(gradwire.InvalidRequestError)
-    async def impossible(_request: Request, error: gradwire.InvalidRequestError) -> JSONResponse:
-        return problem(422, str(error))
+    async def impossible(request: Request, error: gradwire.InvalidRequestError) -> JSONResponse:
+        return await problem_of(request, 422, error, error.field)
 
     @app.exception_handler(gradwire.GradwireError)
     async def away(_request: Request, error: gradwire.GradwireError) -> JSONResponse:

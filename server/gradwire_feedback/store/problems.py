@@ -6,9 +6,17 @@ from typing import ClassVar
 
 
 class ProblemError(Exception):
-    """A request that cannot be carried out; the message is for its sender."""
+    """A request that cannot be carried out; the message is for its sender.
+
+    Attributes:
+        field: The field at fault; empty if none.
+    """
 
     status: ClassVar[int] = 400
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class NotFoundError(ProblemError):

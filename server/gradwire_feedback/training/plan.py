@@ -82,7 +82,9 @@ def make_plan(
             reward_model_path = None
         elif reward_model == "reuse":
             if parent is None:
-                raise UnprocessableError(f"rewardModel: {agent_id} starts from the base model: there is none to reuse")
+                raise UnprocessableError(
+                    f"rewardModel: {agent_id} starts from the base model: there is none to reuse", field="reward_model"
+                )
             reward_model_path = parent.reward_model_path
         else:
             reward_model_path = deployments.policy_of(session, agent_id, reward_model).reward_model_path
@@ -91,13 +93,14 @@ def make_plan(
         raise UnprocessableError(
             f"rewardModelConfig: these settings apply to a new reward model, but rewardModel {reward_model!r} trains "
             "none: "
-            "leave out one of the two"
+            "leave out one of the two",
+            field="reward_model_config",
         )
     plan = Plan(asdict(config), start, parent.model_path if parent else None, reward_model_path, reward_settings)
     try:
         plan.reward_config  # noqa: B018 - making the settings checks them
     except InvalidArgumentError as error:
-        raise UnprocessableError(f"rewardModelConfig: {error}") from error
+        raise UnprocessableError(f"rewardModelConfig: {error}", field=f"reward_model_config.{error.field}") from error
     return plan
 
 
@@ -112,7 +115,8 @@ def check_server_settings(config: TrainingConfig) -> None:
             raise UnprocessableError(
                 f"{name} is a setting of the training server: set it there, with `gradwire serve {option}` or, for the "
                 "embedded "
-                f"one, `gradwire feedback serve --server-arg={option}=…`"
+                f"one, `gradwire feedback serve --server-arg={option}=…`",
+                field=name,
             )
 
 

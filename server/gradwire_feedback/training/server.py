@@ -142,7 +142,8 @@ class TrainingServer:
         models = {model.name: model for model in await self.service.list_models()}
         if name not in models:
             raise UnprocessableError(
-                f"baseModel: the training server does not hold {name!r}; it has {', '.join(models) or 'none'}"
+                f"baseModel: the training server does not hold {name!r}; it has {', '.join(models) or 'none'}",
+                field="base_model",
             )
         return models[name]
 

@@ -141,3 +141,19 @@ def test_a_script_without_an_event_loop(server: Server) -> None:
         run = service.create_run("tiny", seed=7)
         futures = [run.train_step(BATCH, "causal_lm", learning_rate=1e-3) for _ in range(3)]
         assert [future.result().step for future in futures] == [1, 2, 3]
+
+
+async def test_a_momentum_that_its_optimizer_lacks_is_refused(service: gradwire.ServiceClient) -> None:
+    run = await service.create_run("tiny", lora=4)
+    batch = {"input_ids": [[1, 2, 3]]}
+    for settings in ({}, {"optimizer": "adamw"}, {"optimizer": "adamw8bit"}):
+        with pytest.raises(gradwire.InvalidArgumentError, match="and adamw") as caught:
+            await run.train_step(batch, "causal_lm", momentum=0.5, **settings)
+        assert caught.value.field == "momentum"
+    run.forward_backward(batch, "causal_lm")
+    with pytest.raises(gradwire.InvalidArgumentError, match='optimizer="sgd"'):
+        await run.optim_step(momentum=0.5)
+    with pytest.raises(gradwire.NothingToStepError):  # the refused step ended the accumulation
+        await run.optim_step()
+    assert (await run.train_step(batch, "causal_lm", optimizer="muon", momentum=0.5)).step == 1
+    await service.delete_run(run.run_id)

@@ -56,6 +56,9 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
             return _limit(
                 f"{spec.shape[0]} tokens in {spec.name!r}", "max_batch_tokens", limits.max_batch_tokens, spec.name
             )
+    wrong = _check_momentum(header.operation)
+    if wrong is not None:
+        return wrong
     loss = loss_call(header.operation)
     if loss is not None:
         return check_loss(loss, limits) or _check_strings(header.operation.train_step.optim_step, limits)
@@ -82,6 +85,22 @@ def check(header: pb.OperationHeader, limits: Limits, context_length: int = UNKN
         if kind == "save_checkpoint" and (name == ORIGIN or name.startswith(AUTOMATIC)):
             return _invalid(f"{name[:100]!r} is the server's own name for a checkpoint; choose another", "name")
     return None
+
+
+def _check_momentum(operation: pb.Operation) -> pb.Error | None:
+    """Return the error of a step with a momentum that its optimizer does not have; None if there is none.
+
+    Checked here and not in the engine, which repeats what older journals hold.
+    """
+    step = operation.train_step.optim_step if operation.HasField("train_step") else operation.optim_step
+    if not step.HasField("momentum") or step.optimizer not in ("", "adamw", "adamw8bit"):
+        return None
+    return _invalid(
+        f"momentum is {step.momentum:g}, and {step.optimizer or 'adamw'} has none: its moments are set by betas; leave "
+        'momentum out, or step with optimizer="sgd" or "muon"',
+        "momentum",
+        "only with sgd or muon",
+    )
 
 
 def check_loss(call: pb.LossCall, limits: Limits) -> pb.Error | None:

@@ -173,3 +173,16 @@ async def test_the_most_probable_tokens_feed_top_k_distillation(
     ((sample,),) = (await run.sample([1, 40], max_tokens=5, top_logprobs=8, seed=1, ignore_eos=True)).samples
     (whole,) = await service.sampling_client("tiny").compute_top_logprobs([[1, 40, *sample.token_ids.tolist()]], k=8)
     assert np.array_equal(whole[0][1:], sample.top_token_ids)  # type: ignore[arg-type]
+
+
+async def test_a_stop_token_that_no_sample_can_have_is_refused(service: gradwire.ServiceClient) -> None:
+    info = {model.name: model for model in await service.list_models()}["tiny"]
+    run, client = await service.create_run("tiny", lora=4), service.sampling_client("tiny")
+    for wrong in (-1, info.vocab_size):
+        for sample in (run.sample, client.sample):
+            with pytest.raises(gradwire.InvalidArgumentError) as caught:
+                await sample("hello", max_tokens=4, stop_token_ids=[5, wrong])
+            assert f"stop_token_ids[1] is {wrong}" in str(caught.value)
+            assert (caught.value.field, caught.value.rule) == ("stop_token_ids", f"0 <= id < {info.vocab_size}")
+    await run.sample("hello", max_tokens=4, stop_token_ids=[0, info.vocab_size - 1])
+    await service.delete_run(run.run_id)

@@ -59,12 +59,13 @@ class LocalJob:
         self.prompts = [prompt if isinstance(prompt, tuple) else tuple(prompt) for prompt in prompts]
         self.params, self.tokenizer = params, tokenizer
         eos = frozenset(facts.eos_token_ids)
-        self.ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos
+        stops = frozenset(params.stop_token_ids)
+        self.ends = stops if params.ignore_eos else stops | eos
         self.limits = np.repeat(
             [min(params.max_tokens, facts.context_length - len(prompt)) for prompt in prompts], params.n
         )
         self.error: Exception | None = None
-        self._eos = eos - params.stop_token_ids
+        self._eos = eos - stops
         self._ended: list[_Ended | None] = [None] * len(self.limits)
         self._left = len(self._ended)
         self._stops = [StopString(text) for text in params.stop]
@@ -219,6 +220,15 @@ def _check(
             f"model {facts.name!r} has no tokenizer here, so a json_schema cannot be followed",
             field="json_schema",
         )
+    for index, token in enumerate(params.stop_token_ids):
+        if not 0 <= token < facts.vocab_size:
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                f"sample: stop_token_ids[{index}] is {token}, and the model {facts.name!r} has {facts.vocab_size} "
+                "tokens: no sample could end with it",
+                field="stop_token_ids",
+                rule=f"0 <= id < {facts.vocab_size}",
+            )
     for name, wrong in (
         ("logit_bias", next((token for token, _ in params.logit_bias if not 0 <= token < facts.vocab_size), None)),
         ("top_logprobs", params.top_logprobs if params.top_logprobs > facts.vocab_size else None),

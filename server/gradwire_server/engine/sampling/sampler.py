@@ -57,7 +57,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -83,7 +83,7 @@ class SamplingParams:
             top_k=call.top_k,
             top_p=call.top_p or 1.0,
             stop=tuple(call.stop),
-            stop_token_ids=frozenset(call.stop_token_ids),
+            stop_token_ids=tuple(call.stop_token_ids),
             ignore_eos=call.ignore_eos,
             min_p=call.min_p,
             repetition_penalty=call.repetition_penalty or 1.0,

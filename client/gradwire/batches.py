@@ -28,7 +28,7 @@ from gradwire_proto.codec import IMAGES, Column
 
 from gradwire.columns import Place, row_of, shapes_of, to_column
 from gradwire.descriptions import LossField
-from gradwire.errors import InvalidBatchError
+from gradwire.errors import InvalidBatchError, type_of
 from gradwire.images import to_image_columns
 
 Array = npt.NDArray[Any]
@@ -128,7 +128,7 @@ def _by_name(batch: Any) -> dict[str, Any]:
     for index, row in enumerate(batch):
         if not isinstance(row, Mapping):
             raise InvalidBatchError(
-                f"row {index} of the batch is a {type(row).__name__}, not a mapping from field to value",
+                f"row {index} of the batch is {type_of(row)}, not a mapping from field to value",
                 row=index,
                 rule="columns or rows",
             )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gradwire_proto.codec import Column
 
 from gradwire.descriptions import LossField
-from gradwire.errors import InvalidBatchError
+from gradwire.errors import InvalidBatchError, type_of
 
 Array = npt.NDArray[Any]
 RAGGED = frozenset({"samples", "tokens", "steps"})
@@ -134,7 +134,7 @@ def _cut_nested(place: Place, value: list[Any], ragged: int) -> tuple[list[Array
             length = _length(unit)
             if length is None:
                 raise place.error(
-                    f"holds a {type(unit).__name__} where a sequence is expected",
+                    f"holds {type_of(unit)} where a sequence is expected",
                     f"shape {shapes_of(place.field)}",
                     rows[index],
                 )
@@ -163,6 +163,10 @@ def _joined(place: Place, parts: list[Array], rows: list[int], levels: tuple[Arr
     wrong = [(part, row) for part, row in filled if part.dtype.kind not in KINDS[dtype]]
     if wrong:
         part, row = wrong[0]
+        whole = (each for each in part.flat if isinstance(each, int)) if part.dtype == object else ()
+        for number in whole:
+            if not -(2**63) <= number < 2**63:
+                raise place.error(f"{number} does not fit int64", "int64", row)
         got = "values that are not numbers" if part.dtype.kind in "OUSV" else f"{part.dtype.name} values"
         one_row = row if len(wrong) < len(filled) else None
         raise place.error(f"must be {dtype}, got {got}", f"dtype {dtype}", one_row)

@@ -346,3 +346,9 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> GradwireError:
     if kind is ConnectionLostError:
         return ConnectionLostError(f"no answer from {address}: {details or status.name}")
     return kind(f"{address} answered {status.name}: {error.details()}")
+
+
+def type_of(value: object) -> str:
+    """Name a value's type with its article, for messages: ``"an int"``."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeio' or name.startswith('nd') else 'a'} {name}"

@@ -16,6 +16,7 @@ from gradwire.errors import (
     InvalidArgumentError,
     ServiceClosedError,
     WouldDeadlockError,
+    type_of,
 )
 
 T = TypeVar("T")
@@ -263,7 +264,7 @@ async def gather(*futures: Future[Any]) -> tuple[Any, ...]:
         if not isawaitable(future):
             several = "; give the futures of a list as gather(*futures)" if isinstance(future, Iterable) else ""
             raise InvalidArgumentError(
-                f"gather takes futures, and argument {place} is a {type(future).__name__}{several}", field="futures"
+                f"gather takes futures, and argument {place} is {type_of(future)}{several}", field="futures"
             )
     results, errors = [], []
     for future in futures:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gradwire_proto.codec import IMAGE_BYTES, IMAGES, Column
 
-from gradwire.errors import InvalidBatchError
+from gradwire.errors import InvalidBatchError, type_of
 
 Image = bytes | npt.NDArray[np.uint8] | Any
 """The bytes of a PNG, JPEG or WebP file; a uint8 array ``[height, width]`` or ``[height, width, channels]``; or an
@@ -42,7 +42,7 @@ def to_image_columns(images: Any, rows: int) -> dict[str, Column]:
 def numbered(images: Any, rows: int) -> tuple[list[list[int]], list[bytes]]:
     """Return each row's images as indices into the distinct ones, and those; as for :func:`to_image_columns`."""
     if isinstance(images, str | bytes | np.ndarray) or not isinstance(images, Sequence):
-        raise _error(f"is a list with a list of images for each row, not a {type(images).__name__}", None)
+        raise _error(f"is a list with a list of images for each row, not {type_of(images)}", None)
     if len(images) != rows:
         raise _error(f"has {len(images)} rows, and there are {rows}", None)
     numbers: list[list[int]] = []
@@ -52,7 +52,7 @@ def numbered(images: Any, rows: int) -> tuple[list[list[int]], list[bytes]]:
         if own is None:
             own = []
         if isinstance(own, str | bytes | np.ndarray) or not isinstance(own, Sequence):
-            raise _error(f"holds a {type(own).__name__} where a list of images is expected", row)
+            raise _error(f"holds {type_of(own)} where a list of images is expected", row)
         numbers.append([])
         for place, image in enumerate(own):
             content = _content(image, row, place)
@@ -84,7 +84,7 @@ def _content(image: Image, row: int, place: int) -> bytes:
         return stream.getvalue()
     hint = "; nothing is fetched for you: read the file and send its bytes" if isinstance(image, str | PurePath) else ""
     raise _error(
-        f"image {place} is a {type(image).__name__}; an image is the bytes of a PNG, JPEG or WebP file, a uint8 array,"
+        f"image {place} is {type_of(image)}; an image is the bytes of a PNG, JPEG or WebP file, a uint8 array,"
         f" or a Pillow image{hint}",
         row,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.descriptions import LossInfo
-from gradwire.errors import InvalidArgumentError, UnknownLossError
+from gradwire.errors import InvalidArgumentError, UnknownLossError, type_of
 from gradwire.results import Checkpoint
 
 
@@ -31,7 +31,7 @@ class LossCatalogue:
             UnknownLossError: No such loss; the message lists the available ones.
         """
         if not isinstance(name, str):
-            raise InvalidArgumentError(f"loss_fn is the name of a loss, not a {type(name).__name__}", field="loss_fn")
+            raise InvalidArgumentError(f"loss_fn is the name of a loss, not {type_of(name)}", field="loss_fn")
         if name not in self._losses:
             known = ", ".join(sorted(self._losses)) or "none"
             raise UnknownLossError(
@@ -50,7 +50,7 @@ def kwargs_json(loss: LossInfo, loss_kwargs: Mapping[str, Any] | None) -> str:
     """
     if not isinstance(loss_kwargs, Mapping | None):
         raise InvalidArgumentError(
-            f"loss_kwargs is a mapping from argument to value, not a {type(loss_kwargs).__name__}",
+            f"loss_kwargs is a mapping from argument to value, not {type_of(loss_kwargs)}",
             field="loss_kwargs",
             rule="a mapping",
         )
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is not a JSON value")
+    raise TypeError(f"{type_of(value)} is not a JSON value")
 
 
 def _hint(name: object, known: Iterable[str]) -> str:

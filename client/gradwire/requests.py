@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from gradwire_proto.codec import Column
 from gradwire_proto.v1 import training_pb2 as pb
 
@@ -14,7 +16,7 @@ from gradwire.errors import InvalidArgumentError
 from gradwire.losses import LossCatalogue, kwargs_json, model_path
 from gradwire.results import Checkpoint
 
-M = TypeVar("M")
+M = TypeVar("M", bound=Message)
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Columns or rows: see :mod:`gradwire.batches`."""
 Output = Literal[
@@ -31,6 +33,19 @@ Output = Literal[
     "token_class_logits",
 ]
 OnNonFinite = Literal["error", "skip"]
+
+SHOWN_CHARS = 200
+_NUMBERS_AND_TEXTS = {
+    FieldDescriptor.CPPTYPE_INT32: ("a whole number below 2**31", "whole numbers below 2**31"),
+    FieldDescriptor.CPPTYPE_INT64: ("a whole number below 2**63", "whole numbers below 2**63"),
+    FieldDescriptor.CPPTYPE_UINT32: ("a whole number from 0 to 2**32 - 1", "whole numbers from 0 to 2**32 - 1"),
+    FieldDescriptor.CPPTYPE_UINT64: ("a whole number from 0 to 2**64 - 1", "whole numbers from 0 to 2**64 - 1"),
+    FieldDescriptor.CPPTYPE_DOUBLE: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
+    FieldDescriptor.CPPTYPE_BOOL: ("True or False", "True or False"),
+    FieldDescriptor.CPPTYPE_STRING: ("text", "texts"),
+}
+"""What a field takes: one value, and several."""
 
 
 def forward_backward(
@@ -165,7 +180,7 @@ def as_rows(batch: Batch | Sequence[Any]) -> Batch:
     return {"input_ids": batch}
 
 
-def message(kind: Callable[..., M], /, **values: Any) -> M:
+def message(kind: type[M], /, **values: Any) -> M:
     """Build a protobuf message from values.
 
     Raises:
@@ -177,11 +192,23 @@ def message(kind: Callable[..., M], /, **values: Any) -> M:
         for name, value in values.items():
             try:
                 kind(**{name: value})
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError):
+                rule = _accepted(kind.DESCRIPTOR.fields_by_name[name])
                 raise InvalidArgumentError(
-                    f"{name} = {value!r} is not valid: {error}", field=name, rule="type"
+                    f"{name} is {repr(value)[:SHOWN_CHARS]}; it must be {rule}", field=name, rule=rule
                 ) from None
         raise
+
+
+def _accepted(field: Any) -> str:
+    """Say in words what a field of a message takes."""
+    one, many = _NUMBERS_AND_TEXTS.get(field.cpp_type, ("another value", "other values"))
+    if not field.is_repeated:
+        return one
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (_accepted(field.message_type.fields_by_name[name]) for name in ("key", "value"))
+        return f"a mapping from {key} to {value}"
+    return f"a list of {many}"
 
 
 def skips(on_nonfinite: str) -> bool:

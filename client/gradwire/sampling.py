@@ -15,7 +15,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire import errors
 from gradwire.columns import token_rows
 from gradwire.entries import check_timeout
-from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError
+from gradwire.errors import DeadlineExceededError, GradwireError, InvalidArgumentError, WouldDeadlockError, type_of
 from gradwire.futures import Future, failed, running_loop, start
 from gradwire.images import to_image_columns
 from gradwire.losses import model_path
@@ -77,7 +77,7 @@ def _schema(schema: Mapping[str, Any] | str | None) -> str:
 def _are_texts(prompts: Sequence[Any]) -> bool:
     if not hasattr(prompts, "__len__"):
         raise InvalidArgumentError(
-            f"prompts are texts or rows of token ids, not a {type(prompts).__name__}", field="prompts", rule="a list"
+            f"prompts are texts or rows of token ids, not {type_of(prompts)}", field="prompts", rule="a list"
         )
     kinds = {isinstance(prompt, str) for prompt in prompts}
     if kinds == {True, False}:
@@ -91,8 +91,11 @@ def token_ids(ids: Sequence[int]) -> pb.TokenIds:
     """Check token ids that are sent outside tensors."""
     try:
         return pb.TokenIds(ids=ids)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"not token ids: {error}", rule="0 <= id < 2**32") from None
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(
+            f"{repr(ids)[:200]} is not a row of token ids, which are whole numbers from 0 to 2**32 - 1",
+            rule="0 <= id < 2**32",
+        ) from None
 
 
 class SamplingClient:

@@ -13,7 +13,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 
 from gradwire.descriptions import LossInfo, ModelInfo, RunInfo, ServerInfo, TokenizerInfo
 from gradwire.embedded import EmbeddedServer
-from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError
+from gradwire.errors import InvalidArgumentError, ServiceClosedError, UnsupportedError, type_of
 from gradwire.link import RunLink
 from gradwire.losses import LossCatalogue, model_path
 from gradwire.queue import OperationQueue
@@ -398,6 +398,6 @@ def _lora(lora: Lora | None) -> pb.LoraSettings | None:
 def _texts(texts: Sequence[str]) -> list[str]:
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise InvalidArgumentError(
-            f"texts must be a list of strings, not a {type(texts).__name__}", field="texts", rule="a list"
+            f"texts must be a list of strings, not {type_of(texts)}", field="texts", rule="a list"
         )
     return list(texts)

@@ -284,3 +284,10 @@ def test_what_may_be_padded_is_left_to_the_server() -> None:
     assert left(ROW_FIELDS, {"input_ids": [[1, 2], [3]]}) == []
     grouped = {"prompt_ids": [[1, 0], [1, 2]], "response_ids": [[[3, 4]], [[5, 0]]], "rewards": [[1], [2]]}
     assert left(GROUP_FIELDS, grouped | {"response_masks": [[[1, 1]], [[1, 0]]]}) == ["prompt_ids", "response_ids"]
+
+
+def test_a_token_id_that_no_integer_type_holds_is_named() -> None:
+    for ids in ([[1, 2], [3, 2**70]], [[1, 2], [3, -(2**70)]]):
+        with pytest.raises(InvalidBatchError, match=f"row 1: {ids[1][1]} does not fit int64") as caught:
+            rows({"input_ids": ids})
+        assert (caught.value.field, caught.value.row) == ("input_ids", 1)

@@ -156,7 +156,7 @@ async def test_what_is_no_future_or_no_list_of_texts_is_named() -> None:
         futures = [run.forward_backward(BATCH, "row_loss"), run.optim_step()]
         with pytest.raises(gradwire.InvalidArgumentError, match=r"argument 0 is a list; .*gather\(\*futures\)"):
             await gradwire.gather(futures)  # type: ignore[arg-type]
-        with pytest.raises(gradwire.InvalidArgumentError, match=r"argument 2 is a int$"):
+        with pytest.raises(gradwire.InvalidArgumentError, match=r"argument 2 is an int$"):
             await gradwire.gather(*futures, 3)  # type: ignore[arg-type]
         with pytest.raises(gradwire.InvalidArgumentError, match="timeout is '3'; it is a number of seconds"):
             await run.optim_step(timeout="3")  # type: ignore[arg-type]
@@ -332,7 +332,7 @@ async def test_close_sends_what_was_submitted_and_fails_what_is_not_answered() -
 
 async def test_wrong_arguments_name_themselves() -> None:
     script = Script()
-    async with scripted_run(script) as (run, _):
+    async with scripted_run(script) as (run, service):
         cases: list[tuple[Callable[[], gradwire.Future[Any]], str]] = [
             (lambda: run.optim_step(learning_rate="fast"), "learning_rate"),  # type: ignore[arg-type]
             (lambda: run.optim_step(on_nonfinite="ignore"), "on_nonfinite"),  # type: ignore[arg-type]
@@ -351,11 +351,21 @@ async def test_wrong_arguments_name_themselves() -> None:
             (lambda: run.sample("text", n=0), "n"),
             (lambda: run.sample("text", top_k=-1), "top_k"),
             (lambda: run.load_checkpoint(3), "checkpoint"),  # type: ignore[arg-type]
+            (lambda: run.sample("text", max_tokens=-3), "max_tokens"),
+            (lambda: run.sample("text", stop_token_ids=["a"]), "stop_token_ids"),  # type: ignore[list-item]
         ]
         for call, field in cases:
             with pytest.raises(gradwire.InvalidArgumentError) as caught:
                 await call()
             assert caught.value.field == field
+            assert field in str(caught.value) and "type" not in str(caught.value)  # words of ours, not of protobuf
+        for settings, sentence in (
+            ({"seed": -1}, r"seed is -1; it must be a whole number from 0 to 2\*\*64 - 1"),
+            ({"lora": "8"}, "rank is '8'; it must be a whole number"),
+            ({"tags": {"a": 1}}, "it must be a mapping from text to text"),
+        ):
+            with pytest.raises(gradwire.InvalidArgumentError, match=sentence):
+                await service.create_run("tiny", **settings)  # type: ignore[arg-type]
         with pytest.raises(gradwire.UnknownLossError, match="did you mean 'row_loss'") as unknown:
             await run.forward_backward(BATCH, "row_los")
         assert (unknown.value.field, bool(unknown.value.rule)) == ("loss_fn", True)

@@ -88,7 +88,7 @@ async def test_a_ruined_run_has_no_samples_until_it_goes_back(service: gradwire.
 
 
 async def test_a_text_that_is_no_list_is_named(service: gradwire.ServiceClient) -> None:
-    with pytest.raises(gradwire.InvalidArgumentError, match="texts must be a list of strings, not a int"):
+    with pytest.raises(gradwire.InvalidArgumentError, match="texts must be a list of strings, not an int"):
         await service.encode("tiny", 3)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from gradwire_proto.v1 import training_pb2 as pb
 from gradwire import requests
 from gradwire.custom import CustomCall, CustomLoss, Framework, framework_in_use
 from gradwire.entries import Request
-from gradwire.errors import InvalidArgumentError
+from gradwire.errors import InvalidArgumentError, type_of
 from gradwire.futures import Future
 from gradwire.operations.submitter import Submitter, no_result
 from gradwire.requests import Batch, OnNonFinite, Output, message
@@ -99,7 +99,7 @@ class TrainingOperations(Submitter):
         def build() -> Request:
             call.framework = framework_in_use(framework)
             if not callable(fn):
-                raise InvalidArgumentError(f"fn is the loss, a function, not a {type(fn).__name__}", field="fn")
+                raise InvalidArgumentError(f"fn is the loss, a function, not {type_of(fn)}", field="fn")
             return requests.kept_forward(batch_data, scores, weight, temperature)
 
         return self._queue.submit_pair("forward_backward_custom", build, call.compute, call.result, timeout)
@@ -137,8 +137,8 @@ class TrainingOperations(Submitter):
             optimizer: ``"adamw"``; ``"adamw8bit"``, whose moments take 2 bytes a weight instead of 8 (the server needs
                 ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
                 embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
-            momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95).
-            head_learning_rate: Step size of the run's own head; by default the same.
+            momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
+            head_learning_rate: Step size of the run's own head; by default the same. Without a head it has no effect.
             decay: What weight decay applies to: all weights, or matrices only (no norms and biases).
 
         Returns:

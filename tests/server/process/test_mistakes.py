@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import sqlite3
@@ -68,6 +69,10 @@ MISTAKES = {
         "--model {here}/empty",
         "--model {here}/empty: the folder has no config.json, so it is no Hugging Face model",
     ),
+    "folder of an impossible model": (
+        "--model m={here}/impossible",
+        "model 'm' cannot be used: its config.json gives hidden_size as -4, and it is at least 1",
+    ),
     "port in use": (
         "--model tiny --address 127.0.0.1:{port}",
         "--address 127.0.0.1:{port}: address already in use; give another with --address HOST:PORT",
@@ -110,6 +115,9 @@ def here(tiny_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("mistakes").resolve()
     (folder / "tiny").symlink_to(tiny_model_path)
     (folder / "empty").mkdir()
+    (folder / "impossible").mkdir()
+    given = json.loads((tiny_model_path / "config.json").read_text())
+    (folder / "impossible" / "config.json").write_text(json.dumps(given | {"hidden_size": -4}))
     (folder / "server.key").touch()
     (folder / "broken.py").write_text("import math\nraise ValueError('no such scale')\n")
     (folder / "broken.yaml").write_text("address: [1\n")

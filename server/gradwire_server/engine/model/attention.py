@@ -36,6 +36,10 @@ LAYOUT = "token_layout"
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "is_causal"}
 
 
+class NotCausal(NotImplementedError):
+    """A model's tokens attend to later ones."""
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -50,7 +54,8 @@ def packed_attention(
     """Compute attention: ``[1, H, M, D]``, keys and values with as many heads or fewer -> ``[1, M, H, D]``.
 
     Raises:
-        NotImplementedError: The model asks for something other than causal attention within a window.
+        NotCausal: A token attends to later ones.
+        NotImplementedError: The model asks for something other than attention within a window.
     """
     layout: Layout | PagedPrefill | PagedDecode | None = kwargs.pop(LAYOUT, None)
     if layout is None:
@@ -59,8 +64,10 @@ def packed_attention(
         )
         return result
     unknown = [name for name, given in kwargs.items() if name not in _HARMLESS and given not in (None, False)]
-    if unknown or not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise NotImplementedError(f"packed attention is causal, and knows nothing of {', '.join(unknown) or 'others'}")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise NotCausal("packed attention is causal, and the model's is not")
+    if unknown:
+        raise NotImplementedError(f"packed attention does not know the model's {', '.join(unknown)}")
     if _observed is not None:
         _observed.attention_windows.add(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings widen them under autocast

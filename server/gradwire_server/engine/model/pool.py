@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from accelerate import init_empty_weights
 from gradwire_proto.v1 import training_pb2
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model import quantization
 from gradwire_server.engine.model.compilation import compile_layers
+from gradwire_server.engine.model.configuration import ConfigurationError, read_configuration, without_weights
 from gradwire_server.engine.model.offload import offload_layers
 from gradwire_server.engine.model.packing_check import choose_packing
 from gradwire_server.engine.model.placement import Placement
@@ -110,7 +110,7 @@ class ModelPool:
 
     def _meta_model(self, name: str, path: str) -> PreTrainedModel:
         with _explained(name, path):
-            return without_weights(AutoConfig.from_pretrained(path, trust_remote_code=False))
+            return without_weights(read_configuration(path))
 
     @property
     def held_bytes(self) -> int:
@@ -227,20 +227,14 @@ def check_quantization(facts: ModelFacts, quantize: Quantization | None) -> None
         )
 
 
-def without_weights(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Make a model on meta tensors; in the configuration's dtype, unless another is given."""
-    settings = {} if dtype is None else {"dtype": dtype}
-    with preserved_rng(), init_empty_weights(include_buffers=True):
-        model: PreTrainedModel = auto_class(takes_images(config)).from_config(
-            config, trust_remote_code=False, **settings
-        )
-    return model
-
-
 @contextmanager
 def _explained(name: str, path: str) -> Iterator[None]:
     try:
         yield
+    except ConfigurationError as error:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED, f"model {name!r} cannot be used: {error}", field="base_model"
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         logger.error("model %r at %s could not be loaded: %s", name, path, error)
         raise OperationError(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from gradwire_server.engine.errors import OperationError
 from gradwire_server.engine.model.activations import Activations
+from gradwire_server.engine.model.attention import NotCausal
 from gradwire_server.engine.model.numberless import DeviceKind, estimating
 from gradwire_server.engine.model.policy import Policy
 from gradwire_server.engine.model.policy_from_config import make_policy
@@ -163,6 +164,12 @@ def _without_numbers(kind: DeviceKind) -> Iterator[None]:
             yield
     except OperationError:
         raise
+    except NotCausal:
+        raise OperationError(
+            training_pb2.ERROR_CODE_UNSUPPORTED,
+            "its tokens attend to later ones, so it is no model that predicts the next token: give a causal LM",
+            field="base_model",
+        ) from None
     except Exception as error:  # whatever a model's own code raises where it looks at numbers
         raise OperationError(
             training_pb2.ERROR_CODE_UNSUPPORTED,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradwire_server.engine.model import attention
+from gradwire_server.engine.model.configuration import read_configuration, without_weights
 from gradwire_server.engine.model.packing import Packing
 from gradwire_server.engine.model.placement import Placement
-from gradwire_server.engine.model.pool import ModelPool, check_quantization, without_weights
+from gradwire_server.engine.model.pool import ModelPool, check_quantization
 from gradwire_server.engine.model.quantization import Quantization, QuantizedLinear, quantized_layers
 from gradwire_server.engine.model.split_model import SplitModel
 from gradwire_server.engine.model.vision import Vision
@@ -50,7 +51,7 @@ class MetaPool(ModelPool):
     ) -> SplitModel:
         facts = self.facts(name)
         check_quantization(facts, quantize)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(facts.path, trust_remote_code=False)
+        config = read_configuration(facts.path)
         if self._layers is not None:
             shorten(config, self._layers)
         model = without_weights(config, dtype or self.dtype)

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from gradwire_server.engine.errors import OperationError, invalid
 from gradwire_server.engine.generators import preserved_rng
+from gradwire_server.engine.model.configuration import ConfigurationError, make_configuration, without_weights
 from gradwire_server.engine.model.placement import whole
 from gradwire_server.engine.model.pool import ModelPool
 from gradwire_server.engine.model.vision import auto_class, takes_images
@@ -185,11 +186,8 @@ def _module(tensor: str) -> str:
 def _check_model(pool: ModelPool, base: str, config: Mapping[str, Any], given: Shapes) -> None:
     facts = pool.facts(base)
     try:
-        rest = {name: value for name, value in config.items() if name != "model_type"}
-        described = AutoConfig.for_model(config.get("model_type", ""), **rest)
-        with preserved_rng(), torch.device("meta"):
-            model = auto_class(takes_images(described)).from_config(described, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        model = without_weights(make_configuration(config))
+    except ConfigurationError as error:
         raise invalid(f"{MODEL_CONFIG} does not describe a causal LM of transformers: {error}", "path") from error
     if type(model).__name__ != facts.architecture:
         raise invalid(

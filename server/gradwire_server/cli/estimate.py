@@ -27,13 +27,19 @@ console = Console(soft_wrap=True, highlight=False)
 
 TOKENS, RANK = 8192, 32
 UNITS = {"mib": 1 << 20, "gib": 1 << 30, "mb": 10**6, "gb": 10**9}
+BYTES = (1 << 20, 1 << 50)
+"""Least and most memory of a device."""
+MOST = 2**31 - 1
+"""Most of what is counted by rows, runs, samples and ranks."""
 DEVICE = re.compile(r"(?:(cpu|cuda|gpu)\s*)?(?:([0-9]+(?:[.][0-9]+)?)\s*(mib|gib|mb|gb))?", re.IGNORECASE)
 
 
 @app.command()
 def estimate(
     model: Annotated[str, typer.Option(help="Hugging Face name, folder or config.json; no weights are read.")],
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Rank of each run's adapter; 32 when absent.")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Rank of each run's adapter; 32 when absent.")
+    ] = None,
     target_module: Annotated[
         list[str] | None, typer.Option(help="A layer with an adapter, as in target_modules; repeat for more.")
     ] = None,
@@ -42,9 +48,9 @@ def estimate(
         int | None, typer.Option(min=1, help="Tokens of the longest row; 8,192, or the model's context, when absent.")
     ] = None,
     image_tokens: Annotated[int, typer.Option(min=0, help="Those of the row's tokens that are of images.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 32,
-    runs: Annotated[int, typer.Option(min=1, help="Runs on the model at the same time.")] = 1,
-    samples: Annotated[int, typer.Option(min=0, help="Rows sampled at the same time.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, max=MOST, help="Rows of a batch.")] = 32,
+    runs: Annotated[int, typer.Option(min=1, max=MOST, help="Runs on the model at the same time.")] = 1,
+    samples: Annotated[int, typer.Option(min=0, max=MOST, help="Rows sampled at the same time.")] = 0,
     head: Annotated[Literal["value", "reward"] | None, typer.Option(help="A head beside the output head.")] = None,
     reference: Annotated[
         list[str] | None, typer.Option(help='"base", or a model as for --model; repeat for more.')
@@ -113,15 +119,16 @@ def estimate(
         found = compute(workload, where, sizes)
         sentences = advice(found)
     except OperationError as error:
+        layers = f"--target-module {' '.join(target_module or ())}"
         flags = {
-            "tokens": f"--tokens {tokens}",
-            "image_tokens": f"--image-tokens {image_tokens}",
-            "reference": f"--reference {' '.join(references)}",
-            "lora": f"--target-module {' '.join(target_module or ())}",
-            "lora.target_modules": f"--target-module {' '.join(target_module or ())}",
+            "tokens": f"--tokens {tokens}:" if tokens else f"--model {model}:",
+            "image_tokens": f"--image-tokens {image_tokens}:",
+            "reference": "--reference",  # of several, the message names the one
+            "lora": f"{layers}:",
+            "lora.target_modules": f"{layers}:",
         }
-        flag = flags.get(error.field or "", f"--model {model}")
-        _fail(f"{flag}: {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
+        flag = flags.get(error.field or "", f"--model {model}:")
+        _fail(f"{flag} {str(error.__cause__ or '').partition(chr(10))[0] or error.message}")
     if as_json:
         print(json.dumps(_document(found, sentences), indent=2))
     else:
@@ -133,13 +140,22 @@ def _device(text: str) -> Device:
     from gradwire_server.engine.scoring.memory import machine_memory
     from gradwire_server.engine.sizing.estimate import Device
 
+    if text.strip().lower() == "cuda:all":
+        _fail(
+            f"--device {text}: that is every GPU of a server, and an estimate is of one device; give the memory of one,"
+            ' as in --device "80 GiB"'
+        )
     match = DEVICE.fullmatch(text.strip())
-    if match is None or (match[2] and not float(match[2])):
+    if match is None or (text and not text.strip()):
         _fail(f'--device {text}: give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"')
     kind, amount, unit = match.groups()
     on_cpu = (kind or "").lower() == "cpu"
     if amount:
-        return Device("cpu" if on_cpu else "cuda", int(float(amount) * UNITS[unit.lower()]))
+        count = float(amount) * UNITS[unit.lower()]
+        if not BYTES[0] <= count <= BYTES[1]:
+            shown = text if len(text) <= 40 else f"{text[:40]}…"
+            _fail(f"--device {shown}: the memory of a device is between 1 MiB and 1,048,576 GiB")
+        return Device("cpu" if on_cpu else "cuda", int(count))
     import torch
 
     if not on_cpu and torch.cuda.is_available():

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gradwire_server.cli.estimate import app
 from support.tiny import tiny_model
+from typer.testing import CliRunner
 
 PARTS = {
     "weights", "references", "adapters", "masters", "gradients", "moments", "activations", "logits", "passing",
@@ -73,3 +75,72 @@ def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     done = gradwire("--model", str(tmp_path))
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1
     assert f"--model {tmp_path}: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("null", "its config.json holds no JSON object: take the file that the model came with"),
+        ("[]", "its config.json holds no JSON object: take the file that the model came with"),
+        ("{", "its config.json is not valid JSON: Expecting property name"),
+        ({"hidden_size": -4}, "its config.json gives hidden_size as -4, and it is at least 1"),
+        ({"hidden_size": "x"}, "Field 'hidden_size' expected int, got str (value: 'x')"),
+        ({"hidden_size": 33}, "The hidden size (33) is not a multiple of the number of attention heads (4)."),
+        ({"vocab_size": 0}, "its config.json gives vocab_size as 0, and it is at least 1"),
+        ({"vocab_size": -3}, "its config.json gives vocab_size as -3, and it is at least 1"),
+        ({"num_attention_heads": 0}, "its config.json gives num_attention_heads as 0, and it is at least 1"),
+        ({"intermediate_size": None}, "Field 'intermediate_size' expected int, got NoneType (value: None)"),
+        ({"num_hidden_layers": 0}, "its config.json gives num_hidden_layers as 0, and it is at least 1"),
+        ({"num_hidden_layers": -1}, "its config.json gives num_hidden_layers as -1, and it is at least 1"),
+        ({"max_position_embeddings": 0}, "its config.json gives max_position_embeddings as 0, and it is at least 1"),
+        ({"max_position_embeddings": 1}, "a row has at least 2 tokens"),
+        (
+            {"pad_token_id": 1000},
+            "transformers cannot make a causal LM of its config.json: AssertionError: Padding_idx",
+        ),
+        ('{"model_type": "gpt2", "n_layer": 0}', "its config.json gives num_hidden_layers as 0, and it is at least 1"),
+        ('{"model_type": "bert"}', "its tokens attend to later ones, so it is no model that predicts the next token"),
+        ('{"model_type": "t5"}', "transformers cannot make a causal LM of its config.json: Unrecognized configuration"),
+    ],
+)
+def test_a_configuration_of_no_model_is_one_sentence(
+    model: Path, tmp_path: Path, given: str | dict[str, object], sentence: str
+) -> None:
+    valid = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(given if isinstance(given, str) else json.dumps(valid | given))
+    assert_one_sentence(["--model", str(tmp_path)], f"gradwire: --model {tmp_path}: ", sentence)
+    if "tokens" not in sentence:  # a reference scores by the model's weights alone, which there are
+        words = ["--model", str(model), "--reference", "base", "--reference", str(tmp_path), "--device", "1 GiB"]
+        assert_one_sentence(words, f"gradwire: --reference {tmp_path}: ", sentence)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--tokens", "1"), "--tokens 1: a row has at least 2 tokens: each token but the first is scored by those"),
+        (("--device", f"{'9' * 400} GiB"), f"--device {'9' * 40}…: the memory of a device is between 1 MiB and"),
+        (("--device", "cpu 0.0000001 MiB"), "--device cpu 0.0000001 MiB: the memory of a device is between 1 MiB and"),
+        (("--device", " "), '--device  : give the memory of a GPU ("80 GiB"), "cpu" or "cpu 16 GiB"'),
+        (
+            ("--device", "cuda:all"),
+            "--device cuda:all: that is every GPU of a server, and an estimate is of one device",
+        ),
+    ],
+)
+def test_a_size_that_nothing_has_is_one_sentence(model: Path, words: tuple[str, ...], sentence: str) -> None:
+    assert_one_sentence(["--model", str(model), *words], "gradwire: ", sentence)
+
+
+@pytest.mark.parametrize("flag", ["--lora-rank", "--rows", "--runs", "--samples"])
+def test_a_number_beyond_the_wire_is_refused_with_its_range(model: Path, flag: str) -> None:
+    found = CliRunner().invoke(app, ["--model", str(model), flag, str(10**21)])
+    assert found.exit_code == 2 and isinstance(found.exception, SystemExit)
+    assert f"Invalid value for '{flag}'" in found.stderr and "x<=2147483647" in found.stderr
+
+
+def assert_one_sentence(words: list[str], beginning: str, sentence: str) -> None:
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2 and isinstance(found.exception, SystemExit), found.exception
+    assert found.stdout == ""
+    assert found.stderr.startswith(beginning) and sentence in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1

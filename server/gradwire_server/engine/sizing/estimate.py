@@ -224,6 +224,12 @@ def _check(workload: Workload, model: MetaModel) -> None:
             f"a row of {workload.tokens:,} tokens is longer than the model's context of {model.context_length:,}",
             field="tokens",
         )
+    if workload.tokens < 2:
+        raise OperationError(
+            training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+            "a row has at least 2 tokens: each token but the first is scored by those before it",
+            field="tokens",
+        )
     if workload.image_tokens >= workload.tokens:
         raise OperationError(
             training_pb2.ERROR_CODE_INVALID_ARGUMENT,
@@ -261,7 +267,8 @@ def _reference(path: str, dtype: torch.dtype) -> MetaModel:
     try:
         return MetaModel(path, dtype, training_pb2.RunConfig())
     except OperationError as error:
-        raise OperationError(error.code, error.message, field="reference") from (error.__cause__ or error)
+        message = f"{path}: {str(error.__cause__ or '').partition(chr(10))[0] or error.message}"
+        raise OperationError(error.code, message, field="reference") from None
 
 
 class _Planned(Memory):

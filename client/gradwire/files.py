@@ -35,7 +35,22 @@ async def download(transport: Transport, request: pb.DownloadRequest, folder: Pa
 
     Raises:
         ConnectionLostError: The stream ended before the last file was complete.
+        InvalidArgumentError: The folder cannot be made or written to.
     """
+    try:
+        return await _download(transport, request, folder)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"the files cannot be written to {folder}: {error.strerror or error}; make room for them or give another "
+            "path",
+            field="path",
+            rule="a folder that can be written to",
+        ) from error
+
+
+async def _download(transport: Transport, request: pb.DownloadRequest, folder: Path) -> Path:
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     target, missing = folder, 0
     file: BinaryIO | None = None

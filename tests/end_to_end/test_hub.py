@@ -113,4 +113,9 @@ async def test_a_file_in_the_way_is_named(service: gradwire.ServiceClient, tmp_p
             await run.export(path)
     with pytest.raises(InvalidArgumentError, match=r"download_checkpoint: .*taken is a file"):
         await run.download_checkpoint(await run.save_checkpoint("here"), tmp_path / "taken")
+    saved = await run.save_checkpoint("there")
+    for fetched in (run.export("/proc/nowhere"), run.download_checkpoint(saved, "/proc/nowhere/below")):
+        with pytest.raises(InvalidArgumentError, match=r"cannot be written to /proc/nowhere.*: No such file") as caught:
+            await fetched
+        assert caught.value.field == "path"
     assert (await run.forward(ROWS, "causal_lm")).loss is not None  # the run goes on

@@ -77,7 +77,7 @@ class CheckpointOperations(Submitter):
             timeout: As for :meth:`save_checkpoint`; the transfer of the files, which follows, is not limited.
 
         Errors of the future:
-            InvalidArgumentError: The path is a file, or the format is unknown.
+            InvalidArgumentError: The path is a file or cannot be written to, or the format is unknown.
         """
         name = f"export-{secrets.token_hex(8)}"
 

@@ -51,7 +51,8 @@ class RunInfo:
         dropout: Dropout rate of the model during training.
         kind: ``"rl"`` or ``""``; selects the default learning rate.
         num_tokens: Tokens that went through the model since the server started.
-        parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait.
+        parked: Why the run cannot go on for now; empty if it can. Its accepted operations wait. After a start of the
+            server a run without waiting operations is restored with its next one, and this is empty until then.
         recovery_s: Seconds that bringing the run back after a crash of the engine or the server would take now:
             loading its newest checkpoint and repeating the operations behind it, as measured.
         from_upload: Id of the upload that the run started from; empty if none.

@@ -15,7 +15,7 @@ from gradwire.recipes.estimate import Estimate
 from gradwire.recipes.report import write_report
 from gradwire.recipes.rows import rows_of
 from gradwire.recipes.settings import Settings, SettingsError, setting
-from gradwire.recipes.training import forget, loggers_of, open_folder, open_service, save_state
+from gradwire.recipes.training import forget, loggers_of, open_folder, open_service, save_state, warn_of_warmup
 from gradwire.rl import Algorithm, AlgorithmConfig, last_number, math_answer, multiple_choice
 from gradwire.rl.datasets import final_answer
 from gradwire.rl.types import Message, Task
@@ -67,6 +67,7 @@ async def train_with(
     tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
     per_epoch = -(-len(tasks) // settings.batch_size)
     total = settings.max_steps or per_epoch * settings.epochs
+    warn_of_warmup(settings, total)
     folder = Path(settings.folder)
     config = AlgorithmConfig(
         batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,

@@ -30,6 +30,16 @@ DELETE_PATIENCE_S = 5.0
 logger = logging.getLogger("gradwire.recipes")
 
 
+def warn_of_warmup(settings: Settings, total: int) -> None:
+    """Log a warning if the training ends before its warmup does."""
+    if settings.warmup > total:
+        logger.warning(
+            "warmup is %d steps and the training has %d: the learning rate ends far below learning_rate = %g; set "
+            "warmup to a part of the steps, or to 0",
+            settings.warmup, total, settings.learning_rate,
+        )  # fmt: skip
+
+
 class Training:
     """One training in its folder; made by :func:`open_training`.
 
@@ -62,6 +72,7 @@ class Training:
         """
         settings = self.settings
         self.total = settings.max_steps or batches.per_epoch * settings.epochs
+        warn_of_warmup(settings, self.total)
         if self._position is not None:
             batches.position = self._position
         label = type(settings).__name__

@@ -294,11 +294,13 @@ async def test_rows_without_an_answer_after_the_cut_are_said(
     said = [record.message for record in caplog.records]
     assert sum("answers begin behind token 6; raise max_tokens" in each for each in said) == 1, said
     assert sum("step 1: no token of this batch was scored" in each for each in said) == 1, said
+    assert not any("warmup" in each for each in said)  # as long as the training
     settings = distill.Distill(
         **common | {"max_tokens": 20, "max_steps": 1}, folder=str(tmp_path / "own"), teacher="teacher",
         answer_tokens=15, own_answers=1.0,
     )  # fmt: skip
     await distill.train(settings)
+    assert sum("warmup is 2 steps and the training has 1" in record.message for record in caplog.records) == 1
     said = [record.message for record in caplog.records]
     assert sum("prompts of more than 5 tokens are cut at their beginning, to leave 15" in each for each in said) == 1
 

@@ -64,6 +64,8 @@ def serve(
     Flags that repeat are plural in the environment and the file: models, allow_models and losses, separated by commas
     in the environment, and limits (GRADWIRE_LIMITS__MAX_ROWS). What is under Process has a flag only.
     """
+    for sentence in misspelled_variables():  # first: one of them may be why the settings are refused
+        console.print(f"gradwire: {sentence}", markup=False)
     try:
         settings = load(flags, config)
         check(settings)
@@ -71,8 +73,6 @@ def serve(
         for sentence in error.sentences:
             console.print(f"gradwire: {sentence}", style="red", markup=False)
         raise typer.Exit(2) from None
-    for sentence in misspelled_variables():
-        console.print(f"gradwire: {sentence}", markup=False)
     os.umask(0o077)  # weights, batches and keys of a state folder are for the server's own user
     logs.configure(settings.log_level, settings.log_format, "front")
     sys.setswitchinterval(SWITCH_S)

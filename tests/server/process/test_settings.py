@@ -51,6 +51,16 @@ def serve(folder: Path, *flags: str, **environment: str) -> subprocess.Completed
         ("models: [a/x, n=b, n=c]\n", [], {}, ["f.yaml, line 1: models: two models are named 'n'"]),
         ("threads: 2\n", [], {}, ["name at least one model"]),
         (
+            "threads: 2\n",
+            [],
+            {"GRADWIRE_MODEL": "x", "GRADWIRE_STATEDIR": "/x"},
+            [
+                "GRADWIRE_MODEL is no setting and is ignored; did you mean GRADWIRE_MODELS?",
+                "GRADWIRE_STATEDIR is no setting and is ignored; did you mean GRADWIRE_STATE_DIR?",
+                "name at least one model",
+            ],
+        ),
+        (
             "models: x\n",
             ["--limit", "max-tesnors=3"],
             {"GRADWIRE_THREADS": "many"},

@@ -86,5 +86,15 @@ async def test_what_cannot_be_held_in_few_bits_is_refused_by_name(tiny_model_pat
         assert "has all weights of a model" in await refusal(run, model={"name": saved.path})
         assert "follows the run's weights" in await refusal(run, model={"name": "ema"})
         assert "leave out one of them" in await refusal(run, model={"name": "base"}, reference_dtype="bfloat16")
-        assert "nf4" in await refusal(run, model={"name": "base", "quantize": "nf3"})
+        assert "dpo: the 'quantize' of reference_model is 'nf3'" in await refusal(
+            run, model={"name": "base", "quantize": "nf3"}
+        )
+        assert "is {'quantize': 'nf4'}, without the entry 'name'" in await refusal(run, model={})
+        assert "dpo: reference_model has no entry 'bits'; it has: name, quantize, offload" in await refusal(
+            run, model={"name": "base", "bits": 4}
+        )
+        both = await refusal(run, model={"name": "base", "offload": True})
+        assert "True}: a reference is held in few bits or offloaded: leave out quantize or offload" in both
+        with pytest.raises(gradwire.InvalidArgumentError, match=r'reference_model is \[\]; it takes "base" \(the run'):
+            await run.forward_backward(batch, "dpo", {"reference_model": []})
     assert server.end() == 0

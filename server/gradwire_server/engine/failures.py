@@ -104,17 +104,32 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     meant = (each for each in found if each["loc"][:1] == argument)
     first = max(meant, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
     name = str(first["loc"][0]) if first["loc"] else ""
-    properties = loss.config.model_json_schema().get("properties", {})
+    entry = str(first["loc"][-1])
+    schema = loss.config.model_json_schema()
+    properties = schema.get("properties", {})
+    said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         rule = f"one of {', '.join(properties)}" if properties else "no arguments"
         message = f"{loss.name} has no argument {name!r}; it has: {', '.join(properties) or 'none'}"
     elif not name:
-        rule, message = first["msg"], f"the arguments of {loss.name} do not go together: {first['msg']}"
+        rule, message = said, f"the arguments of {loss.name} do not go together: {said}"
+    elif first["type"] == "extra_forbidden":
+        form = str(first["loc"][-2])  # with the name of a check after it, if there is one
+        known = ", ".join(
+            key for title, each in schema["$defs"].items() if title in form for key in each.get("properties", ())
+        )
+        rule, message = f"one of {known}", f"{loss.name}: {name} has no entry {entry!r}; it has: {known}"
+    elif first["type"] == "missing":
+        rule, message = f"{entry} is given", f"{loss.name}: {name} is {first['input']!r}, without the entry {entry!r}"
+    elif first["type"] == "model_type":
+        rule = "one of the forms of the argument"
+        message = f"{loss.name}: {name} is {first['input']!r}; it takes {properties[name].get('description', rule)}"
     else:
         span = _range(name, properties.get(name, {}))
-        rule = span or first["msg"]
-        must = f", and {span} must hold ({first['msg']})" if span else f": {first['msg']}"
-        message = f"{loss.name}: {name} is {first['input']!r}{must}"
+        rule = span or said
+        must = f", and {span} must hold ({said})" if span else f": {said}"
+        within = len(first["loc"]) > 2 and not isinstance(first["loc"][-1], int)
+        message = f"{loss.name}: {f'the {entry!r} of {name}' if within else name} is {first['input']!r}{must}"
     raise OperationError(training_pb2.ERROR_CODE_INVALID_ARGUMENT, message, field=name, rule=rule)
 
 

@@ -119,7 +119,7 @@ def estimate(
         found = compute(workload, where, sizes)
         sentences = advice(found)
     except OperationError as error:
-        layers = f"--target-module {' '.join(target_module or ())}"
+        layers = f"--target-module {' '.join(target_module)}" if target_module else f"--model {model}"
         flags = {
             "tokens": f"--tokens {tokens}:" if tokens else f"--model {model}:",
             "image_tokens": f"--image-tokens {image_tokens}:",

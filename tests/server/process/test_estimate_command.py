@@ -90,6 +90,7 @@ def test_a_configuration_that_is_none_is_one_sentence(tmp_path: Path) -> None:
         ({"vocab_size": -3}, "its config.json gives vocab_size as -3, and it is at least 1"),
         ({"num_attention_heads": 0}, "its config.json gives num_attention_heads as 0, and it is at least 1"),
         ({"intermediate_size": None}, "Field 'intermediate_size' expected int, got NoneType (value: None)"),
+        ({"head_dim": 0}, "its config.json gives head_dim as 0, and it is at least 1"),
         ({"num_hidden_layers": 0}, "its config.json gives num_hidden_layers as 0, and it is at least 1"),
         ({"num_hidden_layers": -1}, "its config.json gives num_hidden_layers as -1, and it is at least 1"),
         ({"max_position_embeddings": 0}, "its config.json gives max_position_embeddings as 0, and it is at least 1"),
@@ -112,6 +113,13 @@ def test_a_configuration_of_no_model_is_one_sentence(
     if "tokens" not in sentence:  # a reference scores by the model's weights alone, which there are
         words = ["--model", str(model), "--reference", "base", "--reference", str(tmp_path), "--device", "1 GiB"]
         assert_one_sentence(words, f"gradwire: --reference {tmp_path}: ", sentence)
+
+
+def test_a_model_that_takes_no_adapters_by_default_is_named(tmp_path: Path) -> None:
+    given = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    words = ["--model", str(tmp_path), "--device", "1 GiB"]
+    assert_one_sentence(words, f"gradwire: --model {tmp_path}: ", "is incompatible with Mamba-based models")
 
 
 @pytest.mark.parametrize(

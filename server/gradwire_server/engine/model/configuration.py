@@ -16,7 +16,14 @@ from gradwire_server.engine.generators import preserved_rng
 from gradwire_server.engine.model.vision import auto_class, takes_images
 
 NEEDED_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-SIZES = (*NEEDED_SIZES, "num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+SIZES = (
+    *NEEDED_SIZES,
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 class ConfigurationError(ValueError):

@@ -67,7 +67,6 @@ async def train_with(
     tasks, problems = [_task(each) for each in kept], [_task(each) for each in held_out[: settings.eval_problems]]
     per_epoch = -(-len(tasks) // settings.batch_size)
     total = settings.max_steps or per_epoch * settings.epochs
-    warn_of_warmup(settings, total)
     folder = Path(settings.folder)
     config = AlgorithmConfig(
         batch_size=settings.batch_size, group_size=group_size, learning_rate=settings.learning_rate,
@@ -77,6 +76,7 @@ async def train_with(
         save_every=0 if dry_run else settings.save_every, checkpoint_dir=None if dry_run else folder,
     )  # fmt: skip
     known = {} if dry_run else open_folder(folder / "run.json", settings)
+    warn_of_warmup(settings, total)
     async with open_service(settings) as (service, model):
         if known:
             run = service.get_training_client(known["run_id"])

@@ -104,7 +104,7 @@ def read_config(loss: LossSpec, kwargs: Mapping[str, Any]) -> LossConfig:
     meant = (each for each in found if each["loc"][:1] == argument)
     first = max(meant, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
     name = str(first["loc"][0]) if first["loc"] else ""
-    entry = str(first["loc"][-1])
+    entry = str(first["loc"][-1]) if first["loc"] else ""
     schema = loss.config.model_json_schema()
     properties = schema.get("properties", {})
     said = first["msg"].removeprefix("Value error, ")

@@ -134,7 +134,7 @@ def _sequence_advantages(batch: Batch) -> Tensor:
         "advantage_mean": "mean advantage per token or row",
         "reward_mean": "mean over rows of the row's total reward; NaN without rewards",
         **sampler_metrics_of("behavior_log_probs [rows, tokens], or logprobs"),
-        "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; absent without",
+        "loss:sum": "with target_tokens: the sum over predictions, whatever reduction says; NaN without",
     },
     reference="Precup et al. 2000; truncation: Ionides 2008, Truncated Importance Sampling; target_tokens: Tinker's "
     "documentation",
@@ -211,7 +211,6 @@ def importance_sampling(batch: Batch, scores: Scores, config: ImportanceSampling
         "advantage_mean": Mean.of(advantages),
         "reward_mean": _row_rewards(batch),
         **sampler_metrics(batch, logprobs, old if by_token else None),
+        "loss:sum": _loss_sum(weighted, kl, config) if tinker else Mean(0.0, 0),
     }
-    if tinker:
-        metrics["loss:sum"] = _loss_sum(weighted, kl, config)
     return LossOutput(terms, metrics)

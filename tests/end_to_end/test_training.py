@@ -229,15 +229,3 @@ async def test_sampling_sees_the_step_before_it_and_its_logprobs_are_the_models(
             row = prompt + sample.token_ids.tolist()
             scored = await fresh.compute_logprobs([row])
             np.testing.assert_allclose(scored[0][len(prompt) - 1 :], sample.logprobs, atol=1e-4)
-
-
-async def test_a_batch_without_target_tokens_has_no_sum_of_them(service: gradwire.ServiceClient) -> None:
-    run = await service.create_run("tiny", lora=4)
-    rows = {"input_ids": [[1, 2, 3]], "advantages": [1.0]}
-    result = await run.forward_backward(rows | {"behavior_log_probs": [[-1.0, -1.0]]}, "importance_sampling")
-    assert "loss:sum" not in result.metrics
-    absent = {name for name, value in result.metrics.items() if np.isnan(value)}
-    assert absent == {"kl_divergence", "reward_mean"}  # no reference, no rewards
-    tinker = {"input_ids": [[1, 2]], "target_tokens": [[2, 3]], "logprobs": [[-1.0] * 2], "advantages": [[1.0] * 2]}
-    assert np.isfinite((await run.forward_backward(tinker, "importance_sampling")).metrics["loss:sum"])
-    await service.delete_run(run.run_id)

@@ -186,9 +186,6 @@ def _computed(result: pb.OperationResult) -> bytes:
     if kept.HasField("loss") or kept.HasField("train_step"):
         for name in ("activations", "limits"):
             loss_result(kept).ClearField(name)
-        metrics = loss_result(kept).metrics
-        for name in [name for name, value in metrics.items() if math.isnan(value)]:
-            del metrics[name]  # NaN for a metric that the batch does not have: another version leaves it out
     return kept.SerializeToString(deterministic=True)
 
 

@@ -65,16 +65,6 @@ def test_what_becomes_of_activations_is_compared_and_is_no_difference() -> None:
     assert divergence(earlier, recomputed, exact=True) == divergence(kept, recomputed, exact=True) == ""
 
 
-def test_a_metric_that_is_nan_may_be_left_out_by_another_version() -> None:
-    def outcome(**metrics: float) -> journal_pb2.Outcome:
-        return journal_pb2.Outcome(result=pb.OperationResult(loss=pb.LossResult(loss=1.0, metrics=metrics)))
-
-    earlier = outcome(kl=0.5, absent=float("nan"))
-    assert divergence(earlier, outcome(kl=0.5), exact=True) == divergence(outcome(kl=0.5), earlier, exact=True) == ""
-    assert divergence(earlier, outcome(kl=0.25), exact=True) and divergence(earlier, outcome(), exact=True)
-    assert divergence(earlier, outcome(kl=0.5, absent=1.0), exact=True)
-
-
 async def test_an_engine_that_dies_between_two_operations_of_a_replay_is_given_the_run_again(door: Door) -> None:
     client = await (await door.client()).begin()
     for seq, loss_fn in enumerate("abc", 1):

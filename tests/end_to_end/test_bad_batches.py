@@ -44,6 +44,8 @@ CASES: list[tuple[str, Any, str, dict[str, Any], type[gradwire.GradwireError], s
      "clip_epsilom", None, "clip_epsilon"),
     ("argument out of range", PPO, "enhanced_ppo", {"gamma": 1.5}, gradwire.InvalidArgumentError,
      "gamma", None, "1"),
+    ("arguments that do not go together", PPO, "enhanced_ppo", {"reduction_divisor": 4.0},
+     gradwire.InvalidArgumentError, "", None, "do not go together"),
     ("argument of the wrong type", PPO, "enhanced_ppo", {"gamma": "high"}, gradwire.InvalidArgumentError,
      "gamma", None, "number"),
     ("unknown reference model", PPO, "enhanced_ppo", {"reference_model": "gpt-9"}, gradwire.UnknownModelError,

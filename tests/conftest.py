@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,25 @@ def responsive_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     node = request.node
     if reports and node.get_closest_marker("asyncio") and not node.get_closest_marker("holds_loop"):
         pytest.fail("the event loop was blocked by\n" + "\n".join(reports))
+
+
+@pytest.fixture(autouse=True)
+def kept_log_levels() -> Iterator[None]:
+    """Fails a test that leaves our loggers less talkative than before, which later tests would not see through."""
+    before = _log_levels()
+    yield
+    after = _log_levels()
+    if after != before:
+        logging.disable(logging.NOTSET)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+        pytest.fail(f"the test left log levels changed: {before} before, {after} after")
+
+
+def _log_levels() -> dict[str, int]:
+    """Level of each of our packages' loggers, and of the root's, below which ``logging.disable`` silences all."""
+    levels = {name: logging.getLogger(name).level for name in ("gradwire", "gradwire_server", "gradwire_feedback")}
+    return {"root": max(logging.root.level, logging.root.manager.disable), **levels}
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ import json
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -83,7 +85,6 @@ def estimate(
     for flag, given in (("--lora-rank", lora_rank), ("--target-module", target_module)):
         if full and given:
             _fail(f"--full trains all weights, and {flag} is of an adapter: leave one of them out")
-    warnings.simplefilter("ignore")  # of other packages, about their own future
     try:
         import torch
 
@@ -93,8 +94,6 @@ def estimate(
         from gradwire_server.engine.sizing.estimate import estimate as compute
     except ModuleNotFoundError as missing:
         _fail(f"`gradwire estimate` needs {missing.name}, which is not installed: pip install 'gradwire[server]'")
-    for package in ("transformers", "bitsandbytes", "gradwire_server"):  # which set levels of their own when imported
-        logging.getLogger(package).setLevel(logging.CRITICAL)
     where = _device(device)
     default = "float32" if where.kind == "cpu" else "bfloat16"
     try:
@@ -113,11 +112,12 @@ def estimate(
             references=references,
             image_tokens=image_tokens,
         )
-        sizes = meta_model(workload, where.kind)
-        if tokens is None:
-            workload = replace(workload, tokens=min(TOKENS, sizes.context_length))
-        found = compute(workload, where, sizes)
-        sentences = advice(found)
+        with _quiet():
+            sizes = meta_model(workload, where.kind)
+            if tokens is None:
+                workload = replace(workload, tokens=min(TOKENS, sizes.context_length))
+            found = compute(workload, where, sizes)
+            sentences = advice(found)
     except OperationError as error:
         layers = f"--target-module {' '.join(target_module)}" if target_module else f"--model {model}"
         flags = {
@@ -134,6 +134,22 @@ def estimate(
     else:
         _show(found, sentences)
     raise typer.Exit(0 if found.fits else 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what other packages say about their own future, and what the server logs when it loads a model."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes", "gradwire_server")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
 
 
 def _device(text: str) -> Device:

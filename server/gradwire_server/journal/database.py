@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import queue
 import sqlite3
 import threading
@@ -27,8 +26,6 @@ from gradwire_server.errors import ServiceError
 from gradwire_server.journal.mirror import MirroredConnection, copy_database
 from gradwire_server.journal.schema import connect, connect_as, migrate, newest_commit
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
@@ -41,13 +38,6 @@ RAN_EVERY_S = 10.0
 class _Item:
     work: Work[Any]
     done: asyncio.Future[Any]
-
-
-@dataclass(frozen=True)
-class _Preparations:
-    """What is done before the next commit, each with a list that gets its result once that is on disk."""
-
-    works: list[tuple[Callable[[], Any], list[Any]]]
 
 
 class Database:
@@ -90,9 +80,8 @@ class Database:
         if mirror is not None and not mirror.exists():
             copy_database(path, mirror)
         self._asked: list[_Item] = []
-        self._handing_over = self._committing = False
-        self._preparing: list[tuple[Callable[[], Any], list[Any]]] = []
-        self._queue: queue.SimpleQueue[list[_Item] | _Preparations | None] = queue.SimpleQueue()
+        self._handing_over = False
+        self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="gradwire-journal", daemon=True)
         self._writer.start()
         self._reader = ThreadPoolExecutor(1, "gradwire-journal-reader")
@@ -113,23 +102,6 @@ class Database:
             self._handing_over = True
             self._loop.call_soon(self._hand_over)
         return done
-
-    def prepare(self, work: Callable[[], T], done: list[T]) -> None:
-        """Do a part of a later write in the writer thread now, unless that is at work.
-
-        Args:
-            work: Called outside of a transaction.
-            done: Gets its result once what it wrote is on disk; it stays empty where that failed.
-        """
-        if self._committing or not self._queue.empty():
-            return
-        self._preparing.append((work, done))
-        if len(self._preparing) == 1:
-            self._loop.call_soon(self._hand_preparations_over)
-
-    def _hand_preparations_over(self) -> None:
-        works, self._preparing = self._preparing, []
-        self._queue.put(_Preparations(works))
 
     def _hand_over_if(self, done: asyncio.Future[Any]) -> None:
         if any(item.done is done for item in self._asked):
@@ -181,36 +153,20 @@ class Database:
                 if asked is None:
                     ending = True
                     break
-                if isinstance(asked, _Preparations):
-                    self._prepare(asked)
-                else:
-                    items += asked
+                items += asked
             if items:
-                self._committing = True
                 outcomes = self._commit(connection, items)
-                self._committing = False
                 self._loop.call_soon_threadsafe(_deliver, items, outcomes)
         if connection.mirror is not None:
             connection.mirror.close()
         connection.close()
 
-    def _prepare(self, preparations: _Preparations) -> None:
-        try:
-            results = [work() for work, _ in preparations.works]
-            self._before_commit()
-        except Exception as error:  # the write itself tries again, and tells its caller what is wrong
-            log.warning("a record is not written early: %s", error)
-            self._on_failed_group()
-            return
-        for (_, done), result in zip(preparations.works, results, strict=True):
-            done.append(result)
-
     def _commit(self, connection: sqlite3.Connection, items: list[_Item]) -> list[Any]:
         outcomes: list[Any] = []
         began = time.perf_counter()
-        self.commit, self.noted, ran_s = self.commit + 1, False, self.ran_s()
         try:
             connection.execute("BEGIN IMMEDIATE")
+            self.commit, self.noted, ran_s = self.commit + 1, False, self.ran_s()
             for item in items:
                 connection.execute("SAVEPOINT item")
                 try:

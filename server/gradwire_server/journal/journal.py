@@ -89,33 +89,18 @@ class Journal:
         payload: Sequence[Buffer],
         *,
         within_s: float = 0.0,
-        record_now: bool = False,
     ) -> asyncio.Future[Location | None]:
         """Append an operation; the future resolves with the location of its payload once it is durable.
 
         Args:
             within_s: Seconds for which it may wait for another write to commit with.
-            record_now: Whether its record may be written and synced meanwhile, for the commit to have less to sync.
 
         Raises (through the future):
             ServiceError: STORAGE_FULL.
             LookupError: The previous number is not in the journal, because its own append failed.
         """
 
-        begun = False
-
-        def record(*, early: bool = False) -> Location | None:
-            if early and begun:
-                return None
-            described = journal_pb2.JournalRecord(run_id=header.run_id, seq=header.seq, at=accepted_at)
-            described.operation.CopyFrom(header)
-            return self._record(described, payload, early=early)
-
-        recorded: list[Location | None] = []
-
         def work(connection: sqlite3.Connection) -> Location | None:
-            nonlocal begun
-            begun = True
             row = (header.seq, self.store.commit, header.run_id, header.seq - 1)
             moved = connection.execute(
                 "UPDATE runs SET accepted_seq = ?, commits = ? WHERE run_id = ? AND accepted_seq = ?", row
@@ -124,9 +109,9 @@ class Journal:
                 raise LookupError(f"operation {header.seq - 1} of {header.run_id} is not in the journal")
             location = None
             if self.keep_payloads:
-                location = recorded[0] if recorded else None
-                if location is None or location.segment != self.segments.current:  # an older one may be deleted
-                    location = record()
+                record = journal_pb2.JournalRecord(run_id=header.run_id, seq=header.seq, at=accepted_at)
+                record.operation.CopyFrom(header)
+                location = self._record(record, payload)
             place = _columns(location, payload)
             columns = (
                 header.run_id, header.seq, content, header.SerializeToString(), accepted_at, pb.STATUS_UNSPECIFIED,
@@ -144,8 +129,6 @@ class Journal:
             crash_point("operation.before_commit")
             return _location(*place)
 
-        if record_now and within_s and self.keep_payloads:
-            self.store.prepare(partial(record, early=True), recorded)
         return self.store.write(work, within_s=within_s)
 
     async def identity_of(self, run_id: str, seq: int) -> bytes | None:
@@ -380,11 +363,8 @@ class Journal:
 
         return self.store.write(work)
 
-    def _record(
-        self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer], due: bool = True, early: bool = False
-    ) -> Location:
-        commit = self.store.commit + early  # the present one, or the next
-        return self.segments.append(payload, record.SerializeToString(), commit, due=due)
+    def _record(self, record: journal_pb2.JournalRecord, payload: Sequence[Buffer], due: bool = True) -> Location:
+        return self.segments.append(payload, record.SerializeToString(), self.store.commit, due=due)
 
     async def close(self) -> None:
         """Finish the requested writes and close the files."""

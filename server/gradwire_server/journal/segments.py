@@ -98,11 +98,6 @@ class Segments:
         """Numbers of the existing segments, oldest first."""
         return sorted(int(path.stem) for path in self._folder.glob("*.segment"))
 
-    @property
-    def current(self) -> int:
-        """Number of the newest segment; older ones may be deleted once no row refers to them."""
-        return self._current
-
     def append(
         self, payload: Sequence[Buffer], description: bytes = b"", commit: int = 0, *, due: bool = True
     ) -> Location:

@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 
 TOGETHER_S = 0.05
 """How long an operation waits for its result to be journaled with, if nobody waits for its acknowledgement."""
-RECORDED_EARLY = 2
-"""Up to how many operations a run may have for their records to be synced while the engine computes: two make a step.
-A sync beside the commit's own makes a result come sooner, but a pipeline slower."""
 
 
 class Admission:
@@ -221,7 +218,6 @@ class Admission:
         operation.appended = appended = self._journal.append(
             operation.header, operation.content, operation.accepted_at, operation.payload or (),
             within_s=TOGETHER_S if operation.patient and operation.may_be_early and operation.refusal is None else 0.0,
-            record_now=len(queue.pending) <= RECORDED_EARLY,
         )  # fmt: skip
 
         def durable(done: asyncio.Future[Any]) -> None:

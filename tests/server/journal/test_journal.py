@@ -27,7 +27,6 @@ from gradwire_server.journal.run_records import RunRecords
 from gradwire_server.journal.run_row import new_record
 from gradwire_server.journal.schema import newest_commit
 from gradwire_server.journal.segments import CorruptRecord, Location, Segments
-from support.scripted import until
 
 MARKS = RunMarks(step=0, failure_seq=0, failure="")
 
@@ -245,66 +244,6 @@ async def test_results_that_a_replay_gives_again_are_durable_as_rows_first(tmp_p
     [number] = Segments(tmp_path / "journal").numbers()
     records = [journal_pb2.JournalRecord.FromString(r.description) for r in journal.segments.records(number)]
     assert [record.seq for record in records if record.HasField("result")] == [1, 2, 3, 4, 5]
-
-
-async def test_a_record_is_synced_while_its_operation_is_computed(tmp_path: Path, synced: list[str]) -> None:
-    journal = Journal(tmp_path)
-    run_id = await new_run(journal, tmp_path)
-    synced.clear()
-    header = operation(run_id, 1, size=7)
-    appended = journal.append(header, identity(header), 1.0, [b"payload"], within_s=60.0, record_now=True)
-    await until(lambda: any(name.endswith(".segment") for name in synced))
-    assert not appended.done() and await journal.entries(run_id, 0, 9) == []
-    synced.clear()
-    result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED)
-    await journal.put_result(run_id, result, [], MARKS, with_operation=True)
-    assert not any(name.endswith(".segment") for name in synced)
-    location = await appended
-    assert location is not None and await journal.payload(location) == b"payload"
-    await journal.close()
-    records = [
-        journal_pb2.JournalRecord.FromString(record.description)
-        for record in journal.segments.records(location.segment)
-    ]
-    assert [record.HasField("result") for record in records] == [False, True]
-
-
-async def test_a_record_that_was_synced_early_is_written_again_where_its_segment_is_closed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, segment_bytes=1000)
-    run_id, other = await new_run(journal, tmp_path), await new_run(journal, tmp_path)
-    big = [operation(other, seq, size=2000) for seq in (1, 2)]
-    others = [journal.append(each, identity(each), 1.0, [bytes(2000)], within_s=60.0) for each in big]
-    header = operation(run_id, 1, size=7)
-    appended = journal.append(header, identity(header), 1.0, [b"payload"], within_s=60.0, record_now=True)
-    await until(lambda: journal.segments.current == 1)
-    await journal.retention.collect()  # commits with them
-    locations, location = await asyncio.gather(*others), await appended
-    assert [each.segment for each in locations if each is not None] == [1, 2]
-    assert location is not None and location.segment > 1
-    assert await journal.payload(location) == b"payload"
-    await journal.close()
-
-
-async def test_a_record_that_could_not_be_synced_early_is_written_by_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = Journal(tmp_path)
-    run_id, tried = await new_run(journal, tmp_path), list[int]()
-    with monkeypatch.context() as broken:
-
-        def no_sync(fd: int) -> None:
-            tried.append(fd)
-            raise OSError(5, "Input/output error")
-
-        broken.setattr(os, "fsync", no_sync)
-        header = operation(run_id, 1, size=7)
-        appended = journal.append(header, identity(header), 1.0, [b"payload"], within_s=60.0, record_now=True)
-        await until(lambda: bool(tried))
-    result = pb.OperationResult(seq=1, status=pb.STATUS_SUCCEEDED)
-    await journal.put_result(run_id, result, [], MARKS, with_operation=True)
-    location = await appended
-    assert location is not None and await journal.payload(location) == b"payload"
-    await journal.close()
 
 
 async def test_a_release_joins_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

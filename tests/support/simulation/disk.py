@@ -140,11 +140,6 @@ class SimulatedDatabase(database.Database):
         self._waiting += asked
         self._begin()
 
-    def _hand_preparations_over(self) -> None:
-        works, self._preparing = self._preparing, []
-        if not self.disk.full:
-            self._loop.call_later(self.rng.uniform(0, 0.001), self._prepare, database._Preparations(works))
-
     def _begin(self) -> None:
         if self._waiting and not self._busy:
             self._busy = True

@@ -138,7 +138,7 @@ class TrainingOperations(Submitter):
                 ``gradwire[quantize]``); ``"sgd"`` or ``"muon"`` (Jordan et al. 2024), which updates
                 embeddings, heads, norms and biases by AdamW. Each keeps moments of its own.
             momentum: Of ``"sgd"`` (0.9 by default) and ``"muon"`` (0.95); refused with the others.
-            head_learning_rate: Step size of the run's own head; by default the same. Without a head it has no effect.
+            head_learning_rate: Step size of the run's own head; by default the same. A run without one refuses it.
             decay: What weight decay applies to: all weights, or matrices only (no norms and biases).
 
         Returns:

@@ -240,3 +240,13 @@ def test_an_optimizer_that_is_not_known_is_refused(make_run: Any) -> None:
     with pytest.raises(OperationError, match="optimizer is one of adamw, adamw8bit, sgd, muon must hold"):
         run.optimizer.step(run.accumulator, settings(optimizer="adam"))
     assert_equal(weights(run), before)
+
+
+def test_a_rate_for_a_head_that_a_run_does_not_have_is_refused(make_run: Any) -> None:
+    run = make_run()
+    run.accumulator.merge({("loss", "sum"): gradient_of(run, 0)}, {("loss", "sum"): 1.0})
+    before = weights(run)
+    with pytest.raises(OperationError, match="own head, and this run has none") as told:
+        run.optimizer.step(run.accumulator, settings(head_learning_rate=1e-3))
+    assert told.value.field == "head_learning_rate"
+    assert_equal(weights(run), before)

@@ -25,6 +25,7 @@ from gradwire_server.engine.training.update_rules import (
     RULES,
     fused_step,
     fuses,
+    is_head,
     parameter_groups,
     rule_of,
     set_groups,
@@ -171,6 +172,12 @@ class Optimizer:
             raise OperationError(
                 training_pb2.ERROR_CODE_NOTHING_TO_STEP,
                 "optim_step has no gradient to apply: call forward_backward first",
+            )
+        if settings.HasField("head_learning_rate") and not any(map(is_head, self._masters)):
+            raise OperationError(
+                training_pb2.ERROR_CODE_INVALID_ARGUMENT,
+                "optim_step: head_learning_rate is of a run's own head, and this run has none: leave it out",
+                field="head_learning_rate",
             )
         found, factor = accumulator.normalised()
         # In a fixed order, because the norm's last bit must not depend on whether a checkpoint was loaded in between.

@@ -77,3 +77,15 @@ def test_it_has_the_methods_of_the_asynchronous_one() -> None:
     assert public(sync.ServiceClient) == public(service.ServiceClient)
     assert public(sync.TrainingClient) == public(training.TrainingClient)
     assert inspect.signature(sync.connect).parameters == inspect.signature(gradwire.connect).parameters
+
+
+def test_its_loop_leaves_no_task_behind() -> None:
+    async def begin() -> asyncio.Task[None]:
+        task = asyncio.create_task(asyncio.sleep(3600.0))
+        await asyncio.sleep(0)
+        return task
+
+    loop = sync.LoopThread()
+    task = loop.run(begin())
+    loop.close()
+    assert task.cancelled()

@@ -27,7 +27,7 @@ from support.server import Server
 KEYS = {"ada": "user", "bob": "user", "root": "admin"}
 ALLOWED = 3.0
 """Latency of a small call beside the flood, as a multiple of that without it, or beside a flood of another server."""
-NOTICEABLE_S = 0.3
+NOTICEABLE_S = 0.1
 """What a call may take in any case. Of a dozen calls of some milliseconds, one takes that where other work keeps the
 processors busy; the printed figures say more on a machine without other work."""
 COMPUTED = ("zero_grad", "sample")

@@ -37,7 +37,8 @@ class _Callback:
         collecting_s: Processor time of the garbage collections meanwhile.
         excused_s: Wall time within :meth:`BlockingDetector.excused`.
         excused_cpu_s: Processor time within it.
-        stack: Where it was last seen, formatted, from the callback inwards.
+        first: Where it was first seen, formatted, from the callback inwards.
+        last: Where it was last seen, if it was seen again: at its end, perhaps, and not where the time went.
     """
 
     thread: int
@@ -45,7 +46,8 @@ class _Callback:
     collecting_s: float = 0.0
     excused_s: float = 0.0
     excused_cpu_s: float = 0.0
-    stack: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)
 
 
 class BlockingDetector:
@@ -106,11 +108,13 @@ class BlockingDetector:
         limit = LIMIT_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         used -= callback.collecting_s + callback.excused_cpu_s
         held = wall - waited - callback.collecting_s - callback.excused_s
-        if not callback.stack:  # C code throughout: gRPC's poller waits for the lock of a thread that has no processor
+        if not callback.first:  # C code throughout: gRPC's poller waits for the lock of a thread that has no processor
             held = used
         if max(used, held) > limit:
             owner = getattr(handle._callback, "__self__", handle)  # type: ignore[attr-defined]
-            where = "".join(callback.stack) or "  one call that held the interpreter\n"
+            where = "".join(callback.first) or "  one call that held the interpreter\n"
+            if callback.last not in ([], callback.first):
+                where += "and at last in\n" + "".join(callback.last)
             self._reports.append(f"{owner!r}\nheld the loop for {held:.2f} s ({used:.2f} s of processor), in\n{where}")
 
     def _collecting(self, phase: str, about: dict[str, int]) -> None:
@@ -129,7 +133,8 @@ class BlockingDetector:
                     continue
                 frame = sys._current_frames().get(callback.thread)
                 if frame is not None and self._running.get(callback.thread) is callback:
-                    callback.stack = _stack_inside(frame)
+                    callback.last = _stack_inside(frame)
+                    callback.first = callback.first or callback.last
 
     def _stalled_s(self) -> float:
         """Seconds that the sampling thread has been late so far, together."""

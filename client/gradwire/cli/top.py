@@ -23,13 +23,13 @@ def top(
     client_cert: ClientCert = None,
     client_key: ClientKey = None,
     interval: Interval = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and end, as without a terminal.")] = False,
 ) -> None:
     """Show what a server and your runs are doing, until you press Ctrl-C."""
     console = Console()
     with connected(Access(address, api_key, ca_cert, client_cert, client_key)) as service:
         before = look(service)
-        if once:
+        if once or not console.is_terminal:
             time.sleep(interval)
             console.print(draw(look(service), before))
         else:
@@ -40,7 +40,7 @@ def _watch(console: Console, service: sync.ServiceClient, before: Snapshot, inte
     def picture(now: Snapshot) -> RenderableType:
         return draw(now, before, most=max(console.height - 14, 3))
 
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             live.update(picture(before), refresh=True)
             while True:

@@ -103,7 +103,7 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+        loop.add_signal_handler(name, _be_told, stop, config.grace)
     watcher = loop.create_task(_watch_parent(parent, stop)) if parent else None
     server = Server(config, own_key=own_key)
     starting, stopped = loop.create_task(_start(server)), loop.create_task(stop.wait())
@@ -133,6 +133,14 @@ async def _serve(config: ServerConfig, ready_file: Path | None, parent: int | No
             f"gradwire: stopped; {count} acknowledged operations of {run_id} go on at the next start", markup=False
         )
     return 0
+
+
+def _be_told(stop: asyncio.Event, grace_s: float) -> None:
+    """Stop on a signal, and say at once what the operator will wait for."""
+    if not stop.is_set():
+        waits = f"waiting up to {grace_s:g} s for operations that are being executed"
+        console.print(f"gradwire: stopping; {waits}", markup=False)
+    stop.set()
 
 
 async def _start(server: Server) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -190,14 +195,33 @@ def test_the_terminal_shows_it_with_a_key_and_nothing_without(running: Running, 
         command = [sys.executable, "-m", "gradwire.cli", *words, "--address", running.address]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 
-    shown, live = run("status"), run("top", "--once", "--interval", "0.3")
-    assert shown.returncode == 0 and live.returncode == 0, shown.stderr + live.stderr
-    for page in (shown.stdout, live.stdout):
+    pages = [run("status"), run("top", "--once", "--interval", "0.3"), run("top", "--interval", "0.3")]
+    assert not any(page.returncode for page in pages), [page.stderr for page in pages]
+    for page in (page.stdout for page in pages):
         assert "on cpu, engine ready" in page and "tiny" in page and "1 runs" in page and "0 restarts" in page
         assert "[red]loud[/]" in page and "\x1b[31m" not in page, "a run's name is text, whatever is in it"
-    assert "max_payload_bytes=" in shown.stdout
+    assert "max_payload_bytes=" in pages[0].stdout
     refused = run("status", key="wrong")
     assert refused.returncode == 1 and "API key" in refused.stderr and not refused.stdout
+
+
+def test_a_terminal_shows_it_until_ctrl_c(running: Running, trained: Trained) -> None:
+    outside, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    words = [sys.executable, "-m", "gradwire.cli", "top", "--interval", "0.2", "--address", running.address]
+    environment = os.environ | {"GRADWIRE_API_KEY": running.key, "TERM": "xterm"}
+    with subprocess.Popen(words, stdout=inside, stderr=inside, env=environment) as top:
+        os.close(inside)
+        shown = b""
+        while shown.count(b"on cpu, engine") < 3:  # the picture is drawn again and again
+            shown += os.read(outside, 1 << 16)
+        top.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while more := os.read(outside, 1 << 16):
+                shown += more
+        assert top.wait(60) == 0
+    os.close(outside)
+    assert b"[red]loud[/]" in shown and b"\x1b[31mloud" not in shown and b"Traceback" not in shown
 
 
 def test_lines_of_the_log_are_objects_and_hold_no_key_no_prompt_no_token(running: Running, trained: Trained) -> None:

@@ -120,6 +120,23 @@ def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
     assert address.returncode == 2 and "HOST:PORT" in address.stderr
 
 
+async def test_it_says_at_once_that_it_stops(tiny_model_path: Path, tmp_path: Path) -> None:
+    words, written = [*command(tiny_model_path, tmp_path / "state"), "--grace", "60"], tmp_path / "stderr"
+    with (
+        written.open("w") as stderr,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,  # noqa: ASYNC220
+    ):
+        assert process.stdout is not None
+        address = (await asyncio.to_thread(process.stdout.readline)).split()[-1]
+        async with connected(address) as client:
+            await client.begin(seed=5, lora=pb.LoraSettings(rank=2))
+            await client.submit(1, sample=pb.SampleCall(prompts=["2+2="], n=64, max_tokens=60, ignore_eos=True))
+            process.send_signal(signal.SIGINT)
+            await asyncio.to_thread(wait_for, lambda: "stopping; waiting up to 60 s" in written.read_text())
+            assert process.poll() is None
+        assert await asyncio.to_thread(process.wait, 120) == 0
+
+
 def test_it_ends_with_its_parent(tiny_model_path: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     words = command(tiny_model_path, tmp_path / "state", "--die-with-parent", "--ready-file", str(ready))

@@ -69,7 +69,7 @@ def _refusing(error: ServiceError, method: str) -> grpc.RpcMethodHandler[Any, An
     """A handler that refuses without reading the request; as a stream handler it fits every kind of method."""
 
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        _end(context, error.error, method)
+        _refuse(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -148,30 +148,31 @@ async def _first(requests: AsyncIterable[bytes]) -> bytes:
 
 
 def _refuse(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    if isinstance(error, ServiceError):
-        _end(context, error.error, method)
-    elif isinstance(error, DecodeError):
-        message = "the message cannot be parsed; client and server may be of different versions"
-        _end(context, pb.Error(code=pb.ERROR_CODE_INVALID_ARGUMENT, message=message), method)
-    else:
-        request_id = secrets.token_hex(8)
-        log.error("request %s of %s failed", request_id, method, exc_info=error, extra={"request_id": request_id})
-        message = f"the server made a mistake; its log has it as request {request_id}"
-        _end(context, pb.Error(code=pb.ERROR_CODE_INTERNAL, message=message, request_id=request_id), method)
-
-
-def _end(context: grpc.aio.ServicerContext[Any, Any], reason: pb.Error, method: str) -> None:
     """Give a call its error, which is sent when its handler returns.
 
     ``context.abort`` would raise an exception that the context keeps, and with it all frames: one more cycle a call.
     """
-    error = pb.Error()
-    error.CopyFrom(reason)
-    error.request_id = reason.request_id or secrets.token_hex(8)
-    if len(error.message) > MAX_MESSAGE_CHARS:
-        error.message = error.message[:MAX_MESSAGE_CHARS] + "…"
-    log.info("request %s of %s refused: %s", error.request_id, method, pb.ErrorCode.Name(error.code))
-    context.set_code(GRPC_STATUS.get(error.code, grpc.StatusCode.INTERNAL))
+    refusal = _refusal(error, method)
+    log.info("request %s of %s refused: %s", refusal.request_id, method, pb.ErrorCode.Name(refusal.code))
+    context.set_code(GRPC_STATUS.get(refusal.code, grpc.StatusCode.INTERNAL))
     # Metadata is limited to 8 KiB, and gRPC encodes every byte that is not ASCII as three characters.
-    context.set_details(error.message.encode("ascii", "replace").decode())
-    context.set_trailing_metadata(((ERROR_METADATA, error.SerializeToString()),))
+    context.set_details(refusal.message.encode("ascii", "replace").decode())
+    context.set_trailing_metadata(((ERROR_METADATA, refusal.SerializeToString()),))
+
+
+def _refusal(error: Exception, method: str) -> pb.Error:
+    """What a caller is told of an exception. One that nobody expected is logged, and told as the server's mistake."""
+    refusal = pb.Error(request_id=secrets.token_hex(8))
+    if isinstance(error, ServiceError):
+        refusal.MergeFrom(error.error)
+    elif isinstance(error, DecodeError):
+        refusal.code = pb.ERROR_CODE_INVALID_ARGUMENT
+        refusal.message = "the message cannot be parsed; client and server may be of different versions"
+    else:
+        name = refusal.request_id
+        log.error("request %s of %s failed", name, method, exc_info=error, extra={"request_id": name})
+        refusal.code = pb.ERROR_CODE_INTERNAL
+        refusal.message = f"the server made a mistake; its log has it as request {name}"
+    if len(refusal.message) > MAX_MESSAGE_CHARS:
+        refusal.message = refusal.message[:MAX_MESSAGE_CHARS] + "…"
+    return refusal
